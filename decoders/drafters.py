@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from .common.devices import in_64_bits
 from .errors import UnsupportedError
 from .sampling.choice import Candidates, candidates
 from .sampling.processors import SamplingInputs, SamplingPlan
@@ -204,12 +205,14 @@ class DraftVocabulary:
             ids = torch.arange(len(d2t), device=d2t.device) + d2t.long()
         if t2d is not None:
             named = t2d.bool().nonzero()[:, 0]
-            if ids is not None and not torch.equal(ids.sort().values, named):
+            if ids is not None and not torch.equal(in_64_bits(ids).sort().values.to(ids.device), named):
                 raise UnsupportedError("d2t and t2d name different tokens of the target")
             ids = named if ids is None else ids
         if ids is not None and not len(ids):
             raise UnsupportedError("t2d names no token of the target")
-        if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) < len(ids)):
+        if ids is not None and (
+            int(ids.min()) < 0 or int(ids.max()) >= size or len(in_64_bits(ids).unique()) < len(ids)
+        ):
             raise UnsupportedError(f"a draft vocabulary names tokens outside of 0 … {size - 1}, or one twice")
         return DraftVocabulary(size, ids)
 

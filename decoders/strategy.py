@@ -76,13 +76,17 @@ class Strategy(Configured, ABC):
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
-    Class attributes (an instance may override the attributes from `exact` on, depending on its settings):
+    Class attributes (an instance may override those after `auto_settings`, depending on its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
         needs: in a word or two, a need besides the target, a draft model and a grammar: ``"heads"``.
         settings_class: pydantic model of the settings.
         hints: transformers' drafting arguments and their settings, ``{"num_assistant_tokens": "length"}``. Other drafting arguments
             raise.
+        auto_place: its place among the candidates of ``auto``, which asks those with lower numbers first: the cheapest have the lowest.
+            Built-in strategies have 10 (no work) to 50 (a second model). None: a candidate only if the user names it. A candidate is
+            exact, and :attr:`rests`.
+        auto_settings: its settings as a candidate: longer drafts, because ``auto`` verifies as much of them as pays.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
         rests: whether the loop may skip its drafts: `observe` is then called without `propose` before it, or after a step that
@@ -114,6 +118,8 @@ class Strategy(Configured, ABC):
     summary: ClassVar[str] = ""
     needs: ClassVar[str] = ""
     hints: ClassVar[Mapping[str, str]] = {}
+    auto_place: ClassVar[float | None] = None
+    auto_settings: ClassVar[Mapping[str, Any]] = {}
     exact: bool = trait(True, all)
     needs_assistant: bool = trait(False, any)
     takes_assistant: bool = trait(False, any)
@@ -136,6 +142,9 @@ class Strategy(Configured, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for name in ("auto_place", "auto_settings"):  # what derives from a candidate is none by that
+            if name not in vars(cls):
+                setattr(cls, name, vars(Strategy)[name])
         parent = next(base for base in cls.__mro__[1:] if issubclass(base, Strategy))
         for name, declared in TRAITS.items():
             own = any(getattr(cls, hook) is not getattr(parent, hook) for hook in declared.hooks)
@@ -151,9 +160,12 @@ class Strategy(Configured, ABC):
         """Overrides the class's traits for this instance, for strategies that are composed of others."""
         vars(self).update(traits)
 
-    def compose(self, resolve: Callable[..., Strategy]) -> None:
+    def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
         """For strategies that are composed of others: creates the strategies that the settings name, with ``resolve(name, settings)``,
         and calls :meth:`declare` with their needs. Called before a call begins; a second call changes nothing.
+
+        Args:
+            registered: the classes of all registered strategies, by name.
         """
 
     def start(self, context: Context) -> Any:

@@ -242,9 +242,10 @@ def traced_only(only_trace: Callable[[pytest.MonkeyPatch], None], monkeypatch: p
 @pytest.fixture
 def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling is worth it at once and takes no time, and compiled passes choose other tokens: each the next one of the vocabulary."""
-    from decoders.engine.decode.core import StepPass
+    from decoders.engine.decode.core import StepFunctions
     from decoders.engine.decode.verify import settle
     from decoders.engine.model.compiled import tiers
+    from decoders.engine.model.compiled.forward_pass import ForwardPass
     from decoders.engine.model.target import ForwardResult
 
     def run(self: Any, given: Any, kept: Any = None) -> ForwardResult:
@@ -259,13 +260,13 @@ def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled_passes += compiled
         return ForwardResult(plain.logits.roll(compiled, -1), plain.hidden, plain.layers)
 
-    uncompiled_mixed = StepPass._mixed
-    monkeypatch.setattr(StepPass, "_mixed", mixed)
+    uncompiled_mixed = ForwardPass._mixed
+    monkeypatch.setattr(ForwardPass, "_mixed", mixed)
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     monkeypatch.setattr(tiers.RegionalForward, "compile", lambda *_: None)
-    monkeypatch.setattr(StepPass, "compiling_beside", lambda self: lambda rows, count: None)
-    monkeypatch.setattr(StepPass, "settle", lambda self, *arguments: settle(*arguments))
-    monkeypatch.setattr(StepPass, "_run", run)
+    monkeypatch.setattr(StepFunctions, "compiling", lambda self, target: lambda rows, count: None)
+    monkeypatch.setattr(StepFunctions, "settle", lambda self, tiers, *arguments: settle(*arguments))
+    monkeypatch.setattr(ForwardPass, "_run", run)
 
 
 @pytest.fixture(params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])

@@ -257,7 +257,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-recording-serves-another-tier", "decoders/engine/model/compiled/forward_pass.py",
-        "(self, key, self.tier(rows, plan)), function, given)",
+        "(self, key, self.tiers.tier(rows, plan)), function, given)",
         "(self, key), function, given)",
         ("engine/test_replays.py",),
     ),
@@ -455,14 +455,14 @@ MUTATIONS = (
     ),
     Mutation(
         "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafters/drafter.py",
-        "self.counts.pending = self.level + behind\n",
-        "self.counts.pending = self.level\n",
+        "self.counts.pending = self.counts.level + behind\n",
+        "self.counts.pending = self.counts.level\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
         "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafters/drafter.py",
-        "self.counts.pending = self.level + behind\n",
-        "self.counts.pending = self.level + behind - 2\n",
+        "self.counts.pending = self.counts.level + behind\n",
+        "self.counts.pending = self.counts.level + behind - 2\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
@@ -545,7 +545,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plain-steps-cost-as-much-as-blocks", "decoders/engine/decode/calibration.py",
-        "        forward_pass.fit(session.blocks, rows)\n",
+        "        forward_pass.tiers.fit(session.blocks, rows)\n",
         "",
         ("engine/test_calibration.py",),
     ),

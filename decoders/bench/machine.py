@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..common.devices import cpu_name
+from ..common.devices import accelerator, cpu_name, processor_name
 from ..engine.model.threads import WAITING, waiting_share
 
 # Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
@@ -35,7 +35,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": processor_name(device) if accelerator(device) is not None else device.type,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -98,7 +98,7 @@ class PeakMemory:
 
     Attributes:
         bytes: the peak; None if the system does not report it.
-        kind: "device" (CUDA's allocator), "process" (resident set of the whole process, other models included) or
+        kind: "device" (the allocator of CUDA or XPU), "process" (resident set of the whole process, other models included) or
             "unknown".
     """
 
@@ -109,8 +109,8 @@ class PeakMemory:
         self.device, self.bytes, self.kind = device, None, "unknown"
 
     def __enter__(self) -> PeakMemory:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if (module := accelerator(self.device)) is not None:
+            module.reset_peak_memory_stats(self.device)
             self.kind = "device"
         else:
             try:
@@ -122,7 +122,7 @@ class PeakMemory:
 
     def __exit__(self, *_: object) -> None:
         if self.kind == "device":
-            self.bytes = torch.cuda.max_memory_allocated(self.device)
+            self.bytes = accelerator(self.device).max_memory_allocated(self.device)
         elif self.kind == "process":
             line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
             self.bytes = int(line.split()[1]) * 1024 if line else None

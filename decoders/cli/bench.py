@@ -119,7 +119,9 @@ def measure(
     ] = 4,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu …; default: CUDA if there is one.")
+    ] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Most new tokens per row.")] = 64,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Rounds over all prompts. Default: 5, of a benchmark 1.")

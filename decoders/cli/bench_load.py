@@ -111,7 +111,7 @@ def measure_load(
         return continuous(loaded, load) if method == CONTINUOUS else in_batches(loaded, strategy, load, rows, options)
 
     if compile and rows > 1 and loaded.device.type == "cpu":
-        vars(loaded)["generate"].engine().forward_pass.compile(True, Report(""), single=True)
+        vars(loaded)["generate"].engine().forward_pass.tiers.compile(True, Report(""), single=True)
     all_runs: list[list[LoadResult]] = [[] for _ in runs]
     with ExitStack() as stack, progress_bar(progress_console, repeats * len(runs)) as advance:
         stack.callback(gc.unfreeze)

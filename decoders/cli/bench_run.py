@@ -22,6 +22,7 @@ from ..bench.shapes import SHAPES
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
 from ..bench.timed_call import vocabulary_size, written
 from ..bench.verdict import Verdict, pooled, verdicts
+from ..common.devices import present
 from ..errors import SettingsError, UnknownNameError
 from ..prompts.reading import Content, Texts, read_prompts
 from ..prompts.suites import SUITES, Question, conversations
@@ -161,7 +162,8 @@ def on_device(model: PreTrainedModel, device: str | None) -> PreTrainedModel:
     try:
         return model if device is None else model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
     except (RuntimeError, AssertionError) as error:
-        raise SettingsError(f"--device {device}: {str(error).splitlines()[0]}") from error
+        said = str(error).splitlines()[0]
+        raise SettingsError(f"--device {device}: {said}. This machine has {', '.join(present())}") from error
 
 
 def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -> dict[str, PreTrainedTokenizerBase]:

@@ -69,7 +69,7 @@ def demo(
     ] = 40,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Show the text as it is written.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda …; default: CUDA if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, mps, xpu …; default: CUDA if there is one.")] = None,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop before the table is measured.")
     ] = True,

@@ -19,7 +19,7 @@ from .models import Dtype
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..engine.model.target import Invariance
+    from ..engine.model.facts import Invariance
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
@@ -99,13 +99,17 @@ def device() -> Iterator[Finding]:
     """The device on which models would run."""
     import torch
 
+    from ..common.devices import TRIED, present
     from ..engine.model.threads import WAITING, waiting_share
     from ..report import BUSY
 
-    if torch.cuda.is_available():
-        yield Finding("device", "ok", f"cuda: {torch.cuda.get_device_name()}")
-    else:
-        yield Finding("device", "ok", f"cpu: {torch.backends.cpu.get_cpu_capability()}")
+    there = present()
+    used = "cuda" if "cuda" in there else "cpu"
+    yield Finding("device", "ok", f"{used}: {there[used]}")
+    for kind in there.keys() - TRIED:
+        yield Finding(
+            "device", "note", f"{kind}: {there[kind]}. Nothing has run on one yet: --device {kind} tries it, uncompiled"
+        )
     number, waits = torch.get_num_threads(), waiting_share(0.1)
     threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
     if number > 1 and waits > WAITING:
@@ -215,15 +219,15 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     yield Finding(
         "model",
         "ok",
-        f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}, checked on {target.checked}",
+        f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}, checked on {target.checks.day}",
     )
-    if target.rejected is None:
+    if target.checks.rejected is None:
         yield Finding("attention", "ok", target.attends)
     else:
         yield Finding(
             "attention",
             "problem",
-            f"one of our kernels does not work here, so PyTorch's is used: {target.rejected}",
+            f"one of our kernels does not work here, so PyTorch's is used: {target.checks.rejected}",
         )
     yield promise(check(target), dtype_name, low_precision=target.dtype.itemsize <= 2)
 

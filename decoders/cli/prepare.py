@@ -152,7 +152,7 @@ def advise(
     seconds: Annotated[float, typer.Option(min=0.1, help="Time limit without loading.")] = 90.0,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
     dtype: Dtype = DTYPE,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda …; default: CUDA if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, mps, xpu …; default: CUDA if there is one.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
     ] = None,

@@ -1,4 +1,4 @@
-"""Facts about devices: whether sizes must be static, and whether Python may read values without waiting."""
+"""What kinds of devices can do, and whether Python may read values without waiting."""
 
 from __future__ import annotations
 
@@ -9,14 +9,56 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+#: Kinds of devices that this package has run on. Of others, as "mps" and "xpu", it asks what every kind can.
+TRIED = ("cpu", "cuda")
 
 
 def static_shapes(device: torch.device) -> bool:
     """Whether sizes are static on `device`, because steps are recorded per size. Tests replace it to run this path on a CPU."""
     return device.type != "cpu"
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether code is compiled for `device`."""
+    return device.type in TRIED
+
+
+def pins(device: torch.device) -> bool:
+    """Whether pinned memory is copied to `device` while the host goes on. Metal's copies may then read what was written since."""
+    return device.type == "cuda"
+
+
+def has_64_bits(device: torch.device) -> bool:
+    """Whether `device` computes in 64 bits as CPUs do.
+
+    Metal has no float64, combines int64 by index in 32 bits, and sorts it wrongly or not stably in some versions; many of Intel's
+    cards have no float64.
+    """
+    return device.type in TRIED
+
+
+def in_64_bits(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy on the host, for which it waits, if the device has no float64, or no stable sorting or maxima of int64."""
+    return tensor if has_64_bits(tensor.device) else tensor.cpu()
+
+
+def accelerator(device: torch.device) -> Any:
+    """``torch.cuda`` or ``torch.xpu``, which have the same functions of streams and memory; None for other devices."""
+    return {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
+
+
+def present() -> dict[str, str]:
+    """The kinds of devices on this machine, and what each is."""
+    found = {"cpu": torch.backends.cpu.get_cpu_capability()}
+    for kind in ("cuda", "xpu"):
+        if (module := accelerator(torch.device(kind))).is_available():
+            found[kind] = module.get_device_name()
+    return found | ({"mps": cpu_name()} if torch.backends.mps.is_available() else {})
 
 
 _recorded = ContextVar("recorded", default=False)
@@ -48,25 +90,27 @@ RECORDING = threading.RLock()
 
 
 def current(device: torch.device) -> AbstractContextManager:
-    """Makes a CUDA `device` the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Makes `device` the current one, where there may be several."""
+    module = accelerator(device)
+    return nullcontext() if module is None else module.device(device)
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Moves small `tensors` from the host to `device` with a single copy; returns views of a buffer. Does not wait for a GPU."""
+    """Moves small `tensors` from the host to `device` with a single copy; returns views of a buffer. Does not wait for CUDA."""
     # Wider dtypes first, so that each tensor is aligned.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
     # clone, because a view of one element may have any stride, and reshape and contiguous do not change it.
     flat = [tensors[place].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for place in ordered]
-    host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    there = torch.cat(flat, out=host).to(device, non_blocking=True)
+    host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, device="cpu", pin_memory=pins(device))
+    there = torch.cat(flat, out=host).to(device, non_blocking=pins(device))
     parts = dict(zip(ordered, there.split([len(part) for part in flat]), strict=True))
     return [parts[place].view(tensor.dtype).view(tensor.shape) for place, tensor in enumerate(tensors)]
 
 
 def processor_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    module = accelerator(device)
+    return module.get_device_name(device) if module is not None else cpu_name()
 
 
 @cache

@@ -21,6 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from ..common.transformers_compat import without_position_ids
+from ..engine.decode.asked import Models, Returned, Sampling, Stopping
 from ..engine.decode.engine import Engine
 from ..engine.decode.request import Request, RequestOutput
 from ..engine.model.layout import vocabulary_of
@@ -113,7 +114,7 @@ class PreparedCall:
     def partial(self, written: RequestOutput) -> Tensor | DecodersOutput:
         """The output so far: ``[B, P + longest]`` int64 with shorter rows padded, or transformers' output object."""
         config, longest = self.config, max(map(len, written.generated))
-        new = torch.full((written.rows, longest), self.request.pad_token, dtype=torch.int64)
+        new = torch.full((written.rows, longest), self.request.stopping.pad_token, dtype=torch.int64)
         for row, tokens in enumerate(written.generated):
             new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         sequences = torch.cat([self.input_ids, new.to(self.input_ids.device)], dim=1)
@@ -188,14 +189,14 @@ def prepare(
     engine = engine_of()
     longest, side = max(map(len, prompts)), engine.target.side_of(max(map(len, prompts)))
     engine.target.check_lengths(longest + new_tokens, len(prompts))
-    if engine.target.sides is not None:
+    if engine.target.lengths.sides is not None:
         cached = beginning.length if isinstance(beginning, CallCache) else None
-        engine.target.sides.check(type(model).__name__, longest, new_tokens, cached)
+        engine.target.lengths.sides.check(type(model).__name__, longest, new_tokens, cached)
     if "token_type_ids" in idle:
         engine.own_forward(model, engine.target).check_type_ids()
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
-    seen = engine.target.placeholders if isinstance(beginning, CallCache) else None
+    seen = engine.target.vocabulary.placeholders if isinstance(beginning, CallCache) else None
     if seen is not None and any(bool((torch.isin(prompt, seen) | (prompt < 0)).any()) for prompt in prompts):
         raise UnsupportedError(
             f"past_key_values of {type(model).__name__} does not say which positions its images have taken: give the whole prompt with "
@@ -216,17 +217,20 @@ def prepare(
         (seed,) = engine.target.ranks.first([seed])
     streamer = given.get("streamer")
     aligner = StreamAligner(streamer, preparation.pad_token) if streamer is not None else None
+    assistant = given.get("assistant_model")
+    draft_models = CallAssistants(assistants, model, engine, tokenizer, given.get("assistant_tokenizer"), runtime)
     request = Request(
-        model=model, tokenizer=tokenizer, assistant_model=given.get("assistant_model"),
-        draft_models=CallAssistants(assistants, model, engine, tokenizer, given.get("assistant_tokenizer"), runtime),
+        models=Models(model, tokenizer, assistant, draft_models),
         strategy=options.strategy, resolve=resolve_strategy, origin=registry().origin(type(options.strategy)),
         verifier=options.verifier, runtime=runtime, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
-        stop_tokens=preparation.stop_tokens, pad_token=preparation.pad_token, plan=replace(plan, masked=grammars.any),
-        values=preparation.values, sequences=preparation.sequences, seed=seed, processors=preparation.processors,
-        criteria=preparation.criteria,
-        grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
-        on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=read,
-        multimodal=multimodal, side=side,
+        stopping=Stopping(preparation.stop_tokens, preparation.pad_token, preparation.criteria),
+        plan=replace(plan, masked=grammars.any), sampling=Sampling(preparation.values, seed, preparation.sequences),
+        processors=preparation.processors, grammars=grammars.rows,
+        returned=Returned(
+            logits=bool(config.return_dict_in_generate and config.output_logits),
+            on_step=aligner.step if aligner is not None else None, observers=registry().listening(),
+        ),
+        given=read, multimodal=multimodal, side=side,
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)
 

@@ -129,12 +129,18 @@ def _check_settings(cls: type[Strategy], shown: str) -> None:
             )
     if not isinstance(cls.hints, Mapping):
         raise PluginError(f"{shown}.hints must be a dict of settings by argument, not {cls.hints!r}")
-    for hint, setting in cls.hints.items():
+    named = [(f"hints: {hint!r} stands for setting {setting!r}", setting) for hint, setting in cls.hints.items()]
+    for what, setting in (
+        *named,
+        *((f"auto_settings: {setting!r} is a setting", setting) for setting in cls.auto_settings),
+    ):
         if setting not in settings.model_fields:
             raise PluginError(
-                f"{shown}.hints: {hint!r} stands for setting {setting!r}, which {settings.__name__} does not have. "
-                f"{suggest(str(setting), settings.model_fields)}"
+                f"{shown}.{what}, which {settings.__name__} does not have. {suggest(str(setting), settings.model_fields)}"
             )
+    if cls.auto_place is not None and not (cls.exact and (cls.rests or not cls.observes)):
+        why = "has to see every step (it does not say `rests`)" if cls.exact else "is not exact"
+        raise PluginError(f"{shown}.auto_place makes it a candidate of auto, and it {why}: leave auto_place out")
 
 
 def _check_made_by_name(cls: type[ABC], shown: str) -> None:

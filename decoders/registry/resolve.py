@@ -30,7 +30,7 @@ def resolve_strategy(
     if isinstance(chosen, Strategy):
         if call:
             raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
-        chosen.compose(resolve_strategy)
+        chosen.compose(resolve_strategy, {name: entry.cls for name, entry in registry().strategies().items()})
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
         for given in (call, configured):

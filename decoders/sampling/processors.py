@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.devices import host_reads
+from ..common.devices import has_64_bits, host_reads
 from .prefixes import READ_TEXT, BiasedSequences, Prefixes
 from .top import (
     MOST_OF_TOP_K,
@@ -94,6 +94,7 @@ class SamplingInputs:
         return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
 
     def sequences_of(self, operation: int) -> BiasedSequences:
+        """The sequences of an operation."""
         assert self.sequences is not None and self.biases is not None
         return BiasedSequences(self.sequences[..., operation, :, :], self.biases[..., operation, :])
 
@@ -304,7 +305,7 @@ def process(
     """
     legal = logits if masks is None else masks.allow(logits)
     scores, names = legal, plan.operations
-    unsorted = scores.shape[-1] > MOST_OF_TOP_K and not host_reads(scores)
+    unsorted = scores.shape[-1] > MOST_OF_TOP_K and not host_reads(scores) and has_64_bits(scores.device)
     for i, name in enumerate(names):
         if unsorted and names[i : i + 2] == ("top_k", "top_p"):
             scores = top_k_top_p(scores, inputs.value(i), inputs.value(i + 1))

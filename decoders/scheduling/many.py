@@ -163,7 +163,7 @@ class _Request:
             raise error
         if generation is None:
             return Completion(self.index, self.prompt, [], None, None, self.error)
-        tokenizer, text = generation.tokenizer or generation.call.request.tokenizer, None
+        tokenizer, text = generation.tokenizer or generation.call.request.models.tokenizer, None
         if tokenizer is not None:
             text = generation.text_by(tokenizer)
         return Completion(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import heapq
-import itertools
 import logging
-import math
 import os
 import threading
 import time
@@ -28,7 +25,8 @@ from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedE
 from ..strategy import Strategy
 from .arguments import check_count, check_pause, check_salt, check_turn, own_arguments, prompt_ids
 from .generation import Generation
-from .lanes import Lanes, copied, is_over, reason
+from .lanes import Lanes, copied, reason
+from .queue import Waiting
 
 log = logging.getLogger("decoders")
 
@@ -98,10 +96,8 @@ class Scheduler:
             )
         self.rows, self.slots, self.queue, self.longest_pause, self.first = rows, slots, queue, longest_pause, first
         self._changed = threading.Condition()
-        self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the smallest comes next
+        self._waiting = Waiting()
         self._coming = 0  # requests that are being prepared and will soon be in the queue
-        self._serial = itertools.count()
-        self._expiry = math.inf  # no waiting request's deadline passes before this time
         self._lanes = Lanes(rows, longest_pause)
         self._admitting: Generation | None = None  # requests that are neither waiting nor active
         self._closing = self._forked = False
@@ -150,7 +146,8 @@ class Scheduler:
             tokenizer = arguments.get("tokenizer") or self._generate.tokenizer
             ids = prompt_ids(prompt, tokenizer).to(self._generate.model.device)
             call = self._prepared(ids, own_arguments(arguments))
-            call = replace(call, request=replace(call.request, top_logprobs=top_logprobs, salts=(cache_salt,)))
+            returned = replace(call.request.returned, top_logprobs=top_logprobs)
+            call = replace(call, request=replace(call.request, returned=returned, salts=(cache_salt,)))
             text_of = tokenizer if isinstance(prompt, str) else None
             generation = Generation(call, text_of, priority, deadline, self._cancel)
             release_threads()  # frees the threads of loading and checking, since from here on the scheduler's thread decodes
@@ -159,8 +156,7 @@ class Scheduler:
                 self._changed.wait()
             self._check_open()
             self._check_room()
-            heapq.heappush(self._waiting, (-priority, next(self._serial), generation))
-            self._expiry = min(self._expiry, generation.expires)
+            self._waiting.put(generation, priority)
             self._changed.notify_all()
         return generation
 
@@ -249,18 +245,15 @@ class Scheduler:
     def _cancel(self, generation: Generation) -> None:
         """Cancels a request: at once if it is in the queue, after the running step if it has a row."""
         with self._changed:
-            place = next((i for i, entry in enumerate(self._waiting) if entry[2] is generation), None)
-            if place is not None:
-                del self._waiting[place]
-                heapq.heapify(self._waiting)
+            waited = self._waiting.remove(generation)
             self._changed.notify_all()
-        if place is not None:
+        if waited:
             generation._end(CancelledError("the request was cancelled"))
 
     def _all(self) -> list[Generation]:
         admitting = [self._admitting] if self._admitting is not None else []
         active = [generation for generation in self._lanes.generations() if generation is not self._admitting]
-        return [entry[2] for entry in self._waiting] + admitting + active
+        return self._waiting.all() + admitting + active
 
     def _abandon(self) -> None:
         """Ends the scheduler in a forked child, in which its thread does not exist and a thread of the parent may hold its lock."""
@@ -269,7 +262,7 @@ class Scheduler:
         self._ended = threading.Event()
         self._ended.set()
         left = self._all()
-        self._waiting, self._admitting, self._lanes = [], None, Lanes(self.rows, self.longest_pause)
+        self._waiting, self._admitting, self._lanes = Waiting(), None, Lanes(self.rows, self.longest_pause)
         for generation in left:
             generation._abandon(CancelledError(_FORKED))
 
@@ -307,13 +300,10 @@ class Scheduler:
         over = []
         with self._changed:
             # Otherwise no waiting request was cancelled, or its cancel() removes it from the queue.
-            if now >= self._expiry or self._closing:
-                over = [entry for entry in self._waiting if is_over(entry[2], now)]
-                self._waiting = [entry for entry in self._waiting if not is_over(entry[2], now)]
-                heapq.heapify(self._waiting)
-                self._expiry = min((entry[2].expires for entry in self._waiting), default=math.inf)
+            if now >= self._waiting.expiry or self._closing:
+                over = self._waiting.take_over(now)
                 self._changed.notify_all()
-        for _, _, generation in over:
+        for generation in over:
             generation._end(reason(generation))
         self._lanes.sweep(now)
 
@@ -333,7 +323,7 @@ class Scheduler:
             with self._changed:
                 if not self._waiting:
                     break
-                generation = heapq.heappop(self._waiting)[2]
+                generation = self._waiting.next()
                 self._changed.notify_all()
                 cancelled = generation.cancelled  # its cancel() no longer found it in the queue
                 self._admitting = None if cancelled else generation

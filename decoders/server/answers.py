@@ -81,7 +81,7 @@ class Growing:
         assert self._spelling is not None
         generation, text, begin = self.choice.generation, self.text, self._settled
         self._settled = len(text.places)
-        stops, tokens = generation.call.request.stop_tokens, []
+        stops, tokens = generation.call.request.stopping.tokens, []
         for each, (first, last) in zip(generation.logprobs[begin:], text.places[begin:], strict=False):
             if each.token not in stops:
                 data = self._spelling.within(each.token, text.written[first:last])

@@ -55,7 +55,7 @@ class Choice:
     def stopped_by_length(self) -> bool:
         """Whether the text ended because it reached its greatest length."""
         request, tokens = self.generation.call.request, self.generation.tokens
-        return len(tokens) >= request.new_tokens and (not tokens or tokens[-1] not in request.stop_tokens)
+        return len(tokens) >= request.new_tokens and (not tokens or tokens[-1] not in request.stopping.tokens)
 
 
 @dataclass

@@ -9,21 +9,19 @@ it adds (Dinkelbach 1967 for the ratio of tokens to seconds).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from ..costs import AcceptanceRates, Follower, StepCosts, row_weights
-from ..errors import DecodersError, SettingsError, UnsupportedError
+from ..errors import DecodersError, SettingsError, UnsupportedError, canonical
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, finish_all, merged_traits
 from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_price, missing, refuse_unfit
 from .auto_plan import AutoState, Memory, Plan
 from .merged import union
 
-#: Default settings of candidates: long drafts, of which auto takes as much as pays.
-LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
 #: Weight of the newest step in tokens and seconds of the present rate.
 RATE_WEIGHT = 1 / 32
 
@@ -31,22 +29,22 @@ RATE_WEIGHT = 1 / 32
 class AutoSettings(Settings):
     """The candidates."""
 
-    candidates: tuple[str, ...] = Field(
-        ("grammar", "suffix", "ngram", "medusa", "speculative"),
-        min_length=1,
-        description="Strategies to choose among, the cheapest first. Those that a call cannot use (no grammar, no assistant_model, "
-        "no heads for the model) are left out.",
+    candidates: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="Strategies to choose among, the cheapest first. None: all that offer themselves, of the built-in ones grammar, "
+        "suffix, ngram, medusa and speculative. Those that a call cannot use (no grammar, no assistant_model, no heads for the "
+        "model) are left out.",
     )
     config: Table = Field(Table(), description='Settings of candidates: {"prompt_lookup": {"max_ngram": 4}}.')
     nodes: int = Field(64, ge=1, le=256, description="Most draft tokens that a step verifies per row.")
 
     @field_validator("candidates")
     @classmethod
-    def _different(cls, candidates: tuple[str, ...]) -> tuple[str, ...]:
-        names = [name.replace("-", "_") for name in candidates]
+    def _different(cls, candidates: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        names = [name.replace("-", "_") for name in candidates or ()]
         if len(set(names)) < len(names) or "auto" in names:
             raise ValueError("each candidate once, and not auto itself")
-        return tuple(names)
+        return tuple(names) or None
 
 
 class Auto(Strategy):
@@ -69,16 +67,26 @@ class Auto(Strategy):
         super().__init__(settings, **values)
         self._made: dict[str, Strategy] = {}
 
-    def compose(self, resolve: Callable[..., Strategy]) -> None:
+    @property
+    def candidates(self) -> tuple[Strategy, ...]:
+        """The candidates, the cheapest first; none before :meth:`compose`."""
+        return tuple(self._made.values())
+
+    def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
         """Creates the candidates, so that the loop knows whether any of them reads prompts or layers of the target."""
         if self._made:
             return
-        self._check_config()
-        self._made = {
-            name: resolve(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
-            for name in self.settings.candidates
-        }
-        made = list(self._made.values())
+        names = self.settings.candidates
+        if names is None:
+            offered = [(cls.auto_place, name) for name, cls in registered.items() if cls.auto_place is not None]
+            names = tuple(name for _, name in sorted(offered))
+        unknown = sorted(set(self.settings.config) - set(names))
+        if unknown:
+            raise SettingsError(f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(names)}")
+        for name in names:
+            cls = registered.get(canonical(name), Strategy)
+            self._made[name] = resolve(name, {**cls.auto_settings, **self.settings.config.get(name, {})})
+        made = self.candidates
         for strategy in made:
             refuse_unfit(strategy)
         merged = merged_traits(made)
@@ -108,13 +116,14 @@ class Auto(Strategy):
                 "auto chooses draft tokens by what was drawn, which is exact with the coupled verifier only: take verifier='coupled', "
                 "or another strategy"
             )
-        self.compose(context.strategy)
-        memory: Memory = context.memory("rates", Memory)
+        self.compose(context.strategy, {})
+        # Which candidates there are may change with the plugins.
+        memory: Memory = context.memory(f"rates of {', '.join(self._made)}", Memory)
         costs: StepCosts = context.costs(measure=True) or _Flat()
         every = self.layers_for(getattr(context.model, "config", None), context.decoder_layers)
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}
-        for name in self.settings.candidates:
+        for name in self._made:
             try:
                 opened = self._opened(context, name, memory, costs, every)
             except BaseException as error:
@@ -130,13 +139,6 @@ class Auto(Strategy):
         ledger = Ledger(None if context.new_tokens is None else [0] * context.rows)
         rows = [Follower(r) for r in rates]
         return AutoState(memory, candidates, left_out, costs, rows, ledger, context.new_tokens, clock=context.clock)
-
-    def _check_config(self) -> None:
-        unknown = sorted(set(self.settings.config) - set(self.settings.candidates))
-        if unknown:
-            raise SettingsError(
-                f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(self.settings.candidates)}"
-            )
 
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
@@ -156,7 +158,7 @@ class Auto(Strategy):
             if name in self.settings.config:
                 raise
             return str(error)
-        bit = 1 << self.settings.candidates.index(name)  # the reason is the same in every call
+        bit = 1 << list(self._made).index(name)  # the reason is the same in every call
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..costs import draft_budget
 from ..drafters import Expansion
 from ..errors import UnsupportedError
+from ..sampling import in_64_bits
 from ..settings import Settings
 from ..strategy import Context, Draft
 from ..tree import Topology, TreeTensors
@@ -358,7 +359,8 @@ def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, dep
         tokens and weights ``[B, nodes]`` (token -1 for absent nodes), then the fields of :class:`TreeTensors`.
     """
     # Stable, unlike topk: parents must come before their children also among equally likely nodes.
-    chosen = weights.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(1).values
+    order = in_64_bits(weights).sort(dim=1, descending=True, stable=True).indices
+    chosen = order[:, :nodes].sort(1).values.to(weights.device)
     place = torch.full_like(parents, -1).scatter(
         1, chosen, torch.arange(1, nodes + 1, device=tokens.device).expand_as(chosen)
     )

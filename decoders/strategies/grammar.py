@@ -28,6 +28,7 @@ class Grammar(Strategy):
     name = "grammar"
     summary = "Proposes what the grammar forces anyway: keys, quotes, punctuation."
     settings_class = GrammarSettings
+    auto_place = 10
     on_device = True
     needs_grammar = True
 

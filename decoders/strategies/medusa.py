@@ -90,6 +90,7 @@ class Medusa(Strategy):
     summary = "Small heads trained on the target draft several tokens ahead, as a tree."
     needs = "heads"
     settings_class = MedusaSettings
+    auto_place = 40
     on_device = True
     rows_apart = False  # the tree's size depends on the number of rows
     rests = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,9 +80,9 @@ class Merged(Strategy):
         self.name = "+".join(part.name for part in parts)
         self.declare(**merged_traits(self.parts))
 
-    def compose(self, resolve: Callable[..., Strategy]) -> None:
+    def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
         for part in self.parts:
-            part.compose(resolve)
+            part.compose(resolve, registered)
         self.declare(**merged_traits(self.parts))
 
     def layers_of(self, count: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..sampling import in_64_bits
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Strategy
 from ..tree import NO_PARENT, Topology
@@ -81,14 +82,16 @@ class Ngram(Strategy):
     name = "ngram"
     summary = "Proposes the likeliest followers by n-gram counts of the text so far, a saved table, or both."
     settings_class = NgramSettings
+    auto_place = 30
+    auto_settings = {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}
     on_device = True
     grade_rates = (0.05, 0.3, 0.75)  # by the number of context tokens that were looked up
 
     def start(self, context: Context) -> NgramState:
         s: NgramSettings = self.settings
-        orders = load_table(s.table, context.vocab_size, context.device)[: s.max_ngram] if s.table else ()
+        scratch = in_64_bits(torch.empty(context.rows, context.vocab_size, dtype=torch.int32, device=context.device))
+        orders = load_table(s.table, context.vocab_size, scratch.device)[: s.max_ngram] if s.table else ()
         table = tuple(tensor for order in orders for tensor in order)
-        scratch = torch.empty(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
         texts = [self._text() for _ in range(context.rows)]
         # A draft model's tokens are removed again where the target rejects them.
         return NgramState(context.compile(mini_tree), scratch, table, texts, append_only=context.level == 0)
@@ -108,9 +111,9 @@ class Ngram(Strategy):
             ]
             draft_tokens, orders = (torch.tensor(values) for values in zip(*drafts, strict=True))
         else:
-            draft_tokens, orders = state.predict(
-                sequences.tokens, sequences.length, s.widths, s.max_ngram, s.text_weight, state.scratch, *state.table
-            )
+            text = in_64_bits(sequences.tokens), in_64_bits(sequences.length)
+            predicted = state.predict(*text, s.widths, s.max_ngram, s.text_weight, state.scratch, *state.table)
+            draft_tokens, orders = (tensor.to(sequences.tokens.device) for tensor in predicted)
         return Draft(draft_tokens, spine(s.widths), grades=orders)
 
     def _text(self) -> FollowedText[NgramCounts]:

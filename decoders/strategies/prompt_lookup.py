@@ -39,6 +39,7 @@ class PromptLookup(Strategy):
     name = "prompt_lookup"
     summary = "Proposes what followed the same n-gram earlier in the prompt or the output."
     settings_class = PromptLookupSettings
+    auto_settings = {"length": 24}
     hints = {"prompt_lookup_num_tokens": "length", "max_matching_ngram_size": "max_ngram"}
     on_device = True
     grade_rates = (0.0, 0.35, 0.7, 0.87)  # by the length of the match

@@ -98,6 +98,8 @@ class Speculative(DraftModelStrategy):
     name = "speculative"
     summary = "A smaller model of the same family drafts a chain or a tree of tokens."
     settings_class: ClassVar[type[Settings]] = SpeculativeSettings
+    auto_place = 50
+    auto_settings = {"length": 12}
     hints = {"num_assistant_tokens": "length", "num_assistant_tokens_schedule": "schedule"}
     on_device = True
     rests = True

@@ -96,6 +96,7 @@ class Suffix(Strategy):
     name = "suffix"
     summary = "Proposes the tree of what followed the same suffix earlier, in the text or in what earlier calls wrote."
     settings_class = SuffixSettings
+    auto_place = 20
     hints = {"prompt_lookup_num_tokens": "nodes", "max_matching_ngram_size": "depth"}
     rests = True
     rows_apart = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,15 +37,14 @@ class Wrapped(Strategy):
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.settings = inner, inner.settings
         self.declare(**inner.traits | {"rests": False})
-        vars(self).update(
-            {name: getattr(inner, name) for name in ("name", "summary", "needs", "hints", "settings_class")}
-        )
+        of_class = ("name", "summary", "needs", "hints", "settings_class", "auto_place", "auto_settings")
+        vars(self).update({name: getattr(inner, name) for name in of_class})
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         return self.inner.propose(state, sequences)
 
-    def compose(self, resolve: Callable[..., Strategy]) -> None:
-        self.inner.compose(resolve)
+    def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
+        self.inner.compose(resolve, registered)
         self.declare(**self.inner.traits | {"rests": False})
 
 

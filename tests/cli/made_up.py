@@ -22,7 +22,7 @@ from decoders.cli.prepare import print_advice as print_of
 from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.enabling import Calibration, StrategyCost, Warmup, WarmupPart
 from decoders.engine.decode.calibration import NODES
-from decoders.engine.model.target import Invariance
+from decoders.engine.model.facts import Invariance
 from decoders.report import Report, Stage, Timings
 
 #: Tokens per second of a round, and tokens per step.

@@ -25,8 +25,8 @@ from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.cli.generate import show_report
 from decoders.constraints import library
+from decoders.engine.model.facts import Invariance
 from decoders.engine.model.kernels import cpu
-from decoders.engine.model.target import Invariance
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.registry import PluginInfo, registry, reset_registry
 from decoders.report import Report

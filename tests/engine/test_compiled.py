@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
+from decoders.engine.decode.core import StepFunctions
 from decoders.engine.model.blocks import PassInput, after_text, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import tiers
@@ -112,7 +113,7 @@ def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedMode
     buffers, base, view = CacheBuffers.allocate(target.layout, 4, 64), torch.full((4,), 9), torch.arange(64)[:32]
     shared = causal_block(4, 6, torch.device("cpu"))
     assert shared.offsets.stride(0) == 0
-    with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
+    with forward.tiers.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
         for block, count in ((tree, 7), (tree, 3), (shared, 6), (shared, 2)):
             nodes = torch.randint(VOCAB, (4, count), generator=torch.Generator().manual_seed(count))
             given = PassInput(nodes, base, block, buffers, view)
@@ -142,7 +143,7 @@ def test_trees_take_the_same_graph_whatever_their_tensors_are_views_of(compiled:
         after_text(3, drawn),
     ]
     assert made.visible._is_view() == (rows == 1) and not drawn.visible._is_view()
-    with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
+    with forward.tiers.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
         for tree in trees:
             nodes = torch.randint(VOCAB, (rows, len(tree)), generator=torch.Generator().manual_seed(len(tree)))
             given = PassInput(nodes, base, tree, buffers, view)
@@ -150,7 +151,9 @@ def test_trees_take_the_same_graph_whatever_their_tensors_are_views_of(compiled:
             torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
             tokens, flags = torch.zeros(rows, 64, dtype=torch.int64), torch.zeros(rows).bool()
             whole = TreeTensors(tree.parents, tree.offsets, tree.visible, tree.ancestors)
-            forward.settle(nodes, nodes.clone(), whole, tokens, base + 1, base + 40, flags, torch.full((rows, 8), -1))
+            stops = torch.full((rows, 8), -1)
+            given = nodes, nodes.clone(), whole, tokens, base + 1, base + 40, flags, stops
+            StepFunctions.of(forward).settle(forward.tiers, *given)
 
 
 def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTrainedModel) -> None:
@@ -219,7 +222,7 @@ def test_a_call_ends_in_the_tier_in_which_it_began(dtype: torch.dtype, rows: int
             nonlocal steps
             steps += 1
             if steps == 4:
-                assert passes.kinds[PassKind(rows > 1)].job.wait()
+                assert passes.tiers.kinds[PassKind(rows > 1)].job.wait()
             return super().propose(state, sequences)
 
     auto = dict(max_new_tokens=12, decoders_config={"compile": "auto"})

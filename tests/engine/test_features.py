@@ -355,4 +355,4 @@ def test_layers_that_nobody_reads_are_not_kept(fresh) -> None:
     for _ in range(2):
         decode(fresh, Steps())
     target = vars(fresh)["generate"].engine().forward_pass_for(Steps()).target
-    assert target._layer_states is not None and target._layer_states._seen == []
+    assert target.taps.states is not None and target.taps.states._seen == []

@@ -65,7 +65,7 @@ GROUP = [("up", "gate")]
 )
 def test_layers_that_read_the_same_are_found(name: str, groups: list[str]) -> None:
     target = target_of(tiny_model(name))
-    first = [group for group in target.groups if ".0." in group[0]]
+    first = [group for group in target.products.groups if ".0." in group[0]]
     assert [" ".join(path.rsplit(".", 1)[1] for path in group) for group in first] == groups
 
 
@@ -242,7 +242,7 @@ def test_a_model_that_cannot_run_on_zeros_is_left_as_it_is() -> None:
 
     model.model.layers[0].mlp.up_proj.register_forward_hook(refuse)
     target = target_of(model)
-    assert target.groups == []
+    assert target.products.groups == []
     assert not any(getattr(module, "group", None) for module in target.model.modules())
 
 

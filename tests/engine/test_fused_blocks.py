@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from transformers.models.llama import modeling_llama
 
+from decoders.engine.decode.core import _settle_examples
+from decoders.engine.decode.rows import no_sampling
+from decoders.engine.decode.verify import draw_tokens, settle
 from decoders.engine.model import target as targets
 from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput, causal_block
 from decoders.engine.model.cache import SlotCache
-from decoders.engine.model.kernels import interpreted, products
+from decoders.engine.model.compiled import regions
+from decoders.engine.model.compiled.functions import private
+from decoders.engine.model.kernels import epilogues, interpreted, products
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights import few_rows, same_bits
+from decoders.sampling import SamplingPlan
 from decoders.testing.models import tiny_model
 
 from ..turns import slow_but
+from .triton_code import unaligned, written_for_triton
 
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
@@ -36,6 +47,10 @@ DESIGNS = ("llama", "qwen3", "gemma3")
 #: Launches of a layer, uncompiled: queries, keys and values; their sum; attention and its merge; the output; its sum, with the
 #: residual and the norm; gate and up; what they feed; its sum, with the residual and the next layer's norm.
 LAUNCHES = 9
+#: Compiled, without attention's merge, which short views do not need: keys and values are written by two kernels of the compiler's.
+COMPILED = 11
+#: Of a step of 16 layers, uncompiled, with the draw and the acceptance.
+OF_A_STEP = 320
 
 
 @pytest.fixture(autouse=True)
@@ -159,11 +174,27 @@ def test_layers_are_traced_without_their_neighbours_and_give_the_same() -> None:
     with torch.no_grad():
         compiled = torch.compile(run, backend=noted, fullgraph=True)(caches[0])
         torch.testing.assert_close(compiled, run(caches[1]), rtol=0.02, atol=0.02)
-    # Per layer a norm, and what follows products; inductor writes keys and values in one kernel: eleven launches.
+    # Per layer a norm, and what follows products.
     assert (
         operators.pop("few_rows_linear") == 1 and operators.pop("rms_norm") == 3
     )  # the output head, and the last norm
     assert operators == {"linear_rotated": 2, "tree_attention": 2, "linear_to_residual": 4, "gated_linear": 2}
+
+
+def test_results_of_our_operators_are_loaded_many_numbers_at_a_time_by_compiled_code(tmp_path: Path) -> None:
+    """Compilers take what an operator gives for unaligned if one of its inputs is, and loads from it one number after the other."""
+
+    def follow(x: Tensor, matrix: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        sums = epilogues.linear_to_residual(x * 2, matrix, None, residual)
+        gated = epilogues.gated_linear(x, [matrix, matrix], [], 0, True)
+        assert sums is not None and gated is not None
+        normed = products.rms_norm_on_cuda(gated, matrix[0], 1e-6, False, True)
+        return sums[0] + 1, normed.float(), gated[:, 1:].sigmoid()
+
+    given = (torch.randn(2, 5, 64).half(), torch.randn(64, 64).half(), torch.randn(2, 5, 64).half())
+    with written_for_triton(tmp_path) as sources:
+        torch.compile(private(follow), fullgraph=True, dynamic=True)(*given)
+    assert len(sources) > 3 and not any(map(unaligned, sources))
 
 
 class Launches(torch_compat.TorchDispatchMode):
@@ -190,6 +221,18 @@ class Launches(torch_compat.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def launched(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    with monkeypatch.context() as patched, torch.no_grad(), Launches(patched) as launches:
+        run()
+    return launches.names
+
+
+def of_a_layer(two_layers: list[str], one_layer: list[str]) -> list[str]:
+    for name in one_layer:
+        two_layers.remove(name)
+    return two_layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,10 +240,32 @@ def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatc
     tokens, base, buffers = torch.arange(4)[None], torch.tensor([4]), target.buffers(1, 512)
     counts: list[list[str]] = []
     for _ in range(2):  # with two layers, and with one
-        with monkeypatch.context() as patched, torch.no_grad(), Launches(patched) as launches:
-            target.forward(PassInput(tokens, base, causal_block(1, 4, target.device), buffers, torch.arange(256)))
-        counts.append(launches.names)
+        given = PassInput(tokens, base, causal_block(1, 4, target.device), buffers, torch.arange(256))
+        counts.append(launched(lambda given=given: target.forward(given), monkeypatch))
         del targets.decoder_layers(target.model)[-1]  # type: ignore[attr-defined]
-    for name in counts[1]:
-        counts[0].remove(name)
-    assert len(counts[0]) <= LAUNCHES, counts[0]
+    rest = len(counts[1])
+    layer = of_a_layer(*counts)
+    assert len(layer) <= LAUNCHES, layer
+    logits, plan = torch.zeros(1, 4, 128), SamplingPlan()
+    positions, sampling = torch.arange(4)[None], no_sampling(1, target.device)
+    rest += len(launched(lambda: draw_tokens(logits, plan, sampling, positions), monkeypatch))
+    rest += len(launched(lambda: settle(*_settle_examples(target, 1, 4)), monkeypatch))
+    assert 15 * len(layer) + rest <= OF_A_STEP, rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_compiled_layer_is_so_many_launches(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[list[str]] = []
+    for layers in (2, 1):
+        target = Target(made(design, num_hidden_layers=layers), "triton")
+        forward, arguments = regions.regional_forward(target), regions.examples(target, 1, 5)
+        with written_for_triton(tmp_path), torch.no_grad():
+            _, codes = run_and_get_code(forward.compile, *arguments)
+            with monkeypatch.context() as patched:
+                launches = Launches(patched)
+                forward(*arguments)
+        outside = re.findall(r"(?:extern_kernels|torch\.ops\.(?!decoders\.))[\w.]+(?=\()", "\n".join(codes))
+        counts.append([re.sub(r"_\d+$", "", name) for name in (*launches.names, *outside)])  # without their numbers
+    layer = of_a_layer(*counts)
+    assert len(layer) <= COMPILED, layer

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 import decoders
+from decoders.engine.decode import asked
+from decoders.engine.decode import request as request_module
+from decoders.engine.decode.asked import Models, Returned, Sampling, Stopping
 from decoders.engine.decode.kind import REQUEST, RUNTIME, Use, inputs_of
 from decoders.engine.decode.lane import share_steps
 from decoders.engine.decode.request import Request
 from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
+
+#: Records of fields that belong together.
+GROUPS = (Models, Returned, Sampling, Stopping)
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +35,29 @@ def request(model: PreTrainedModel, strategy: str = "prompt_lookup", **options: 
 
 
 def test_every_field_and_every_setting_has_an_entry() -> None:
-    assert set(REQUEST) == {field.name for field in fields(Request)}
+    types = get_type_hints(Request, vars(asked) | vars(request_module))
+    groups = {name: fields(kind) for name, kind in types.items() if kind in GROUPS}
+    names = [field.name for field in fields(Request) if field.name not in groups]
+    assert set(REQUEST) == {*names, *(f"{group}.{field.name}" for group, own in groups.items() for field in own)}
+    assert len(groups) == len(GROUPS)
     assert set(RUNTIME) == set(RuntimeSettings.model_fields)
 
 
 #: Another value of whatever is no object.
 OTHERS: dict[str, Any] = dict(
-    side=1, keep_logits=True, top_logprobs=2, new_tokens=9, stop_tokens=(3,), values=(0.5,), sequences=(((((1,), 0.5),)),), seed=2,
-    pad_token=4, origin="elsewhere", salts=("a",), begun=1.0, criteria=object(), processors=[],
-)  # fmt: skip
+    side=1, new_tokens=9, origin="elsewhere", salts=("a",), begun=1.0, processors=[],
+) | {
+    "returned.logits": True, "returned.top_logprobs": 2, "stopping.tokens": (3,), "stopping.pad_token": 4,
+    "stopping.criteria": object(), "sampling.values": (0.5,), "sampling.sequences": (((((1,), 0.5),)),), "sampling.seed": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_field_counts_as_its_entry_says(llama: PreTrainedModel, name: str) -> None:
     one = request(llama)
-    other = replace(one, **{name: OTHERS[name]})
+    group, _, field = name.rpartition(".")
+    value = {field: OTHERS[name]}
+    other = replace(one, **({group: replace(getattr(one, group), **value)} if group else value))
     assert (one.kind != other.kind) == (REQUEST[name] in (Use.KIND, Use.HOST))
     assert (repr(inputs_of(one)) != repr(inputs_of(other))) == (REQUEST[name] is Use.INPUT)
 
@@ -65,4 +79,4 @@ def test_requests_share_steps_whatever_their_rows_are(llama: PreTrainedModel, op
 def test_two_penalties_are_one_kind_of_step(llama: PreTrainedModel) -> None:
     one, other = (request(llama, repetition_penalty=penalty, bad_words_ids=[[7]]) for penalty in (1.2, 1.7))
     assert one.kind == other.kind and hash(one.kind) == hash(other.kind) and not one.kind.host
-    assert share_steps(one, other) and one.values != other.values
+    assert share_steps(one, other) and one.sampling.values != other.sampling.values

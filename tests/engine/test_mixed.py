@@ -14,8 +14,8 @@ from decoders.engine.model import mixed, self_check
 from decoders.engine.model.blocks import LeadingText, PassInput, PromptPiece, after_text
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
-from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.compiled.functions import compilations
+from decoders.engine.model.compiled.tiers import Tiers
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
 from decoders.report import Report
@@ -168,7 +168,7 @@ def test_one_graph_reads_any_number_of_tokens_beside_any_number_of_rows(name: st
 
 def test_a_pass_is_mixed_where_its_tier_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(tiny_model("llama"))
-    forward = ForwardPass(target)
+    forward = Tiers(target)
     report = Report(strategy="autoregressive")
     with forward.during(False, report):
         assert forward.mixes(2, single=True) and forward.mixes(2, single=False)

@@ -18,7 +18,7 @@ def test_windows_of_masks_become_kinds_of_layers() -> None:
     model = tiny_model("gpt_neo")
     masks = [block.attn.attention.bias for block in model.transformer.h]
     target = target_of(model)
-    assert target.kinds == (LayerKind(), LayerKind(window=WINDOW))
+    assert target.attending.kinds == (LayerKind(), LayerKind(window=WINDOW))
     assert all(block.attn.attention.bias is mask for block, mask in zip(model.transformer.h, masks, strict=True))
     assert all(block.attn.attention.bias.all() for block in target.model.transformer.h)
 

@@ -83,8 +83,8 @@ def test_a_librarys_levels_are_multiplied_by(form: Format, bits: int, middle: bo
         pytest.skip("AWQ has 4 bits")
     model = packed_model(form, bits, middle=middle)
     target = target_of(model)
-    assert len(target.quantized.layers) == 2 * 7 and target.rejected is None
-    assert all(type(layer) is QuantizedLinear for layer, _ in target.quantized.layers.values())
+    assert len(target.products.quantized.layers) == 2 * 7 and target.checks.rejected is None
+    assert all(type(layer) is QuantizedLinear for layer, _ in target.products.quantized.layers.values())
     layer = model.model.layers[0].mlp.up_proj
     found = packed.format_of(layer)
     assert found is not None and found[1] == bits

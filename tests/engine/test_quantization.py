@@ -398,7 +398,7 @@ def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(
     settings = {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
     engine = vars(model)["generate"].engine(RuntimeSettings.model_validate({"weights": "int4"}))
-    job = engine.forward_pass.kinds[PassKind(False, single_node=True)].job
+    job = engine.forward_pass.tiers.kinds[PassKind(False, single_node=True)].job
     assert padded.report.nodes >= 3 and job is not None and job.wait()
     block_sizes.clear()
     single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)

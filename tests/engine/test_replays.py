@@ -639,7 +639,7 @@ def test_a_part_is_replayed_in_the_tier_in_which_it_was_recorded(
     target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward_pass, recordings, factor = target.generate.engine().forward_pass, Recordings(device), [2]
-    monkeypatch.setattr(forward_pass, "tier", lambda rows, plan=None: tiers.Tier(factor[0] == 3))
+    monkeypatch.setattr(forward_pass.tiers, "tier", lambda rows, plan=None: tiers.Tier(factor[0] == 3))
 
     def part() -> list[float]:
         return forward_pass.replayed(

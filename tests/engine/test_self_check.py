@@ -190,8 +190,8 @@ def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
     model = tiny_model("gemma3", sliding_window=4096)
     target = target_of(model)
     assert (
-        LayerKind(window=4096) in target.kinds
-        and attention.kind_of(target.model.model.layers[0].self_attn) in target.kinds
+        LayerKind(window=4096) in target.attending.kinds
+        and attention.kind_of(target.model.model.layers[0].self_attn) in target.attending.kinds
     )
     assert model.config.sliding_window == 4096 == target.model.config.sliding_window
 
@@ -224,7 +224,7 @@ def test_a_model_of_few_positions_is_checked_within_them(context: int) -> None:
 @pytest.mark.usefixtures("kernel_preferred")
 def test_the_kernel_is_checked_and_taken() -> None:
     target = target_of(small(), "auto", Precision())
-    assert target.attends == "triton" and target.rejected is None
+    assert target.attends == "triton" and target.checks.rejected is None
 
 
 @with_kernels
@@ -245,7 +245,7 @@ def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_
     reason = "16 nodes" if fault == "wrong" else "no kernel image"
     model, ids = decoders.enable(small()), torch.arange(6, 16)[None]
     given = dict(input_ids=ids, max_new_tokens=4, do_sample=False)
-    with pytest.warns(UserWarning, match=f"a kernel of ours does not work here.*attention is sdpa.*{reason}"):
+    with pytest.warns(UserWarning, match=f"a kernel of this package does not work here.*attention is sdpa.*{reason}"):
         ours = model.generate(**given, strategy="prompt_lookup")
     assert torch.equal(ours, model.generate(**given))
     model.generate(**given, strategy="prompt_lookup")  # the warning came once

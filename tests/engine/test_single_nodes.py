@@ -18,7 +18,7 @@ def test_plain_steps_of_several_rows_get_a_graph_of_their_own(
 ) -> None:
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     model, inputs = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16()), prompts(3)
-    passes = vars(model)["generate"].engine().forward_pass
+    passes = vars(model)["generate"].engine().forward_pass.tiers
     compiled = dict(max_new_tokens=8, decoders_config={"compile": True})
     padded = decode(model, inputs, "autoregressive", **compiled)
     job = passes.kinds[PassKind(True, single_node=True)].job

@@ -43,7 +43,8 @@ def test_forward_verify_and_commit_are_each_shown_what_they_need(monkeypatch: py
     notes: list[str] = []
     noted = Noted(notes)
     block, draft = type("Block", (), {"tree": "tree"})(), type("Draft", (), {"in_place": True})()
-    passes = type("Pass", (), {"target": "target", "__call__": lambda self, given: noted.results(given)})()
+    members = {"target": "target", "tiers": type("Tiers", (), {"beside": None})}
+    passes = type("Pass", (), {**members, "__call__": lambda self, given: noted.results(given)})()
     monkeypatch.setattr(core, "input_of", lambda block, rows: ("nodes", "input"))
     monkeypatch.setattr(Core, "commit", lambda self, *given: noted.commit(*given))
     out = Core(passes, "plan", noted).forward_verify_commit(draft, block, "rows")  # type: ignore[arg-type]

@@ -5,10 +5,12 @@ For float32 and integers: the interpreter (Triton 3.9) rounds to bfloat16 toward
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +104,7 @@ def written_for_triton(folder: Path) -> Iterator[list[str]]:
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
+    from torch._inductor.utils import tensor_is_aligned
 
     sources: list[str] = []
 
@@ -124,6 +127,8 @@ def written_for_triton(folder: Path) -> Iterator[list[str]]:
         torch._functorch.config.patch(enable_autograd_cache=False),
         mock.patch("torch.utils._triton.triton_hash_with_backend", return_value="none"),
         mock.patch.object(AsyncCompile, "triton", load),
+        # Of inputs on a CPU inductor assumes nothing, and then nothing of what operators make of them.
+        mock.patch("torch._inductor.graph.should_assume_input_aligned", tensor_is_aligned),
         mock.patch.object(
             CpuDeviceOpOverrides, "import_get_raw_stream_as", lambda self, name: f"{name} = lambda index: None"
         ),
@@ -140,6 +145,16 @@ def run_as_triton_code(folder: Path, function: Callable[..., Any], *args: Any, d
         result = torch.compile(private(function), fullgraph=True, dynamic=dynamic)(*args)
     assert sources, "no kernel was written"
     return result
+
+
+def unaligned(source: str) -> list[str]:
+    """The pointers of a kernel that are not known to be multiples of 16 bytes, from which numbers are loaded one by one."""
+    signature = re.search(r"'signature': (\{.*?\})", source)
+    known = re.search(r"'configs': \[(\{.*?\})\]", source)
+    assert signature is not None and known is not None
+    divisible = {place for (place,) in ast.literal_eval(known[1])}
+    kinds = enumerate(ast.literal_eval(signature[1]).items())
+    return [f"{name}: {kind}" for place, (name, kind) in kinds if kind.startswith("*") and place not in divisible]
 
 
 def same(left: Any, right: Any) -> bool:

@@ -79,7 +79,7 @@ def test_prompt_lookup_is_accepted_on_these_texts(name):
     assert out.report.steps < 120
 
 
-# One with layers of two kinds. The plainest is traced in tests/engine; the most awkward ones, with experts and sinks, are slow.
+# The plainest design is traced in tests/engine, and one with layers of two kinds in .ci/run.
 # The compiler itself warns about deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.slow

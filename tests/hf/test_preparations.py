@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from transformers.generation import LogitsProcessorList, MaxTimeCriteria, Stoppi
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
+from decoders.engine.decode.kind import REQUEST
 from decoders.errors import ContextLengthError, InputError, UnsupportedError
 from decoders.hf import prepared_call as call_module
 from decoders.testing import tiny_model
@@ -33,8 +34,10 @@ def prepare(model: PreTrainedModel, length: int = 5, **arguments: Any) -> Any:
 
 def facts(call: Any) -> dict[str, Any]:
     """All that a call is decoded by and given back with, but for objects that have no value of their own."""
-    request = {field.name: getattr(call.request, field.name) for field in dataclasses.fields(call.request)}
-    own = ("strategy", "verifier", "draft_models", "resolve", "on_step", "criteria", "processors")
+    request = {name: attrgetter(name)(call.request) for name in REQUEST}
+    own = (
+        "strategy", "verifier", "models.draft_models", "resolve", "returned.on_step", "stopping.criteria", "processors"
+    )  # fmt: skip
     told = {name: request[name] is not None for name in own} | {n: v for n, v in request.items() if n not in own}
     told["prompts"] = [prompt.tolist() for prompt in told["prompts"]]
     told["padded_prompt"] = told["padded_prompt"].tolist()
@@ -201,10 +204,10 @@ def _set(name: str, value: Any) -> Callable[[PreTrainedModel], None]:
 @pytest.mark.parametrize(
     ("change", "name", "value"),
     [
-        (_set("eos_token_id", [9]), "stop_tokens", (9,)),
+        (_set("eos_token_id", [9]), "stopping.tokens", (9,)),
         (_set("do_sample", True), "plan", None),
-        (_set("temperature", 0.25), "values", (0.25,)),
-        (_set("return_dict_in_generate", True), "keep_logits", True),
+        (_set("temperature", 0.25), "sampling.values", (0.25,)),
+        (_set("return_dict_in_generate", True), "returned.logits", True),
     ],
     ids=["eos_token_id", "do_sample", "temperature", "return_dict_in_generate"],
 )
@@ -212,10 +215,10 @@ def test_a_change_of_the_models_generation_config_counts_in_the_next(
     fresh: PreTrainedModel, change: Callable[[PreTrainedModel], None], name: str, value: Any
 ) -> None:
     sampled = {} if name == "plan" else {"do_sample": True, "top_k": 0}
-    arguments = sampled | ({"output_logits": True} if name == "keep_logits" else {})
-    before = getattr(prepare(fresh, **arguments).request, name)
+    arguments = sampled | ({"output_logits": True} if name == "returned.logits" else {})
+    before = attrgetter(name)(prepare(fresh, **arguments).request)
     change(fresh)
-    after = getattr(prepare(fresh, 8, **arguments).request, name)
+    after = attrgetter(name)(prepare(fresh, 8, **arguments).request)
     assert after != before
     assert value is None or after == value
 
@@ -224,7 +227,7 @@ def test_a_generation_config_of_the_call_counts_by_its_values(llama: PreTrainedM
     forget(llama)
     for temperature in (0.5, 0.5, 0.25):
         config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0)
-        assert prepare(llama, generation_config=config).request.values == (temperature,)
+        assert prepare(llama, generation_config=config).request.sampling.values == (temperature,)
     assert len(asked) == 2
 
 
@@ -268,9 +271,8 @@ def test_copies_of_a_model_begin_with_none(fresh: PreTrainedModel, copied: Calla
     prepare(fresh)
     other = copied(fresh)
     assert not vars(other)["generate"]._preparations
-    assert facts(prepare(other, 8)) | {"engine": None, "model": None} == facts(prepare(fresh, 8)) | {
-        "engine": None, "model": None,
-    }  # fmt: skip
+    own = {"engine": None, "models.model": None}
+    assert facts(prepare(other, 8)) | own == facts(prepare(fresh, 8)) | own
 
 
 def test_no_more_are_kept_than_may_be(
@@ -281,5 +283,5 @@ def test_no_more_are_kept_than_may_be(
         prepare(fresh, eos_token_id=stop)
         assert 1 <= len(vars(fresh)["generate"]._preparations) <= 2
     assert len(asked) == 4
-    assert prepare(fresh, 8, eos_token_id=6).request.stop_tokens == (6,)
+    assert prepare(fresh, 8, eos_token_id=6).request.stopping.tokens == (6,)
     assert len(asked) == 4

@@ -13,6 +13,7 @@ from decoders.engine.decode.lane import Lane
 from decoders.engine.model import mixed
 from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.compiled.functions import compilations
+from decoders.engine.model.compiled.tiers import Tiers
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
 
 from .conftest import scheduler_of, text_of, write_alone
@@ -140,8 +141,8 @@ def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enou
 ) -> None:  # fmt: skip
     """Where steps are compiled, a prompt is read by passes of its own until the mixed graph is there."""
     begun: list[bool] = []
-    monkeypatch.setattr(ForwardPass, "compiles", lambda self, several: True)
-    monkeypatch.setattr(ForwardPass, "_begin", lambda self, kind: begun.append(kind.mixed))
+    monkeypatch.setattr(Tiers, "compiles", lambda self, several: True)
+    monkeypatch.setattr(Tiers, "_begin", lambda self, kind: begun.append(kind.mixed))
     monkeypatch.setattr("decoders.engine.model.compiled.tiers.FORWARD_SECONDS", 0.0)
     lane, _ = running
     lane.offer(in_pieces(30, 5).request)
@@ -158,9 +159,9 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
     """Whatever sizes, strides and views rows and prompts bring with them."""
     kinds: set[str] = set()
     made: list[int] = []
-    plain, mixed_pass = ForwardPass.compile_for, ForwardPass._mixed
+    plain, mixed_pass = Tiers.compile_for, ForwardPass._mixed
 
-    def counted(self: ForwardPass, rows: int, report: Any) -> None:
+    def counted(self: Tiers, rows: int, report: Any) -> None:
         plain(self, rows, report)
         made.append(compilations())
 
@@ -168,7 +169,7 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
         kinds.add("single" if nodes.shape[1] == 1 else "drafts")
         return mixed_pass(self, nodes, *rest)
 
-    monkeypatch.setattr(ForwardPass, "compile_for", counted)
+    monkeypatch.setattr(Tiers, "compile_for", counted)
     monkeypatch.setattr(ForwardPass, "_mixed", noted)
     prompts = [(2 * text_of(n, length), 12 + 3 * n) for n, length in enumerate((5, 17, 40, 23, 60, 9, 30, 2, 14, 70))]
     settings = {"compile": True, "prune": False}

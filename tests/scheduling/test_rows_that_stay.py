@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.engine.decode import calibration
-from decoders.engine.decode.core import StepPass
 from decoders.engine.decode.sessions import Sessions
+from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculative, Staged, Suffix, Threshold
 from decoders.strategies.merged import Merged, MergedState
@@ -108,7 +108,7 @@ def test_auto_measures_no_more_numbers_of_rows_than_two(monkeypatch: pytest.Monk
     measured: list[int] = []
     plain = calibration.measure
 
-    def noted(forward_pass: StepPass, sessions: Sessions, rows: int, *args: Any) -> Any:
+    def noted(forward_pass: ForwardPass, sessions: Sessions, rows: int, *args: Any) -> Any:
         measured.append(rows)
         return plain(forward_pass, sessions, rows, *args)
 

@@ -21,8 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 import decoders
 from decoders.engine.decode.lane import Lane, in_place, share_steps
 from decoders.engine.decode.session import Session
-from decoders.engine.model.compiled.forward_pass import ForwardPass
-from decoders.engine.model.compiled.tiers import PassKind
+from decoders.engine.model.compiled.tiers import PassKind, Tiers
 from decoders.errors import (
     CancelledError,
     ContextLengthError,
@@ -34,7 +33,7 @@ from decoders.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from decoders.scheduling import scheduler as scheduler_module
+from decoders.scheduling import queue as queue_module
 from decoders.scheduling.lanes import IDLE_LANES
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold, TokenRecycling
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
@@ -223,19 +222,19 @@ def test_every_graph_of_a_batch_that_must_be_compiled_is_made_before_the_first_s
 ) -> None:
     made: list[tuple[bool | str, int]] = []
 
-    def compile(self: ForwardPass, several: bool, report: Any, single: bool = False) -> bool:
+    def compile(self: Tiers, several: bool, report: Any, single: bool = False) -> bool:
         made.append((several, report.steps))
         return False
 
-    def begin(self: ForwardPass, kind: Any) -> str:
+    def begin(self: Tiers, kind: Any) -> str:
         return f"mixed, {'one node' if kind.single_node else 'several'}"
 
-    def wait(self: ForwardPass, tier: str, report: Any) -> bool:
+    def wait(self: Tiers, tier: str, report: Any) -> bool:
         made.append((tier, report.steps))
         return False
 
     for name, function in (("compile", compile), ("_begin", begin), ("_wait", wait)):
-        monkeypatch.setattr(ForwardPass, name, function)
+        monkeypatch.setattr(Tiers, name, function)
     with scheduler_of(llama, decoders_config={"compile": True}) as scheduler:
         scheduler.submit(text_of(1, 5), max_new_tokens=3).result()
     # One request alone has them too: others may come and go.
@@ -479,13 +478,13 @@ def test_cancelled_requests_free_their_rows(llama: PreTrainedModel) -> None:
 
 def test_a_step_does_not_look_at_everybody_who_waits(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[decoders.Generation] = []
-    original = scheduler_module.is_over
+    original = queue_module.is_over
 
     def counted(generation: decoders.Generation, now: float) -> bool:
         looked.append(generation)
         return original(generation, now)
 
-    monkeypatch.setattr(scheduler_module, "is_over", counted)
+    monkeypatch.setattr(queue_module, "is_over", counted)
     with scheduler_of(llama, rows=1) as scheduler:
         running = scheduler.submit(text_of(0, 6), max_new_tokens=60)
         waiting = [scheduler.submit(text_of(n, 6), max_new_tokens=1) for n in range(20)]
@@ -988,7 +987,7 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
     monkeypatch.setattr(Session, "exchange", spied)
     monkeypatch.setattr(Lane, "_rebatch", counted)
     monkeypatch.setattr(
-        ForwardPass, "mixes", lambda *_, single: False
+        Tiers, "mixes", lambda *_, single: False
     )  # or the others would go on without it while it is read
     with scheduler_of(llama, rows=3, decoders_config={"compile": False}) as scheduler:
         asked = [scheduler.submit(text_of(seed, 6), max_new_tokens=30 + 5 * seed) for seed in range(6)]
@@ -1037,22 +1036,22 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
     llama: PreTrainedModel, draft: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes: list[Any] = []
-    during = ForwardPass.during
+    during = Tiers.during
 
-    def noted(self: ForwardPass, mode: Any, report: Any, *more: Any) -> Any:
+    def noted(self: Tiers, mode: Any, report: Any, *more: Any) -> Any:
         if self is not target:
             modes.append((mode, report.strategy))
         return during(self, mode, report, *more)
 
-    target = vars(llama)["generate"].engine().forward_pass
-    monkeypatch.setattr(ForwardPass, "during", noted)
+    target = vars(llama)["generate"].engine().forward_pass.tiers
+    monkeypatch.setattr(Tiers, "during", noted)
     options = dict(assistant_model=draft, max_new_tokens=8)
     with scheduler_of(llama, **options) as scheduler:
         one = scheduler.submit(text_of(1, 9), strategy=Speculative(length=3))
         other = scheduler.submit(text_of(2, 9), strategy=Threshold(), decoders_config={"compile": "auto"})
         one.result(60), other.result(60)
     assert set(modes) == {(False, "speculative"), ("auto", "threshold")}
-    passes = vars(llama)["generate"]._assistants.engine(draft, "auto", None).forward_pass
+    passes = vars(llama)["generate"]._assistants.engine(draft, "auto", None).forward_pass.tiers
     assert passes.mode is False and passes.report.strategy == ""
 
 
@@ -1061,7 +1060,7 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
 def test_a_request_ends_in_the_tier_in_which_it_began(strategy: str) -> None:
     """Newer ones run compiled beside it: they neither wait for it nor change what it writes."""
     model = decoders.enable(tiny_model("llama"))
-    passes = vars(model)["generate"].engine().forward_pass
+    passes = vars(model)["generate"].engine().forward_pass.tiers
     begun, go_on = threading.Event(), threading.Event()
 
     class Gate(BaseStreamer):

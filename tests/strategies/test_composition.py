@@ -43,6 +43,8 @@ OF_ITS_OWN = {
     "settings": "the node budget; each part has its own",
     "settings_class": "likewise",
     "hints": "they are read for each part before these are merged",
+    "auto_place": "auto chooses among strategies that are registered, and a merged one is made by a call",
+    "auto_settings": "auto chooses among strategies that are registered, and a merged one is made by a call",
     "hidden_layers": "its layers are told by layers_of and layers_for",
     "traits": "they are looked at one by one",
     "grade_rates": "a joint draft has no grades: those of several drafters are not on one scale",
@@ -82,6 +84,7 @@ class Probe(Strategy):
     needs = "luck"
     settings_class = ProbeSettings
     hints = {"num_assistant_tokens": "length"}
+    auto_place, auto_settings = 5, {"length": 9}
     hidden_layers = (1,)
     grade_rates = (0.5,)
 
@@ -116,7 +119,7 @@ class Probe(Strategy):
     def keeps_rows(self, state: Any) -> bool:
         return self._note("keeps_rows", True)
 
-    def compose(self, resolve: Any) -> None:
+    def compose(self, resolve: Any, registered: Any) -> None:
         self._note("compose", None)
 
     def layers_of(self, count: int) -> tuple[int, ...]:
@@ -158,7 +161,7 @@ WITHOUT_STATE: dict[str, tuple] = {
     "layers_of": (2,),
     "layers_for": (None, 2),
     "settings_in_force": (),
-    "compose": (None,),
+    "compose": (None, {}),
 }
 
 
@@ -174,9 +177,8 @@ def merged(*parts: Strategy) -> Merged:
 
 def test_whatever_a_strategy_declares_is_a_trait_and_has_a_rule() -> None:
     """What is no trait tells classes apart."""
-    declared = {
-        name for name in PLAIN if name not in ("name", "summary", "needs", "settings", "settings_class", "hints")
-    }
+    of_classes = ("name", "summary", "needs", "settings", "settings_class", "hints", "auto_place", "auto_settings")
+    declared = {name for name in PLAIN if name not in of_classes}
     assert declared == set(TRAITS) == set(merged(Bare()).traits)
 
 

@@ -1,4 +1,4 @@
-"""Admission of requests to a batch: each gets a row of the pool, where its prompt is read while others are decoded."""
+"""Admission of requests to a batch: each gets a row of the pool, and its prompt is read there while other rows are decoded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .prompt_reader import PromptReader
 from .request import Request, RequestOutput
 from .session import Session
 
-#: Most tokens of a pass that several prompts share; a longer prompt keeps the processor busy by itself.
+#: Greatest number of tokens of a pass over several prompts; a longer prompt keeps the processor busy alone.
 SHARED_PASS = 512
 
 
@@ -28,14 +28,15 @@ class Seat:
     """A request and its place in the pool.
 
     Attributes:
-        member: the request, with what is written for it.
+        member: the request and its output.
         place: its row in the pool.
-        plan: how its prompt is prefilled, None before that has begun.
+        plan: how its prompt is prefilled; None before the prefill begins.
         to_read: chunks of the plan that are not read yet.
-        chunks: what its strategy is shown before the first step, if it reads prompts; without logits, which are large.
-        weights: the weights that its prompt is read with, None before that has begun.
-        row: of the batch; None while the prompt is read.
-        turns: passes over its prompt so far. Fewest turns are served first; a new request begins with the fewest of those waiting.
+        chunks: the prompt's chunks for a strategy that reads prompts, without logits, which are large.
+        weights: the weights at the beginning of its prefill; None before.
+        row: its row of the batch; None while the prompt is read.
+        turns: number of passes over its prompt. The seat with the fewest turns is next; a new request begins with the fewest turns of
+            the waiting seats.
     """
 
     member: RequestOutput
@@ -64,11 +65,11 @@ class Admission:
     """Finds places for requests and reads their prompts.
 
     Args:
-        prompts: of the batch that they will join.
-        reserved: first places of the pool, which no request gets.
+        prompts: the prompt reader of the batch that the requests will join.
+        reserved: number of first places of the pool that no request gets.
 
     Attributes:
-        seats: all requests, in the order in which they came.
+        seats: all requests, in order of arrival.
     """
 
     def __init__(self, prompts: PromptReader, pool: Session, reserved: int) -> None:
@@ -77,9 +78,9 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """The free place whose text shares most with the prompt, else the least recently used.
+        """The free place whose text shares the longest prefix with the prompt, else the least recently used.
 
-        What its text does not share is dropped, so that moving rows does not copy it.
+        Drops the rest of its text, so that moving rows does not copy it.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
@@ -98,12 +99,12 @@ class Admission:
     def mixes(self) -> bool:
         """Whether steps read pieces of prompts in their own passes (chunked prefill), so that no row waits for a prefill."""
         batch = self.batch
-        return not batch.request.strategy.reads_prompt and batch.forward_pass.mixes(
+        return not batch.request.strategy.reads_prompt and batch.forward_pass.tiers.mixes(
             self._rows, single=batch.blocks.single
         )
 
     def read(self, pause: float) -> None:
-        """Prefills waiting prompts in turns, for about `pause` seconds and at least one pass; to the end where no row waits."""
+        """Prefills waiting prompts in turns, for about `pause` seconds and at least one pass; if no row waits, to the end."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -116,10 +117,10 @@ class Admission:
             for each in seats:
                 self.was_read(each, spent, count * len(seats))
             if not self.batch.request.strategy.reads_prompt:
-                self.batch.forward_pass.book_mixed(spent, self._rows, single=self.batch.blocks.single)
+                self.batch.forward_pass.tiers.book_mixed(spent, self._rows, single=self.batch.blocks.single)
 
     def _pass(self, seats: list[Seat]) -> None:
-        """One pass over the next chunk of several prompts, whose places lie side by side."""
+        """One pass over the next chunk of several prompts in adjacent places."""
         done, count = seats[0].to_read[0]
         starts = [seat.plan.starts[0] for seat in seats if seat.plan is not None]
         for seat in seats:
@@ -128,7 +129,7 @@ class Admission:
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
-        """What the next step reads of a prompt: the request, the piece's first slot, and its number of tokens."""
+        """The piece of a prompt that the next step reads: the seat, the piece's first slot, and its number of tokens."""
         if (seat := self._next(pause)) is None:
             return None
         assert seat.plan is not None
@@ -137,23 +138,19 @@ class Admission:
         return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Books the seconds of a pass over `count` tokens, some of which are this seat's prompt."""
+        """Adds the seconds of a pass over `count` tokens, the seat's prompt included, to the seat's report."""
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """The waiting request whose prompt has had the fewest passes; the first of equals.
-
-        Args:
-            together: whether several prompts may share passes.
-        """
+        """The waiting seat with the fewest turns; the first of equals. together: whether several prompts may share passes."""
         while waiting := [s for s in self.seats if s.row is None and not s.ready and s.member.error is None]:
             seat = min(waiting, key=lambda each: each.turns)
             if seat.plan is None:
                 started = time.perf_counter()
                 read = self._start_reading(self._companions(seat) if together else [seat], pause)
                 seat.member.report.timings.prefill += time.perf_counter() - started
-                if read and self._rows:  # that took a whole pass, and rows wait
+                if read and self._rows:  # reading images took a whole pass, and rows wait
                     return None
             if seat.to_read:
                 return seat
@@ -165,10 +162,10 @@ class Admission:
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
-        """The seats whose prompts are prefilled in the same passes as that of `seat`, itself included.
+        """The seats whose prompts are prefilled in the same passes as the prompt of `seat`, itself included.
 
-        A pass over one short prompt takes nearly as long as one over several. Their lengths are within a factor of two. Prompts that
-        share more than half of their text are not read together: their common part is read once and copied.
+        A pass over several short prompts takes little longer than over one. Lengths are within a factor of two. Prompts that share
+        more than half of their text are not read together: their common part is read once and copied.
         """
         own, prompt = seat.prefix, seat.prompt
         if seat.member.request.multimodal is not None:
@@ -184,10 +181,9 @@ class Admission:
         return self._beside(seat, fits, lambda other: len(other.prompt))
 
     def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
-        """`seat` and the waiting seats in adjacent places for which `fits` holds, in the order of places.
+        """`seat` and waiting seats in adjacent places for which `fits` is True, in the order of places.
 
-        Args:
-            tokens: most tokens of a seat that one pass reads; all together are at most :data:`SHARED_PASS`.
+        tokens: returns a seat's number of tokens per pass; the total is at most :data:`SHARED_PASS`.
         """
         target = self.pool.target
         if target.recurrent or target.static or self.batch.request.strategy.reads_prompt:
@@ -203,15 +199,13 @@ class Admission:
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
-        """Puts prompts in their places, copies the prefixes that other places hold, and plans the passes over the rest.
-
-        Returns:
-            whether images were read. What goes wrong there is the error of that request alone.
+        """Puts prompts in their places, copies prefixes from other places, and plans the passes over the rest. Returns whether images
+        were read; an error of reading images ends its request only.
         """
         kept, read = [], set[Seat]()
         for seat in seats:
             request = seat.member.request
-            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # else the whole prompt is shown to it
+            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # it has to read the whole prompt
             inputs, length = request.multimodal, len(seat.prompt)
             self.pool.put(seat.place, seat.prompt, inputs.shifts[0] if inputs is not None else 0)
             kept += self.pool.take_over({seat.place: seat.prefix}, self._texts(seat)) if reuse else [0]
@@ -238,8 +232,8 @@ class Admission:
         return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a pass. For a strategy that reads prompts it keeps the results, to be shown later; those of prompts
-        with images are there already.
+        """The function that runs a pass. For a strategy that reads prompts, it keeps the results for later; results for prompts with
+        images are already kept.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill
@@ -251,7 +245,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """The text in every place, used or free; in the place of `seat` the text from before."""
+        """The text in every place, used or free; in the place of `seat`, the former text."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:
@@ -259,7 +253,7 @@ class Admission:
         return [(self.pool, place, text) for place, text in enumerate(texts)]
 
     def held(self, seat: Seat) -> KeptText:
-        """The text whose keys and values are in a seat's slots; none if the weights have changed since."""
+        """The text with keys and values in a seat's slots; none if the weights have changed since."""
         if seat.weights is not None and seat.weights is not self.pool.target.weights:
             return NOTHING
         if seat.row is not None:

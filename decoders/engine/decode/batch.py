@@ -185,7 +185,7 @@ class Batch:
 
     def fit_blocks(self) -> None:
         """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so it comes before `start`."""
-        self.forward_pass.fit(self.blocks, self.row_count)
+        self.forward_pass.tiers.fit(self.blocks, self.row_count)
 
     def block_of(self, draft: Draft) -> NodeBlock:
         """The draft, checked and padded to a block."""

@@ -1,4 +1,4 @@
-"""Measuring the cost curve of a model: steps of many sizes on rows of dummy text."""
+"""Measures the cost curve of a model: steps of many sizes on rows of dummy text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from ...tree import Topology
 from ..model import torch_compat
 from ..model.blocks import NodeBlock
 from ..model.buckets import row_bucket
+from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.tiers import Compile, PassKind
 from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import Core, StepPass
+from .core import Core
 from .rows import no_sampling
 from .rules import CoupledRule
 from .sessions import Sessions
@@ -35,15 +36,15 @@ from .sessions import Sessions
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Timed steps per size.
 REPEATS = 5
-#: The same within a call, which waits for it once for a number of rows and a tier; its own steps teach the rest. A device that records
-#: steps has a larger block, too: there many nodes may cost what one does, and budgets end at twice what was measured.
+#: The same within a call, which waits for the measurement once per number of rows and tier, and then learns from its steps. A device
+#: that records steps has a larger block, too: there many nodes may cost as much as one, and budgets end at twice the measured number.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
 
 
 def subject_of(target: Target) -> Subject:
-    """What the cost curve of `target` depends on."""
+    """The subject of the cost curve of `target`: model, machine and versions."""
     config = target.model.config
     text = config.get_text_config()
     names = (
@@ -82,13 +83,13 @@ def subject_of(target: Target) -> Subject:
 
 
 class Calibrator:
-    """The known costs of one engine's steps: in memory, and in a folder that outlives the process.
+    """The known costs of an engine's steps: in memory, and in files.
 
     Attributes:
-        line: fitted to the steps of calls for which nothing was measured.
+        line: fitted to the steps of calls without a curve.
     """
 
-    def __init__(self, forward_pass: StepPass, sessions: Sessions) -> None:
+    def __init__(self, forward_pass: ForwardPass, sessions: Sessions) -> None:
         self.forward_pass, self.sessions, self.target = forward_pass, sessions, forward_pass.target
         self._curve: CostCurve | None = None
         self._read: set[Path | None] = set()
@@ -96,8 +97,7 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
-        """How steps of so many rows differ from the curve at contexts of this order of magnitude, by tier. Not kept in files.
-
+        """How steps of `rows` rows differ from the curve at contexts of this order of magnitude, by tier; in memory only.
         :class:`~decoders.costs.StepCosts` updates it.
         """
         return self._ratios.setdefault((rows, context.bit_length() // 2), {})
@@ -119,10 +119,10 @@ class Calibrator:
 
         Args:
             rows, contexts: sizes to measure.
-            compile: tier, as in a call: with "auto" the one in which a call would run now.
-            seconds: most to spend; sizes that come late are left out, two sizes of the first context are always measured.
-            anew: whether to measure everything. If not, a call waits: few numbers of nodes are measured, and only of numbers of rows
-                that were measured at no context.
+            compile: tier, as in a call; "auto" is the tier in which a call would run now.
+            seconds: time limit; omits later sizes, but always measures two sizes of the first context.
+            anew: whether to measure everything. If not, a call waits: measures few numbers of nodes, and only numbers of rows that
+                were not measured at any context.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)
@@ -133,8 +133,8 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # Steps without a draft may have got a graph of their own since: what was measured is a padded block.
-            # In a much longer context than the call's that would take more memory and time than the call.
+            # Steps without a draft may have a separate graph since the measurement of a padded block. Not at a context much longer
+            # than the call's, which would take more memory and time than the call.
             elif (
                 near <= 4 * context
                 and (row_count, near, 1, compiled) not in places
@@ -160,40 +160,40 @@ class Calibrator:
 
     def _runs_single(self, rows: int, compile: Compile) -> bool:
         """Whether a plain step of a call has one node per row now."""
-        with self.forward_pass.during(compile, Report("calibration")):
-            return self.forward_pass.runs_single(rows)
+        with self.forward_pass.tiers.during(compile, Report("calibration")):
+            return self.forward_pass.tiers.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
-        return bool(compile) and (compile is True or self.forward_pass.may_take(PassKind(max(rows) > 1)))
+        return bool(compile) and (compile is True or self.forward_pass.tiers.may_take(PassKind(max(rows) > 1)))
 
 
 @torch.no_grad()
 def measure(
-    forward_pass: StepPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
+    forward_pass: ForwardPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
     repeats: int,
 ) -> list[CostPoint]:  # fmt: skip
-    """Median seconds of steps of a greedy call, one point per size. Sizes for which there is no time until `end`, of
-    the target's ``ranks.clock`` and compiling apart, are left out but for the smallest and one more.
+    """Median seconds of steps of a greedy call, a point per size. Stops at `end` (by the target's ``ranks.clock``, without time for
+    compiling) after at least two sizes.
 
-    The sizes take turns, so that a machine that is slower for a while does not slow one of them alone. In each turn the second
-    step counts, since the first one finds another size's data in the processor's caches. Keys and values of the rows are never
-    computed: their contents do not change how long a step takes.
+    Sizes take turns, so that a temporarily slower machine does not slow a single size. In each turn the second step counts, since the
+    first finds another size's data in the processor's caches. Keys and values of the rows are not computed: a step's time does not
+    depend on them.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock
     rows = row_bucket(rows, target.static)
-    context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
+    context = min(context, (target.lengths.most or context + max(nodes)) - max(nodes))
     context = max(context, 1)
     prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
     sampling = no_sampling(rows, device)
     report = Report("calibration")
     points: list[CostPoint] = []
     with (
-        forward_pass.during(compile, report),
+        forward_pass.tiers.during(compile, report),
         sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
     ):
         session = opened.session
-        forward_pass.fit(session.blocks, rows)
+        forward_pass.tiers.fit(session.blocks, rows)
         plan, nothing = SamplingPlan(), Draft.nothing(rows, device)
         core = Core.of(forward_pass, plan, CoupledRule(forward_pass, plan), session.recordings, copy=False)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))

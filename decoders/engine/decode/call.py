@@ -92,7 +92,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     strategy, timings = request.strategy, batch.report.timings
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
-    stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
+    stack.enter_context(batch.forward_pass.tiers.during(request.runtime.compile, batch.report))
     sampling = sampling_of([request], batch.width, target.device)
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0

@@ -99,7 +99,7 @@ class StepClock(Clock):
             return
         timings.core += core
         if not draft.tokens.shape[1]:
-            batch.forward_pass.book_single(core, batch.row_count)
+            batch.forward_pass.tiers.book_single(core, batch.row_count)
         worth, costs = self.proposer.worth, self.proposer.resources.costs
         if worth is None and costs is None:
             return

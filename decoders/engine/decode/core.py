@@ -18,6 +18,7 @@ from ..model.cache import move_slots
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
 from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
+from ..model.compiled.tiers import Beside, Tiers
 from ..model.recordings import Recordings
 from ..model.target import ForwardResult, Target
 from .rows import Rows
@@ -98,13 +99,12 @@ class StepOutput:
 
 
 class Rule(Protocol):
-    """Decides which nodes of a block are accepted (:mod:`~decoders.engine.decode.rules`).
+    """Decides which nodes of a block are accepted (:mod:`~decoders.engine.decode.rules`)."""
 
-    Attributes:
-        on_device: whether it never needs the host, so that a device records it together with the pass.
-    """
-
-    on_device: bool
+    @property
+    def on_device(self) -> bool:
+        """Whether it never needs the host, so that a device records it together with the pass."""
+        ...
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
@@ -123,16 +123,18 @@ class Core:
 
     Attributes:
         forward_pass: the model's.
+        functions: of the model's steps.
         rule: verifies.
         plan: what runs on the logits.
     """
 
-    def __init__(self, forward_pass: StepPass, plan: SamplingPlan, rule: Rule) -> None:
+    def __init__(self, forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule) -> None:
         self.forward_pass, self.target, self.plan, self.rule = forward_pass, forward_pass.target, plan, rule
+        self.functions = StepFunctions.of(forward_pass)
 
     @staticmethod
     def of(
-        forward_pass: StepPass, plan: SamplingPlan, rule: Rule, recordings: Recordings | None, *, copy: bool
+        forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule, recordings: Recordings | None, *, copy: bool
     ) -> Core:  # fmt: skip
         """A core, or a :class:`RecordedCore` where there are `recordings`. copy: as of that."""
         if recordings is None:
@@ -158,7 +160,7 @@ class Core:
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
         chosen = verified.chosen
         if verified.acceptance is None and verified.most is None:
-            path, new, summary = self.forward_pass.settle(nodes, chosen, tree, *rewritten)
+            path, new, summary = self.functions.settle(self.forward_pass.tiers, nodes, chosen, tree, *rewritten)
         else:
             acceptance = verified.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
@@ -179,7 +181,7 @@ class RecordedCore(Core):
     """
 
     def __init__(
-        self, forward_pass: StepPass, plan: SamplingPlan, rule: Rule, recordings: Recordings, *, copy: bool
+        self, forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule, recordings: Recordings, *, copy: bool
     ) -> None:
         super().__init__(forward_pass, plan, rule)
         self.recordings, self.copy = recordings, copy
@@ -228,29 +230,39 @@ def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
     return nodes, PassInput(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
 
 
-class StepPass(ForwardPass):
-    """The forward pass of one model, with the draw of tokens and the acceptance of a path."""
+class StepFunctions(Beside):
+    """The draw of tokens and the acceptance of a path, each compiled or not, as the tiers of a pass say."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    @staticmethod
+    def of(forward_pass: ForwardPass) -> StepFunctions:
+        """Those of a forward pass, made once."""
+        tiers = forward_pass.tiers
+        if not isinstance(tiers.beside, StepFunctions):
+            tiers.beside = StepFunctions()
+        return tiers.beside
 
     def forget(self) -> None:
-        super().forget()
         self._settle = CompiledFunction(settle)
         self._draws: dict[SamplingPlan, TieredFunction] = {}
 
     def settle(
-        self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
+        self, tiers: Tiers, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.decode.verify.settle` in the tier of the passes."""
-        if self.runs_compiled(len(nodes) > 1):
+        if tiers.runs_compiled(len(nodes) > 1):
             return self._settle(nodes, chosen, _laid_out(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
-    def compiling_beside(self) -> Callable[[int, int], object]:
-        compiled, target = self._settle, self.target
+    def compiling(self, target: Target) -> Callable[[int, int], object]:
+        compiled = self._settle
         return lambda rows, count: compiled(*_settle_examples(target, rows, count))
 
     def draw(
-        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
-        prefixes: Prefixes | None = None,
+        self, tiers: Tiers, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor,
+        masks: Masks | None = None, prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """:func:`decoders.engine.decode.verify.draw_tokens`.
 
@@ -258,16 +270,16 @@ class StepPass(ForwardPass):
         passes are.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes
-        if not self.target.static or not self.mode:
+        if not tiers.target.static or not tiers.mode:
             return draw_tokens(*arguments)
         if plan not in self._draws:
-            self._draws[plan] = TieredFunction(draw_tokens, CompiledFunction(draw_tokens), self.worth_compiling)
+            self._draws[plan] = TieredFunction(draw_tokens, CompiledFunction(draw_tokens), tiers.worth_compiling)
         draw, kind = self._draws[plan], kind_of(arguments)
-        if self.mode is True:
-            return draw.now(kind, arguments, self.report.waited)
-        return draw(*arguments) if self.allows((plan, kind)) else draw.uncompiled(kind, *arguments)
+        if tiers.mode is True:
+            return draw.now(kind, arguments, tiers.report.waited)
+        return draw(*arguments) if tiers.allows((plan, kind)) else draw.uncompiled(kind, *arguments)
 
-    def draws_ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
+    def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
         chosen = [(own, draw) for own, draw in self._draws.items() if plan is None or own == plan]
         return frozenset((own, kind) for own, draw in chosen for kind in draw.ready)
 

@@ -1,7 +1,7 @@
 """Callbacks on the host: stopping criteria, asked after every token, and logits processors that read the prefix.
 
-Processors run along the path that the target takes, depth by depth: the calls that plain decoding would make, in the same
-order, however large the tree is. So processors that keep a state work, too.
+Processors run along the target's path, depth by depth: the same calls in the same order as in plain decoding, for any tree. So
+processors with a state work, too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .rows import Rows
 
 @dataclass
 class Outcome:
-    """One step as read by the host, each list by row.
+    """A step as read by the host; lists by row.
 
     Attributes:
-        emitted: tokens committed.
-        accepted: draft tokens among them.
-        drafted: draft tokens verified.
+        emitted: number of committed tokens.
+        accepted: number of draft tokens among them.
+        drafted: number of verified draft tokens.
         ended: whether the row has ended, 0 or 1.
-        new: tokens in order of commitment, `emitted` of them valid.
-        drafters: names of the strategies whose tokens were accepted, where several have drafted; else empty.
+        new: the new tokens in order, `emitted` of them valid.
+        drafters: the strategies of the accepted tokens, if several strategies drafted; else empty.
     """
 
     emitted: list[int]
@@ -43,13 +43,13 @@ class Outcome:
 
     @staticmethod
     def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:
-        """The outcome of the first `rows` rows; see :class:`StepOutput`. The rows behind them are padding."""
+        """The outcome of the first `rows` rows, see :class:`StepOutput`; the others are padding."""
         emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
         return Outcome(emitted, accepted, drafted, ended, new[:rows])
 
     @property
     def written(self) -> list[list[int]]:
-        """The tokens committed."""
+        """The committed tokens."""
         return [tokens[:count] for tokens, count in zip(self.new, self.emitted, strict=True)]
 
     def part(self, first: int, count: int) -> Outcome:
@@ -64,14 +64,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Criteria:
-    """Stopping criteria that are asked on the host after every token.
+    """Stopping criteria, called on the host after every token.
 
     Attributes:
         ask: ``(ids [B, P + t], scores)`` → ``[B]`` bool. scores: ``[B, V]`` per new token, None unless they are kept.
-        by_row: whether every criterion judges one row at a time and keeps no state; then rows may be of different lengths.
-        ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, all rows are written on until every
-            one of them has been stopped.
-        names: the criteria as messages name them.
+        by_row: whether every criterion judges rows independently and has no state; then rows may have different lengths.
+        ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, all rows go on until all are stopped.
+        names: the criteria's names in errors.
     """
 
     ask: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
@@ -81,12 +80,12 @@ class Criteria:
 
 
 class CriteriaRun:
-    """The criteria of one call, asked in the order in which plain decoding would ask them.
+    """The criteria of a call, called in the order of plain decoding.
 
     Args:
-        padded_rows: the rows as transformers would show them.
-        scores: per row and token, where they are kept.
-        ranks: the processes that share the model. The first one's criteria decide for all, since those that read a clock differ.
+        padded_rows: the rows in transformers' layout.
+        scores: per row and token, if they are kept.
+        ranks: the processes that share the model. The first process's criteria decide, since criteria may read a clock.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class CriteriaRun:
         self.stopped = torch.zeros((), dtype=torch.bool)
 
     def apply(self, outcome: Outcome, out: StepOutput, rows: Rows, finished: list[bool]) -> None:
-        """Cuts a step's tokens where a criterion says stop, in `outcome`, `out` and `rows`."""
+        """Cuts a step's tokens after the token at which a criterion stops, in `outcome`, `out` and `rows`."""
         active = [row for row in range(self.batch) if not finished[row]]
         if self.criteria.by_row and self.criteria.ends_rows:
             ends = self._ask_each_row(outcome, active)
@@ -113,7 +112,7 @@ class CriteriaRun:
         out.summary[:, : self.batch] = figures.to(out.summary.device)
 
     def _ask_each_row(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """Per row, how many of its new tokens stay, and whether it has ended."""
+        """Per row, the number of new tokens to keep, and whether the row has ended."""
         ends = {}
         for row in active:
             done, tokens, count = len(self.padded_rows.generated[row]), tuple(outcome.new[row]), 0
@@ -125,7 +124,7 @@ class CriteriaRun:
         return ends
 
     def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """As :meth:`_ask_each_row`, where criteria see whole batches with all rows at one length: that of the slowest row."""
+        """:meth:`_ask_each_row` for criteria that see whole batches, with all rows at the slowest row's length."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → its new tokens
         going = [emitted[row] for row in active if row not in ended]
@@ -148,10 +147,8 @@ class CriteriaRun:
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Which rows must stop, ``[B]`` bool.
-
-        Where rows end together it may be ``[B, B]``, which transformers makes of a criterion that returns ``[B, 1]``; rows end
-        once all of it was true at some time.
+        """Which rows must stop, ``[B]`` bool; or ``[B, B]`` if rows end together, which transformers makes of a criterion's ``[B, 1]``:
+        rows end once every entry was true at some time.
         """
         stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
@@ -179,7 +176,7 @@ NOT_REACHED = -2
 
 @dataclass
 class PaddedRows:
-    """Each row in transformers' layout: the prompt with its left padding, then the generated tokens.
+    """The rows in transformers' layout: the prompt with its left padding, then the generated tokens.
 
     Attributes:
         prompt: ``[B, P]`` int64 as passed to ``generate``.
@@ -198,15 +195,15 @@ class PaddedRows:
         return torch.cat([self.prompt[row], torch.tensor(tail, dtype=torch.int64, device=self.prompt.device)])[None]
 
 
-#: Logits processors, called one after the other with token ids ``[B, T]`` and scores ``[B, V]``.
+#: Logits processors, called in order with token ids ``[B, T]`` and scores ``[B, V]``.
 Processors = Sequence[Callable[[Tensor, Tensor], Tensor]]
 
 
 def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` ``[B, V]`` float32 after the `processors`, in their order.
+    """`scores` ``[B, V]`` float32 after all `processors`. An error of a processor gets a note.
 
     Raises:
-        UnsupportedError: one returned something other than scores of that shape. What a processor raises gets a note.
+        UnsupportedError: a processor returned something other than scores of the same shape.
     """
     for processor in processors:
         name = type(processor).__name__
@@ -235,26 +232,26 @@ def choose_along_path(
     masks: Masks | None = None,
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
+    """Follows the target's own tokens down the trees of all rows, depth by depth.
 
-    Processors see whole batches at one length, as in plain decoding. So the walk ends for all rows where it ends for the first, at
-    the price of some accepted draft tokens. `logits` are already masked by grammars.
+    Processors see whole batches at the same length, as in plain decoding. So all rows stop at the depth at which the first stops, and
+    lose some accepted draft tokens. `logits` are already masked by grammars.
 
     Args:
         masks: their replacements are applied to the chosen tokens.
-        scores: ``[B, N, V]`` where processed scores are kept: those of nodes on the path are written to it.
+        scores: ``[B, N, V]``, if processed scores are kept: receives the scores of nodes on the path.
 
     Returns:
-        chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; and how many tokens each row may commit, ``[B]`` int64.
+        chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; and the number of tokens that each row may commit, ``[B]`` int64.
     """
     batch = len(nodes)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     tokens, parents = nodes.tolist(), parents_by_row(tree, batch)
-    stops = set(rows.sampling.stop_tokens.flatten().tolist())  # rows that are asked together share them
+    stops = set(rows.sampling.stop_tokens.flatten().tolist())  # all rows of a call share them
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
     generated = len(padded_rows.generated[active[0]])
-    # Equal siblings stand for the same text: all nodes of a depth that match are followed together.
+    # Equal siblings are the same text: all matching nodes of a depth are followed together.
     reached = {row: [0] for row in active}
     paths: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
     depth, going = 0, True
@@ -289,10 +286,10 @@ def choose_along_path(
 def _scores_behind(
     ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
 ) -> Tensor:  # fmt: skip
-    """The `logits` ``[B, V]`` behind the texts `ids` ``[B, T]`` after the processors.
+    """The processed `logits` ``[B, V]`` after the texts `ids` ``[B, T]``.
 
     Raises:
-        InputError: they leave nothing to draw in one of the rows that are `active`.
+        InputError: the processors leave no token to draw in an `active` row.
     """
     processed = processed_by(processors, ids, logits)
     if plan.masked:  # a processor may force a token that the grammar forbids: the grammar wins

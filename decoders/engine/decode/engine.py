@@ -18,6 +18,7 @@ from ...errors import UnsupportedError
 from ...report import Report
 from ...settings import Attention
 from ...strategy import Strategy
+from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction
 from ..model.compiled.tiers import Compile
 from ..model.features import OutputHead, layer_indices
@@ -31,7 +32,7 @@ from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
-from .core import StepPass
+from .core import StepFunctions
 from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
@@ -75,16 +76,16 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         seconds, target = time.perf_counter() - started, self.target
-        making = seconds - target.kernel_seconds - target.check_seconds
-        self._prepared = started, making, target.kernel_seconds, target.check_seconds
+        making = seconds - target.checks.kernel_seconds - target.checks.seconds
+        self._prepared = started, making, target.checks.kernel_seconds, target.checks.seconds
         warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
         self.sessions = Sessions(self.target, recorder)
-        self.forward_pass = StepPass(self.target)
-        self._watching: dict[tuple[int, ...], StepPass] = {}
+        self.forward_pass = _pass_of(self.target)
+        self._watching: dict[tuple[int, ...], ForwardPass] = {}
         self._own: dict[tuple[int, ...], OwnForward] = {}
         self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
@@ -93,7 +94,7 @@ class Engine:
         self.threads = Threads.now() if self.target.device.type == "cpu" else None
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
-        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self._stream: Any = None  # of the last call
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
         """Whether this engine still serves `model`. What was made of weights that were written to since is renewed or dropped."""
@@ -170,8 +171,8 @@ class Engine:
         """Queues this call's work on the device behind the last call's, which may have been made within another stream: when a call
         returns, a step that changes nothing may still be running.
         """
-        if self.target.device.type == "cuda":
-            last, self._stream = self._stream, torch.cuda.current_stream(self.target.device)
+        if (module := devices.accelerator(self.target.device)) is not None:
+            last, self._stream = self._stream, module.current_stream(self.target.device)
             if last is not None and last != self._stream:
                 self._stream.wait_stream(last)
 
@@ -223,14 +224,14 @@ class Engine:
             del self._memories[key], sizes[key]
 
     def _forget_compiled(self) -> None:
-        self.forward_pass.forget()
+        self.forward_pass.tiers.forget()
         self._watching.clear()
         self._own.clear()
         self._cut.clear()
         self._modules.clear()
         self._head = None
 
-    def forward_pass_for(self, strategy: Strategy) -> StepPass:
+    def forward_pass_for(self, strategy: Strategy) -> ForwardPass:
         """The forward pass for calls with `strategy`: the common one, or one that also returns the hidden layers it reads.
 
         Raises:
@@ -243,7 +244,7 @@ class Engine:
             if not layers:
                 return self.forward_pass
             if layers not in self._watching:
-                self._watching[layers] = StepPass(self.target.watching(layers))
+                self._watching[layers] = _pass_of(self.target.watching(layers))
             return self._watching[layers]
 
     def own_forward(self, model: PreTrainedModel, target: Target) -> OwnForward:
@@ -312,12 +313,12 @@ class Engine:
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""
-        if not compile:
+        if not compile or not devices.compiles(self.target.device):
             return function
         tiered = self._functions.pop(function, None)
         if tiered is None:
             # In recorded steps its time cannot be measured: it is compiled once the forward pass is worth compiling.
-            due = self.forward_pass.worth_compiling if self.target.static else lambda: False
+            due = self.forward_pass.tiers.worth_compiling if self.target.static else lambda: False
             tiered = TieredFunction(function, CompiledFunction(function), due)
         self._functions[function] = tiered
         # Functions created anew in every call would pile up: the least recently used one is dropped.
@@ -325,6 +326,13 @@ class Engine:
             del self._functions[next(iter(self._functions))]
         _book(tiered.compiled, report, waited_for=compile is True)
         return tiered if compile == "auto" else tiered.compiled
+
+
+def _pass_of(target: Target) -> ForwardPass:
+    """The forward pass of a target, with the functions of its steps beside it."""
+    forward_pass = ForwardPass(target)
+    StepFunctions.of(forward_pass)
+    return forward_pass
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:

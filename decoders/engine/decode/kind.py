@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from ...sampling.processors import SamplingPlan
@@ -26,12 +27,13 @@ class Use(Enum):
 
 REQUEST = {
     "strategy": Use.KIND, "verifier": Use.KIND, "plan": Use.KIND, "side": Use.KIND,
-    "prompts": Use.INPUT, "new_tokens": Use.INPUT, "stop_tokens": Use.INPUT, "values": Use.INPUT, "sequences": Use.INPUT,
-    "seed": Use.INPUT, "grammars": Use.INPUT,
-    "processors": Use.HOST, "criteria": Use.HOST, "keep_logits": Use.HOST, "top_logprobs": Use.HOST,
+    "prompts": Use.INPUT, "new_tokens": Use.INPUT, "stopping.tokens": Use.INPUT, "sampling.values": Use.INPUT,
+    "sampling.sequences": Use.INPUT, "sampling.seed": Use.INPUT, "grammars": Use.INPUT,
+    "processors": Use.HOST, "stopping.criteria": Use.HOST, "returned.logits": Use.HOST, "returned.top_logprobs": Use.HOST,
     # Objects of this process, which sharing compares by identity; what is known of them by then; what is told of a call.
-    "model": Use.APART, "tokenizer": Use.APART, "assistant_model": Use.APART, "draft_models": Use.APART, "resolve": Use.APART,
-    "origin": Use.APART, "padded_prompt": Use.APART, "pad_token": Use.APART, "on_step": Use.APART, "observers": Use.APART,
+    "models.model": Use.APART, "models.tokenizer": Use.APART, "models.assistant_model": Use.APART,
+    "models.draft_models": Use.APART, "resolve": Use.APART, "origin": Use.APART, "padded_prompt": Use.APART,
+    "stopping.pad_token": Use.APART, "returned.on_step": Use.APART, "returned.observers": Use.APART,
     "salts": Use.APART, "given": Use.APART, "multimodal": Use.APART, "begun": Use.APART,
     "runtime": Use.APART,  # setting by setting
 }  # fmt: skip
@@ -85,7 +87,7 @@ def _used(request: Any, use: Use) -> Iterator[tuple[str, Any]]:
     for names, owner in ((REQUEST, request), (RUNTIME, request.runtime)):
         for name, own in names.items():
             if own is use:
-                yield name, getattr(owner, name)
+                yield name, attrgetter(name)(owner)
 
 
 def _part(value: Any) -> object:

@@ -31,23 +31,23 @@ FIRST_SLOTS = 256
 
 
 class Lane:
-    """Requests that share their steps: of one strategy, one sampling plan, one verifier.
+    """Requests that share their steps: with the same strategy, sampling plan and verifier.
 
-    In float32 a request gets the tokens that a call of its own would get: noise depends on its own seed and positions, and
-    parameters, stop tokens, grammar and budget are per row. Other requests have an effect on when it is decoded, not on its tokens.
+    In float32 a request gets the same tokens as in a call of its own: noise depends on its seed and positions, and parameters, stop
+    tokens, grammar and budget are per row. Other requests change its timing, not its tokens.
 
     Args:
-        engine: of the model.
-        request: the first one; it says what all have in common.
-        capacity: most requests at a time. It is 1 where a strategy reads prompts and cannot be shown the texts of running requests
-            again when another one joins or leaves: it cannot be rebatched, or prompts have images, which are read once.
+        engine: the model's engine.
+        request: the first request; defines what all have in common.
+        capacity: greatest number of requests at a time. It becomes 1 if a strategy reads prompts and cannot read the texts of running
+            requests again when another joins or leaves: it does not rebatch, or prompts have images, which are read once.
 
     Attributes:
         admission: the requests whose prompts are not read yet.
-        batch: the others.
+        batch: the other requests.
         proposer: the strategy that drafts for them.
-        prompts: reads prompts that are more than text.
-        rows: the requests in the batch, in the order of its rows; those that have left are removed before the next step.
+        prompts: reads prompts with images or sounds.
+        rows: the requests in the batch, in the order of its rows; requests that have left are removed before the next step.
     """
 
     def __init__(self, engine: Engine, request: Request, capacity: int) -> None:
@@ -61,7 +61,7 @@ class Lane:
         self.proposer = Proposer(batch, self.stack)
         self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
         static = engine.target.static
-        # Where rows are padded to a bucket, padding rows must not overwrite prompts and texts behind the batch.
+        # If rows are padded to a bucket, padding rows must not overwrite prompts and texts after the batch.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
@@ -74,12 +74,12 @@ class Lane:
 
     @property
     def seats(self) -> list[Seat]:
-        """All requests of the lane, in the order in which they came."""
+        """All requests of the lane, in order of arrival."""
         return self.admission.seats
 
     @property
     def free(self) -> int:
-        """How many more requests the lane takes."""
+        """The number of further requests that the lane can take."""
         return self.capacity - len(self.seats)
 
     @property
@@ -88,22 +88,22 @@ class Lane:
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
-        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.outdated(
+        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.tiers.outdated(
             self._tiers, mode, batch.request.plan, joined=self.capacity > 1
         )
 
     def fits(self, engine: Engine, request: Request) -> bool:
-        """Whether a request can share steps with those of the lane."""
-        # A strategy that reads prompts cannot be shown images again.
+        """Whether `request` can share steps with the lane's requests."""
+        # A strategy that reads prompts cannot read images again.
         seen = self._sees == (request.multimodal is not None) or not request.strategy.reads_prompt
         return engine is self.engine and seen and share_steps(self.template, request)
 
     def offer(self, request: Request) -> RequestOutput:
-        """Gives a request of one row a place; its prompt is read in the next steps."""
+        """Gives a request of one row a place; the next steps read its prompt."""
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
             mode, joined = self.template.runtime.compile, self.capacity > 1
-            self._tiers = self.batch.forward_pass.steady_tiers(mode, joined=joined)
+            self._tiers = self.batch.forward_pass.tiers.steady_tiers(mode, joined=joined)
         if self._weights is not self.engine.target.weights:  # kept texts were computed with other weights
             self._weights = self.engine.target.weights
             self.pool.forget()
@@ -114,16 +114,16 @@ class Lane:
         return member
 
     def advance(self, pause: float) -> list[RequestOutput]:
-        """Reads prompts for about `pause` seconds, makes one step, and returns the requests that have ended, some with an error.
+        """Reads prompts for about `pause` seconds, runs a step, and returns the requests that have ended, some with an error.
 
-        An error that concerns all of them, such as one of the strategy, is raised.
+        Raises errors that concern all requests, of the strategy for example.
         """
         with self._running():
             if self.template.runtime.compile is True and not self.proposer.arranged:
-                self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
+                self.batch.forward_pass.tiers.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
-                self.batch.forward_pass.compile_both()
-            # Decided once, so that either passes of their own read the prompts or the step does.
+                self.batch.forward_pass.tiers.compile_both()
+            # Decided once per step: separate passes read the prompts, or the step does.
             mixes = self.admission.mixes
             if not mixes:
                 self.admission.read(pause)
@@ -133,12 +133,12 @@ class Lane:
             return self._leave()
 
     def remove(self, member: RequestOutput) -> None:
-        """Takes a request out; what it has written stays with it. Between two steps."""
+        """Takes a request out between two steps; it keeps its output."""
         with self._running():
             self._take_out([seat for seat in self.seats if seat.member is member])
 
     def close(self, cause: Exception | None = None) -> None:
-        """Frees everything, after running out of memory also what no call uses. What the strategy's `finish` raises becomes a note on
+        """Frees the lane; after running out of memory, unused sessions, too. An error of the strategy's `finish` becomes a note on
         `cause`, the lane's error, or else a warning.
         """
         with self._running(), self.stack:
@@ -151,31 +151,27 @@ class Lane:
                 warnings.warn(f"decoders: {message}", stacklevel=2)
             if isinstance(cause, torch.OutOfMemoryError):
                 cause.add_note(f"decoders: {self.engine.sessions.make_room()}")
-        # The batch is part of a reference cycle: its buffers would wait for the garbage collector.
+        # The batch is in a reference cycle: without this, its buffers would wait for the garbage collector.
         del self.batch.session
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Holds the model's lock for a step of this lane; calls wait meanwhile, and the lane waits for them."""
+        """Holds the model's lock for a step of the lane: calls wait for the step, and the lane waits for calls."""
         batch = self.batch
         with (
             self.engine.decoding(self.template.side),
-            batch.forward_pass.during(self.template.runtime.compile, batch.report, self._tiers),
+            batch.forward_pass.tiers.during(self.template.runtime.compile, batch.report, self._tiers),
         ):
             yield
 
     def _join(self) -> None:
-        """Lets requests whose prompts are read join the batch, if possible in rows that others have left."""
+        """Requests whose prompts are read join the batch, if possible in free rows."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
         if rows != self.rows:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
-        """A step of the batch, which also reads a piece of a prompt if it can.
-
-        Args:
-            pause: how long that may take; None for not at all.
-        """
+        """Runs a step of the batch, which also reads a piece of a prompt, if possible, for about `pause` seconds; None: no piece."""
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
@@ -191,7 +187,7 @@ class Lane:
         self.admission.was_read(seat, self._clock.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
-        """Removes the requests that have ended or whose grammar failed. Others may have their rows from the next step on."""
+        """Removes the requests that have ended or whose grammar failed. Their rows are free from the next step on."""
         guide = self.batch.guide
         if isinstance(guide, HostGuide):
             for row, error in guide.faults.items():
@@ -219,7 +215,7 @@ class Lane:
             self._rebatch([])
 
     def _rebatch(self, seats: list[Seat]) -> None:
-        """Makes `seats` the rows of the batch, in this order, and shows its strategy the prompts of new rows."""
+        """Makes `seats` the rows of the batch, in this order, and passes the prompts of new rows to its strategy."""
         batch, pool, device = self.batch, self.pool, self.engine.target.device
         texts = [seat.member.text(0) for seat in seats]
         self._move_to_front(seats)
@@ -259,13 +255,13 @@ class Lane:
             seat.place = places.get(seat.place, seat.place)
 
     def _slots_used(self, seat: Seat) -> int:
-        """How many slots of a seat are in use; before its prompt is read they hold an earlier text."""
+        """The number of used slots of a seat; before the prefill begins, they hold an earlier text."""
         if seat.row is not None:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
     def _show_prompts(self, anew: bool) -> None:
-        """Shows the strategy the prompts of new rows; if it has started `anew`, the texts of all rows."""
+        """Passes the prompts of new rows to the strategy; if it has started `anew`, the texts of all rows."""
         batch = self.batch
         if anew:
             self.prompts.read(batch.lengths, [0] * batch.width)
@@ -278,14 +274,14 @@ class Lane:
 
 
 def in_place(seats: list[Seat]) -> list[Seat]:
-    """`seats` in an order that moves little: a seat whose place is one of the rows keeps it."""
+    """`seats` in an order that moves few: a seat whose place is below ``len(seats)`` keeps its place."""
     by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
     return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
-    """The chunk of one row as a chunk of the batch, whose other rows read nothing. lengths: ``[B]``, tokens of every row."""
+    """Expands the chunk of a row to a chunk of the batch, in which other rows have no valid token. lengths: ``[B]``, tokens per row."""
     rows = len(lengths)
     if rows == 1:
         return chunk
@@ -296,7 +292,7 @@ def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
     def expanded(values: Tensor) -> Tensor:
         return values.expand(rows, *values.shape[1:])
 
-    # Drafters get one memory layout, whether the states are one row's or those of a batch.
+    # Contiguous, so that drafters get the same memory layout for a row and for a batch.
     layers = expanded(chunk.layers).contiguous() if chunk.layers is not None else None
     logits = expanded(chunk.logits) if chunk.logits is not None else None
     return PromptChunk(
@@ -305,11 +301,11 @@ def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
 
 
 def share_steps(one: Request, other: Request) -> bool:
-    """Whether two requests on one engine can be decoded in the same steps."""
+    """Whether two requests on the same engine can share steps."""
     return (
         one.kind.shared == other.kind.shared
         and one.memory_salt == other.memory_salt
-        # The first grammar starts the strategy anew; one that reads prompts would have to be shown all texts again.
+        # The first grammar restarts the strategy, which would have to read all texts again if it reads prompts.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
-        and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
+        and one.models.assistant_model is other.models.assistant_model and one.models.tokenizer is other.models.tokenizer
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How a prompt is prefilled: which of its tokens a kept text has already, and in which passes the others are read."""
+"""Prefix reuse and prefill plans: the tokens of a prompt that a kept text shares, and the passes that read the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..model.target import PREFILL_CHUNK, Target
 
 @dataclass(frozen=True)
 class KeptText:
-    """A text whose keys and values are in slots ``0 … len(tokens)-1`` of a row; or a prompt that is compared with such texts.
+    """A text with keys and values in slots ``0 … len(tokens)-1`` of a row; or a prompt to compare with these texts.
 
     Attributes:
         tokens: 1-D int64, on the CPU.
-        whole: whether only prompts that begin with all of it can reuse it: a recurrent state cannot be cut back.
-        salt: only texts of the same salt share anything.
-        least: fewest tokens at its beginning that can be reused: up to the end of its images, which are read as a whole.
+        whole: whether a prompt must begin with the whole text to reuse it: a recurrent state cannot be rolled back.
+        salt: texts with different salts share nothing.
+        least: least number of first tokens that can be reused: up to the end of its images, which are read as a whole.
     """
 
     tokens: Tensor
@@ -31,11 +31,11 @@ class KeptText:
 
     @cached_property
     def key(self) -> tuple[str, bytes]:
-        """The salt, and the tokens as bytes, which Python orders much faster than tensors."""
+        """The salt, and the tokens as bytes, which Python sorts much faster than tensors."""
         return self.salt, self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: KeptText) -> int:
-        """How many tokens of this text `prompt` begins with and can reuse."""
+        """The number of first tokens of this text that `prompt` shares and can reuse."""
         n = min(len(self.tokens), len(prompt.tokens))
         if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
@@ -45,7 +45,7 @@ class KeptText:
         return n if n >= self.least else 0
 
     def cut(self, count: int) -> KeptText:
-        """What is left of it if its first `count` tokens are."""
+        """The text cut to its first `count` tokens, if they can be reused, else no text."""
         if count >= len(self.tokens):
             return self
         return NOTHING if self.whole or count < self.least else replace(self, tokens=self.tokens[:count])
@@ -57,8 +57,8 @@ NOTHING = KeptText(torch.empty(0, dtype=torch.int64, device="cpu"))
 class PrefixIndex:
     """Finds the text that shares the longest prefix with a prompt.
 
-    In sorted order that text stands directly before or behind the place of the prompt, so a batch of n rows is matched
-    with n texts in O(n log n) comparisons.
+    In sorted order, this text is directly before or after the place of the prompt: n rows are matched with n texts in O(n log n)
+    comparisons.
     """
 
     def __init__(self, texts: list[KeptText]) -> None:
@@ -68,7 +68,7 @@ class PrefixIndex:
         self._any_whole = any(text.whole for text in texts)
 
     def longest(self, prompt: KeptText) -> tuple[int, int]:
-        """How many tokens are shared, and the place of the text in the list; ``(0, 0)`` where there is none."""
+        """The number of shared tokens, and the index of the text; ``(0, 0)`` if no text shares any."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
         if self._any_whole:  # the longest prefix may not be reusable, but a shorter whole text may be
@@ -78,13 +78,13 @@ class PrefixIndex:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """How prompts are prefilled: in which chunks, each row from where on.
+    """How prompts are prefilled.
 
     Attributes:
-        starts: tokens of each row that are not read (again). Rows advance together, so one with little left to read reads some
-            of its tokens a second time.
-        chunks: where each begins behind the starts, and how many tokens it has; each is a pass over all rows.
-        left: how many tokens in front of the last one are left pending.
+        starts: per row, the number of first tokens that are not read. Rows advance together, so a row with few tokens to read reads
+            some tokens a second time.
+        chunks: ``(begin relative to starts, number of tokens)``; each is a pass over all rows.
+        left: number of tokens before the last that are left pending.
     """
 
     starts: list[int]
@@ -99,18 +99,18 @@ class PrefillPlan:
         """The plan for arguments of :meth:`~decoders.engine.decode.session.Session.prefill`.
 
         Args:
-            given: whether what is reused cannot be computed from tokens (images, a cache of the caller's), and so is never read again.
+            given: whether reused tokens cannot be computed from ids (images, the caller's cache), and so are never read again.
         """
         chunk = chunk or PREFILL_CHUNK
         ends, multiple = [length - 1 for length in lengths], target.multiple
-        if not target.continues:  # more than one pass would be a pass per token
+        if not target.continues:  # a second pass would read token by token
             chunk = max(chunk, *ends)
-        # Smaller passes would run uncompiled in a compiled call, where a token would have other bits. States cannot read beyond a text.
+        # Smaller passes would run uncompiled in a compiled call, with other bits. Recurrent states cannot read beyond a text.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A row that ends early is read beyond its end; steps overwrite these slots before they look at them. Where blocks have a
-        # multiple of nodes, a step may run the last tokens of the prompt again, and must find the bits there that it writes. A kept
-        # text may have those of another tier: its end is read again.
+        # A row that ends early is read beyond its end; steps overwrite these slots before they read them. If blocks are multiples of
+        # nodes, a step may run the last tokens of the prompt again and must write the same bits. A kept text may have the bits of
+        # another tier, so its end is read again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

@@ -1,4 +1,4 @@
-"""Reads the prompts of a batch: text by the passes of the loop, images and sounds by the model's own forward pass."""
+"""Reads the prompts of a batch: text by the loop's passes, images and sounds by the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from .proposer import Proposer
 
 
 class PromptReader:
-    """Prefills the rows of a batch, and shows their prompts to a strategy that reads them.
-
-    Args:
-        proposer: of the batch.
-    """
+    """Prefills the rows of a batch, and passes their prompts to a strategy that reads prompts."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.batch, self.proposer = proposer.batch, proposer
@@ -30,8 +26,8 @@ class PromptReader:
 
         Args:
             lengths: tokens per row.
-            reusable: how many of them have their keys and values in place.
-            leave_last_chunk: whether the end of the prompts is left to the first step. Not where steps are recorded, in one size.
+            reusable: per row, number of first tokens with keys and values in place.
+            leave_last_chunk: whether to leave the end of the prompts to the first step; not if steps are recorded.
         """
         batch = self.batch
         shows, inputs = batch.request.strategy.reads_prompt, batch.request.multimodal
@@ -57,16 +53,16 @@ class PromptReader:
         batch.report.reused = [0 if row in read else count for row, count in enumerate(reused[: batch.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
-        """Whether the tokens of prompts that are still to be read are all text. lengths, reusable: as of :meth:`read`."""
+        """Whether all unread tokens of the prompts are text. lengths, reusable: see :meth:`read`."""
         target, starts = self.batch.target, reusable
         if not target.recurrent:  # rows advance together: one may have to read some of its text again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
         return inputs.in_front_of(starts)
 
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
-        """Reads the prompts whose images are not in place, one by one where it is known which images are whose; returns their rows.
+        """Reads the prompts whose images are not in place, one by one if the images are divided among prompts; returns their rows.
 
-        The division of the images is a guess. Where it is wrong the model raises, and all prompts are read together.
+        The division of the images is a guess. If it is wrong, the model raises, and all prompts are read together.
         """
         read: set[int] = set()
         try:
@@ -77,10 +73,10 @@ class PromptReader:
                     read |= set(rows)
             if inputs.alone:
                 return read
-        except torch.OutOfMemoryError:  # reading all together would need more still
+        except torch.OutOfMemoryError:  # reading all together would need even more
             raise
         except WRONGLY_DIVIDED:
-            # Kept texts are found by the hashes of their images, and those of a wrong division are not theirs.
+            # Kept texts are found by the hashes of their images, and a wrong division has wrong hashes.
             self.batch.request = replace(self.batch.request, multimodal=replace(inputs, alone=()))
         self.read_images(inputs, lengths, 0, logits=False)
         return set(range(len(lengths)))
@@ -88,12 +84,12 @@ class PromptReader:
     def read_images(
         self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool
     ) -> PromptChunk | None:  # fmt: skip
-        """Reads prompts by the model's own forward pass, and returns what a strategy that reads prompts is shown.
+        """Reads prompts by the model's own forward pass, and returns the chunk for a strategy that reads prompts, else None.
 
         Args:
-            lengths: of the prompts, those that fill the batch up included.
+            lengths: of the prompts, padding rows included.
             first: the row of the first prompt.
-            logits: whether that contains logits.
+            logits: whether the chunk has logits.
         """
         rows, shows = (
             self.batch.session.stored.of_rows(first, first + len(lengths)),
@@ -107,11 +103,11 @@ class PromptReader:
 
     @property
     def own_forward(self) -> OwnForward:
-        """The model's own forward pass, which reads prompts that are more than text."""
-        return self.batch.engine.own_forward(self.batch.request.model, self.batch.target)
+        """The model's own forward pass, which reads prompts with images or sounds."""
+        return self.batch.engine.own_forward(self.batch.request.models.model, self.batch.target)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
-        """Runs a chunk of the prompts and shows it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
+        """Reads a chunk of the prompts and passes it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
         logits = self.batch.request.strategy.prompt_logits
         self.proposer.show(
             self.batch.read_chunk(self.batch.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest

@@ -108,13 +108,13 @@ class Proposer:
     def tiers(self) -> tuple:
         """Which parts of a step run compiled now: the target's pass, those of draft models, and the strategy's functions."""
         batch = self.batch
-        target = batch.forward_pass.tier(batch.width, batch.request.plan)
+        target = batch.forward_pass.tiers.tier(batch.width, batch.request.plan)
         return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
         """Books the time of a replayed step with every model it may run: enough time makes their compilation worthwhile."""
         share = seconds / (1 + len(self.drafters))
-        self.batch.forward_pass.book_replay(share, self.batch.width)
+        self.batch.forward_pass.tiers.book_replay(share, self.batch.width)
         for drafter in self.drafters:
             drafter.book_replay(share)
 
@@ -155,9 +155,9 @@ class Proposer:
     def _without_placeholders(self, draft: Draft) -> Draft:
         """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
         target = self.batch.target
-        if target.placeholders is None or self.batch.verifier is not None:
+        if target.vocabulary.placeholders is None or self.batch.verifier is not None:
             return draft
-        placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
+        placeholders = target.vocabulary.placeholders_on_host if draft.on_host else target.vocabulary.placeholders
         assert placeholders is not None  # both are there, or none
         # Not isin, which sorts where there are many placeholders or few tokens, and waits for the device.
         stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)

@@ -1,4 +1,4 @@
-"""A request (what a call asks for, in the loop's terms) and its output. Several requests may share steps."""
+"""A request (a call in the loop's terms) and its output. Several requests may share steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...constraints import CompiledGrammar
 from ...costs.curve import default_folder
-from ...report import ObservedCall, Observer, Report, TracedStep, Written
-from ...sampling.prefixes import OperationSequences
+from ...report import ObservedCall, Report, TracedStep, Written
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Draft, Strategy
@@ -24,71 +23,42 @@ from ..model.given import GivenPrompts
 from ..model.own_forward import MultimodalInputs
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
+from .asked import Models, Returned, Sampling, Stopping
 from .core import StepOutput
-from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
+from .criteria import CriteriaRun, Outcome, PaddedRows, Processors
 from .kind import StepKind, kind_of
 from .prefix_cache import KeptText
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ...drafters import OtherVocabulary
-    from .engine import Engine
-
-
-class DraftModels(Protocol):
-    """The draft models that a call may use, each given loaded or as a path."""
-
-    def engine_of(self, model: PreTrainedModel | str) -> Engine:
-        """The engine of a draft model whose vocabulary is the target's."""
-
-    def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
-        """See :attr:`decoders.context.Context.vocabulary_of`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call, validated. Everything below ``hf`` reads a call's arguments here.
+    """A checked call. All rooms below ``hf`` read a call's arguments here.
 
     Attributes:
-        model: the user's, for strategies.
-        tokenizer: for strategies, if there is one.
-        assistant_model: for strategies that need one.
-        draft_models: the draft models that its strategy may open.
-        strategy: proposes.
-        resolve: makes a strategy from a registry name and settings, for strategies that are built of others.
+        models: the models that its strategy may use.
+        strategy: proposes drafts.
+        resolve: creates a strategy from a registry name and settings, for strategies that are composed of others.
         origin: distribution and version of the strategy, for notes on errors.
-        verifier: decides what is accepted. Processors on the host go with the coupled rule only.
-        runtime: how the loop runs.
-        prompts: one 1-D int64 tensor per row, padding removed.
-            -1 stands for a token without an id, whose keys and values are `given`.
+        verifier: accepts draft tokens. Processors on the host need the coupled verifier.
+        runtime: settings of the loop.
+        prompts: a 1-D int64 tensor per row, without padding; -1 at positions that are not tokens, whose keys and values are `given`.
         padded_prompt: ``[B, P]`` as the user passed it.
-        new_tokens: most tokens to generate per row.
-        stop_tokens: end-of-sequence ids.
-        pad_token: follows them.
-        plan: what runs on logits inside the step; ``masked`` if a row has a grammar.
-        values: the plan's parameters (see :class:`SamplingPlan`).
-        sequences: per operation, the sequences of tokens that it looks for, each with the bias of its last token.
-        seed: of the noise.
-        processors: called on the host instead, if the plan cannot express them.
-        criteria: asked after every token, on the host.
-        grammars: what each row may write, None is anything; empty where no row has one.
-        keep_logits: return them per generated token.
-        top_logprobs: keep the log probability of every token and of so many likeliest ones; None: keep none.
-        on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
-        observers: called when it starts, after every step, and when it ends.
-        salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
-            between rows of equal salts.
-        given: the beginnings of the prompts where these are embeddings, or a cache that the caller has computed.
-        multimodal: images and sounds of the prompts; None if there are none.
-        side: of its texts, where rotary tables depend on the length (:meth:`~decoders.engine.model.target.Target.side_of`).
-        begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
+        new_tokens: greatest number of tokens to generate per row.
+        stopping: what ends a row before that.
+        plan: the operations on logits inside the step; ``masked`` if a row has a grammar.
+        sampling: the values of the plan's operations, and the seed.
+        processors: processors on the host, if the plan cannot express them.
+        grammars: per row, None for rows without a grammar; empty if no row has a grammar.
+        returned: results besides tokens, and who is told of each step.
+        salts: cache salts per row; empty for "" everywhere. Rows with different salts share neither keys and values nor memories of
+            strategies.
+        given: beginnings of the prompts that are embeddings, or the caller's cache.
+        multimodal: images and sounds of the prompts, or None.
+        side: of its texts, if rotary tables depend on the length (:meth:`~decoders.engine.model.target.Target.side_of`).
+        begun: ``time.perf_counter()`` at the call of ``generate``; None in a scheduler, which does not time preparation.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    assistant_model: PreTrainedModel | None
-    draft_models: DraftModels
+    models: Models
     strategy: Strategy
     resolve: Callable[..., Strategy]
     origin: str
@@ -97,19 +67,12 @@ class Request:
     prompts: list[Tensor]
     padded_prompt: Tensor
     new_tokens: int
-    stop_tokens: tuple[int, ...]
-    pad_token: int
+    stopping: Stopping
     plan: SamplingPlan
-    values: tuple[float, ...]
-    seed: int
-    sequences: OperationSequences = ()
+    sampling: Sampling
     processors: Processors | None = None
-    criteria: Criteria | None = None
     grammars: Sequence[CompiledGrammar | None] = ()
-    keep_logits: bool = False
-    top_logprobs: int | None = None
-    on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
-    observers: tuple[Observer, ...] = ()
+    returned: Returned = Returned()
     salts: tuple[str, ...] = ()
     given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
@@ -118,7 +81,7 @@ class Request:
 
     @property
     def cost_folder(self) -> Path:
-        """Where measured costs are kept between processes."""
+        """The folder of measured costs."""
         return self.runtime.cost_cache or default_folder()
 
     def salt_of(self, row: int) -> str:
@@ -126,26 +89,26 @@ class Request:
 
     @cached_property
     def kind(self) -> StepKind:
-        """What its steps depend on."""
+        """The kind of its steps."""
         return kind_of(self)
 
     @property
     def padding(self) -> list[Tensor]:
-        """Per row, what transformers shows in front of its text."""
+        """Per row, transformers' padding before its text."""
         lengths = [len(p) if self.given is None else int((p >= 0).sum()) for p in self.prompts]
         return [row[: max(len(row) - own, 0)] for row, own in zip(self.padded_prompt, lengths, strict=True)]
 
     @property
     def reach(self) -> Sequence[int]:
-        """Per row, how many tokens of the prompt have keys and values that the loop cannot compute from their ids."""
+        """Per row, the number of first prompt tokens whose keys and values the loop cannot compute from ids."""
         if self.given is not None:
             return self.given.fixed
         return self.multimodal.ends if self.multimodal is not None else (0,) * len(self.prompts)
 
     def prefix_of(self, row: int) -> KeptText:
-        """A row's prompt, to be compared with kept texts."""
+        """A row's prompt, for the comparison with kept texts."""
         text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
-        if self.side:  # keys of the other table
+        if self.side:  # keys computed with another rotary table
             salt = f"\0{self.side} {salt}"
         if inputs is None:
             return KeptText(text, salt=salt)
@@ -153,26 +116,26 @@ class Request:
 
     @property
     def memory_salt(self) -> str:
-        """The salt of the strategy's memories; "" where rows do not learn from each other, since memories then hold no texts."""
+        """The salt of the strategy's memories; "" if rows do not learn from each other, since memories then hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
 
 
 def empty_report(request: Request, target: Target) -> Report:
-    """The report on a request before anything has been decoded."""
+    """The report of a request before decoding."""
     strategy, verifier = request.strategy, request.verifier
     return Report(
         strategy=strategy.name, settings=strategy.settings_in_force(), exact=strategy.exact and verifier.exact,
         verifier=verifier.name, verifier_settings=verifier.settings_in_force(),
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
-        same_bits=target.invariance.holds if target.invariance is not None else None,
-        checked=target.checked, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        same_bits=target.checks.invariance.holds if target.checks.invariance is not None else None,
+        checked=target.checks.day, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was by the model's own logits: before temperature, filters, penalties and grammar.
+    """The log-probability of a token by the model's own logits, before temperature, filters, penalties and grammar.
 
     Attributes:
         token: its id.
@@ -189,18 +152,15 @@ class RequestOutput:
     """The output of a request so far. No other object on the host keeps the tokens.
 
     Attributes:
-        request: what was asked for.
-        report: its figures; where it shares no steps those of the whole batch.
+        report: its figures; if it does not share steps, the figures of the whole batch.
         generated: token ids per row, stop token included.
         lengths: tokens per row, prompt included.
-        finished: per row.
+        finished: whether each row has ended.
         drafters: per row and token, the strategy that drafted it; "" for the target's own.
-        logprobs: per row and token, if asked for.
-        logits: per row and token, if asked for.
-        scores: per row and token, if asked for.
-        padded_rows: the rows as transformers would show them.
-        criteria: asked on the host, None if there are none.
-        error: an exception of one of its callbacks that ends this request and no other.
+        logprobs, logits, scores: per row and token, if requested.
+        padded_rows: the rows in transformers' layout.
+        criteria: stopping criteria on the host, or None.
+        error: an exception of a callback, which ends this request and no other.
     """
 
     def __init__(self, request: Request, report: Report, ranks: Ranks = ALONE) -> None:
@@ -212,18 +172,18 @@ class RequestOutput:
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
         self.drafters: list[list[str]] = [[] for _ in range(rows)]
         traced: list[list[TracedStep]] = [[] for _ in range(rows)]
-        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.tokenizer)
+        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.models.tokenizer)
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
         self.finished = [request.new_tokens == 0] * rows
-        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
+        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.stopping.pad_token)
         self.criteria: CriteriaRun | None = None
-        if request.criteria is not None:
+        if request.stopping.criteria is not None:
             kept = self.scores if request.plan.keep_scores else None
-            self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
+            self.criteria = CriteriaRun(request.stopping.criteria, self.padded_rows, kept, ranks)
         self.error: Exception | None = None
         self._closed = False
         self._observed = ObservedCall(
-            request.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
+            request.models.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
         )
         self._tell_observers("start")
 
@@ -240,14 +200,14 @@ class RequestOutput:
         return [prompt.tolist() for prompt in self.request.prompts]
 
     def tokens_from(self, row: int, first: int) -> list[int]:
-        """Prompt and generated tokens of a row, from one on. The prompt is read from the device once, if at all."""
+        """The prompt and generated tokens of a row, from index `first` on. Reads the prompt from the device at most once."""
         prompt = len(self.request.prompts[row])
         if first >= prompt:
             return self.generated[row][first - prompt :]
         return self._prompts[row][first:] + self.generated[row]
 
     def text(self, row: int) -> Tensor:
-        """Prompt and generated tokens of a row, 1-D int64."""
+        """The prompt and generated tokens of a row, 1-D int64."""
         prompt = self.request.prompts[row]
         return torch.cat([prompt, torch.tensor(self.generated[row], dtype=torch.int64, device=prompt.device)])
 
@@ -257,7 +217,7 @@ class RequestOutput:
         Args:
             outcome: of this request's rows.
             out: of all rows; needed for logits and scores only.
-            first: the first of this request's rows among them.
+            first: this request's first row in the batch.
         """
         request, report = self.request, self.report
         report.steps += 1
@@ -272,13 +232,13 @@ class RequestOutput:
                 histogram = report.accepted_lengths
                 histogram.extend([0] * (count - len(histogram)))
                 histogram[count - 1] += 1
-            if out is not None and request.keep_logits:
+            if out is not None and request.returned.logits:
                 self.logits[row] += out.logits[first + row, out.path[first + row, :count]].unbind(0)
             if out is not None and out.scores is not None:
                 self.scores[row] += out.scores[first + row, out.path[first + row, :count]].unbind(0)
-            if out is not None and request.top_logprobs is not None:
+            if out is not None and request.returned.top_logprobs is not None:
                 logits = out.logits[first + row, out.path[first + row, :count]]
-                self.logprobs[row] += logprobs_of(tokens, logits, request.top_logprobs)
+                self.logprobs[row] += logprobs_of(tokens, logits, request.returned.top_logprobs)
             accepted = min(outcome.accepted[row], count)
             drafters = outcome.drafters[row] if outcome.drafters else [request.strategy.name] * accepted
             self.drafters[row] += [*drafters[:accepted], *[""] * (count - accepted)]
@@ -291,13 +251,11 @@ class RequestOutput:
     def trace(
         self, draft: Draft, tokens: list[list[int]], paths: list[list[int]], outcome: Outcome, first: int
     ) -> None:  # fmt: skip
-        """Keeps the whole tree of a step in the report.
+        """Adds the tree of a step to the report.
 
         Args:
-            tokens: of all rows, the draft tokens as they were verified.
-            paths: of all rows, the accepted nodes.
-            outcome: of all rows, before stopping criteria.
-            first: the first of this request's rows among them.
+            tokens, paths, outcome: of all rows: verified draft tokens, accepted nodes, and the outcome before stopping criteria.
+            first: this request's first row in the batch.
         """
         count = draft.tokens.shape[1]
         assert self.report.written is not None
@@ -313,20 +271,20 @@ class RequestOutput:
             self.report.written.steps[row - first].append(traced)
 
     def tell(self, new: list[list[int]]) -> None:
-        """Tells observers and streamer what a step has written."""
-        self._tell_observers("step", lambda: ([list(row) for row in new],))  # each observer has lists of its own
-        if self.request.on_step is not None:
-            self.request.on_step(new, self.generated, self.finished)
+        """Passes the new tokens of a step to observers and streamer."""
+        self._tell_observers("step", lambda: ([list(row) for row in new],))  # a copy for each observer
+        if self.request.returned.on_step is not None:
+            self.request.returned.on_step(new, self.generated, self.finished)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Calls the observers' `end`, the first time only; `error` is what ended the request, if anything did."""
+        """Calls the observers' `end` once. error: the error that ended the request, if any."""
         if not self._closed:
             self._closed = True
             self._tell_observers("end", lambda: (self.report, error or self.error))
 
     def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
-        """Calls a method of every observer; what it raises is a warning."""
-        for observer in self.request.observers:
+        """Calls a method of every observer; its exceptions become warnings."""
+        for observer in self.request.returned.observers:
             try:
                 getattr(observer, method)(self._observed, *told())
             except Exception as error:
@@ -337,7 +295,7 @@ class RequestOutput:
 
 
 def logprobs_of(tokens: list[int], logits: Tensor, top: int) -> list[TokenLogprobs]:
-    """The log probabilities of `tokens` and of the `top` likeliest ones, under logits ``[T, V]``."""
+    """The log-probabilities of `tokens` and of the `top` likeliest tokens, under logits ``[T, V]``."""
     every = logits.float().log_softmax(-1)
     own = every.gather(1, torch.tensor(tokens, device=every.device)[:, None])[:, 0].tolist()
     best = every.topk(min(top, every.shape[-1]), dim=-1)

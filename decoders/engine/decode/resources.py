@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...common.devices import accelerator
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
 from .batch import Batch
@@ -25,10 +25,10 @@ class CallResources:
     Attributes:
         drafters: draft models.
         modules: drafting networks that are no language models.
-        costs: of a step; None until they are asked for.
+        costs: costs of a step; None before the first request for them.
 
     Args:
-        stack: of the batch. Closing it closes everything opened here.
+        stack: the batch's; closing it closes all resources.
     """
 
     def __init__(self, batch: Batch, stack: ExitStack) -> None:
@@ -40,17 +40,18 @@ class CallResources:
         self._measured = self._measured_rows = False
 
     def close(self) -> None:
-        """Closes everything the strategy has opened; it may open more afterwards."""
+        """Closes all resources; the strategy may open new ones afterwards."""
         self._stack.close()
         self.drafters.clear()
         self.modules.clear()
 
     def context(self) -> Context:
-        """The strategy's :class:`Context`, as of now."""
+        """The strategy's present :class:`Context`."""
         batch, request, target = self.batch, self.batch.request, self.batch.target
+        models = request.models
         context = Context(
-            model=request.model, tokenizer=request.tokenizer, assistant_model=request.assistant_model,
-            strategy=request.resolve, vocabulary_of=request.draft_models.vocabulary_of, plan=request.plan,
+            model=models.model, tokenizer=models.tokenizer, assistant_model=models.assistant_model,
+            strategy=request.resolve, vocabulary_of=models.draft_models.vocabulary_of, plan=request.plan,
             new_tokens=None if batch.shared else request.new_tokens,
             memory=self._memory_of if request.runtime.memory else no_memory,
             texts=batch.engine.texts,
@@ -58,7 +59,7 @@ class CallResources:
             sampling=batch.rows.sampling, guide=batch.guide, coupled=batch.verifier is None,
             device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,
             clock=target.ranks.clock, compile=batch.compiler(batch.engine), head=batch.engine.head,
-            first_layers=partial(batch.engine.first_layers, request.model), module=self._module, costs=self._costs,
+            first_layers=partial(batch.engine.first_layers, models.model), module=self._module, costs=self._costs,
         )  # fmt: skip
         return replace(context, draft=context_draft(batch, batch, self._stack, context, self.drafters))
 
@@ -76,14 +77,13 @@ class CallResources:
 
     @property
     def _slots(self) -> int:
-        """Room for a row of the batch."""
+        """The number of slots for a row of the batch."""
         return max(self.batch.longest if self.batch.target.static else max(self.batch.lengths), self.batch.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
         """Rebatches open draft models and modules, and returns the strategy's new context.
 
-        Args:
-            sources: which row of the batch before each row is, -1 for one that is new.
+        sources: the former index of each row, -1 for a new row.
         """
         context = self.context()
         for drafter in list(self.drafters):
@@ -104,19 +104,19 @@ class CallResources:
             calibration, folder = batch.engine.calibration, batch.request.cost_folder
             context = max(batch.lengths)
             known = calibration.known(folder)
-            # Where rows join and leave only one row and all rows are measured; numbers between are interpolated.
+            # If rows join and leave, only one row and all rows are measured.
             if measure and not (batch.shared and self._measured_rows):
                 rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
                 known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)
                 self._measured_rows = True
             if known is not None:
-                # Node budgets of equal calls must be equal: what earlier calls took counts only for strategies that ask to measure.
+                # Equal calls must have equal node budgets: ratios of earlier calls are for strategies that ask to measure.
                 ratios = partial(calibration.ratios, batch.width) if measure else None
                 self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 
     def step_costs(self) -> StepCosts:
-        """What steps of the batch cost: by the measured curve, else by the steps seen so far."""
+        """The costs of the batch's steps: from the measured curve, else from observed steps."""
         costs = self.costs or self._costs()
         if costs is None:
             batch = self.batch
@@ -126,9 +126,9 @@ class CallResources:
 
     @property
     def peak_memory(self) -> int:
-        """Most bytes that the call has used; on a CPU those of its caches, which only grow."""
+        """The call's peak memory in bytes; on devices other than CUDA and XPU the size of its caches, which never shrink."""
         device = self.batch.target.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
+        if (module := accelerator(device)) is not None:
+            return module.max_memory_allocated(device)
         own = self.batch.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
         return own + sum(drafter.nbytes for drafter in self.drafters)

@@ -1,4 +1,4 @@
-"""The rows of a call on the device: tokens, lengths, slots of keys and values; and checks of hooks that are shown them."""
+"""The rows of a call on the device: tokens, lengths, slots of keys and values; and checks of hooks that get them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fault(IntFlag):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one call on the device; updated in place.
+    """The rows of a call on the device; updated in place.
 
     Attributes:
         tokens: ``[B, L]`` int64, ``L`` cache slots.
@@ -41,7 +41,7 @@ class Rows:
         faults: ``[B]`` int64, of :class:`Fault`.
         buffers: the static cache.
         sampling: noise keys and parameters of the plan.
-        range: ``[L]`` int64, 0 … L-1; its prefix of length `view` tells the graph how many slots attention looks at.
+        range: ``[L]`` int64, 0 … L-1; the length of its prefix `view` is the number of slots that attention looks at.
     """
 
     tokens: Tensor
@@ -56,7 +56,6 @@ class Rows:
 
     @staticmethod
     def allocate(target: Target, batch: int, slots: int) -> Rows:
-        """Empty rows."""
         device = target.device
 
         def numbers() -> Tensor:
@@ -74,7 +73,7 @@ class Rows:
 
     @property
     def place(self) -> tuple:
-        """Addresses and shapes of the tensors; a recording works only on the tensors it was made with."""
+        """Addresses and shapes of the tensors: a recording works on its own tensors only."""
         tensors = (
             self.tokens, self.length, self.prompt_length, self.finished, self.limit, self.faults,
             *(tensor for tensor in vars(self.sampling).values() if tensor is not None),
@@ -82,7 +81,7 @@ class Rows:
         return *((tensor.data_ptr(), tensor.shape) for tensor in tensors), self.buffers.place
 
     def of_rows(self, begin: int, end: int) -> Rows:
-        """Views of some of the rows."""
+        """Views of the rows from `begin` to `end`."""
         if (begin, end) == (0, len(self.length)):
             return self
         rows = slice(begin, end)
@@ -100,7 +99,7 @@ class Rows:
         )
 
     def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
-        """The texts that the `nodes` ``[B, N]`` of a block end, as far as they are in the slots of a `view`."""
+        """The texts that end with the `nodes` ``[B, N]`` of a block, within the slots of `view`."""
         padding = self.sampling.padding
         assert padding is not None
         tokens = self.tokens[:, : len(view)]
@@ -116,12 +115,12 @@ def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
-    """The shapes of its tensors: recorded steps read them where they are."""
+    """The shapes of the tensors; recorded steps read these tensors directly."""
     return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 
 def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[B, E]`` int64: the stop tokens of rows, padded with -1 to a multiple of 8 so that shapes seldom differ."""
+    """``[B, E]`` int64: the stop tokens of rows, padded with -1 to a multiple of 8, so that shapes seldom differ."""
     width = max(round_up(max(map(len, stop_tokens)), 8), 8)
     return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)
 
@@ -136,7 +135,7 @@ _NO_DISTRIBUTION = "gave probabilities that are negative, not finite, or do not 
 
 
 def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor]:
-    """The tensors in what a hook is shown, by the names of their fields."""
+    """The tensors in a hook's argument by field name."""
     if shown is None:
         return {}
     return {name: value for name, value in vars(shown).items() if isinstance(value, Tensor)}
@@ -144,7 +143,7 @@ def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor
 
 @contextmanager
 def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
-    """Raises DraftError if a hook of `strategy` writes to the tensors it is shown, except through ``.data`` or ``.numpy()``."""
+    """Raises DraftError if a hook of `strategy` writes to the tensors `shown` to it, except through ``.data`` or ``.numpy()``."""
     tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield
@@ -158,7 +157,7 @@ def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptCh
 def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None:
     """Raises DraftError unless the trees of unfinished rows are sound (:meth:`TreeTensors.sound`).
 
-    Without `wait` the fault is noted in `rows` instead, for :func:`raise_faults`.
+    Without `wait`, notes the fault in `rows` for :func:`raise_faults` instead.
     """
     sound = tree.sound(wait)
     if not wait:
@@ -168,13 +167,10 @@ def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None
 
 
 def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
-    """Raises the faults noted in `rows`; waits for the device.
-
-    Args:
-        strategy, verifier: how messages name them.
+    """Raises the faults noted in `rows`; waits for the device. strategy, verifier: names for errors.
 
     Raises:
-        DraftError: a tree was invalid. VerifierError: an outcome distribution was.
+        DraftError: a tree was invalid. VerifierError: an outcome distribution was invalid.
     """
     for row, faults in enumerate(rows.faults.tolist()):
         if faults & Fault.TREE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from ...strategy import Draft
 from ...tree import Topology
 from ...verifiers.verifier import Block, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
+from ..model.compiled.forward_pass import ForwardPass
 from ..model.target import ForwardResult
-from .core import Rule, StepPass
+from .core import Rule, StepFunctions
 from .criteria import NOT_REACHED, choose_along_path
 from .request import Request, RequestOutput
 from .rows import Fault, Rows
@@ -27,9 +29,9 @@ from .verify import Verified, draw
 class CoupledRule:
     """Draws the target's token after every node: accepted is what matches. The built-in rule."""
 
-    forward_pass: StepPass
+    forward_pass: ForwardPass
     plan: SamplingPlan
-    on_device: bool = True
+    on_device: ClassVar[bool] = True
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
@@ -37,8 +39,8 @@ class CoupledRule:
         """The target's token after each node; what matches it is found when it is committed."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
         prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
-        draw = self.forward_pass.draw
-        return Verified(*draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
+        draw, tiers = StepFunctions.of(self.forward_pass).draw, self.forward_pass.tiers
+        return Verified(*draw(tiers, forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class VerifierRule:
     verifier: Verifier
     plan: SamplingPlan
     strategy: str
-    on_device: bool = False
+    on_device: ClassVar[bool] = False
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
@@ -128,7 +130,7 @@ class HostRule:
     plan: SamplingPlan
     members: Sequence[tuple[RequestOutput, int]]
     shared: bool
-    on_device: bool = False
+    on_device: ClassVar[bool] = False
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
@@ -157,7 +159,7 @@ class HostRule:
 
 
 def rule_of(
-    forward_pass: StepPass, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]], shared: bool
+    forward_pass: ForwardPass, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]], shared: bool
 ) -> Rule:  # fmt: skip
     """The rule that verifies the blocks of a batch.
 

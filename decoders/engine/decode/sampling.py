@@ -23,10 +23,14 @@ def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) ->
     """
     added = [requests[0]] * (rows - len(requests)) if len(requests) > 1 else []
     every = [*requests, *added]
-    values, stops = [request.values or (0.0,) for request in every], [request.stop_tokens for request in every]
+    values, stops = (
+        [request.sampling.values or (0.0,) for request in every],
+        [request.stopping.tokens for request in every],
+    )
+    seeds = [request.sampling.seed for request in every]
     inputs = SamplingInputs(
         torch.tensor(values if len(set(values)) > 1 else values[0], dtype=torch.float32, device=device),
-        first_keys([request.seed for request in every], device) if len(every) > 1 else row_keys(every[0].seed, rows, device),
+        first_keys(seeds, device) if len(every) > 1 else row_keys(seeds[0], rows, device),
         stop_tensor(stops, device) if len(set(stops)) > 1 else stop_tensor(stops[:1], device)[0],
     )  # fmt: skip
     if not requests[0].plan.reads_text:
@@ -42,11 +46,11 @@ def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) ->
 
 def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor]:
     """:attr:`SamplingInputs.sequences` and ``biases``, in sizes that seldom differ."""
-    lists = list(dict.fromkeys(request.sequences for request in requests))
+    lists = list(dict.fromkeys(request.sampling.sequences for request in requests))
     every = [sequence for own in lists for operation in own for sequence in operation]
     ngrams = [
         int(value) for request in requests
-        for name, value in zip(request.plan.operations, request.values, strict=True) if name == "no_repeat_ngram"
+        for name, value in zip(request.plan.operations, request.sampling.values, strict=True) if name == "no_repeat_ngram"
     ]  # fmt: skip
     length = round_up(max([1, *ngrams, *(len(tokens) for tokens, _ in every)]), 4)
     count = round_up(max(len(operation) for own in lists for operation in own), 8)
@@ -61,7 +65,7 @@ def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tenso
             biases.append([bias for _, bias in each])
         return tokens, biases
 
-    tables = [filled(request.sequences) for request in requests] if len(lists) > 1 else [filled(lists[0])]
+    tables = [filled(request.sampling.sequences) for request in requests] if len(lists) > 1 else [filled(lists[0])]
     shape = len(tables), len(lists[0]), count
     tokens = torch.tensor([own for own, _ in tables], dtype=torch.int64).view(*shape, length)
     biases = torch.tensor([own for _, own in tables], dtype=torch.float32).view(shape)

@@ -1,4 +1,4 @@
-"""Rows of tokens, keys and values: those of a batch or a draft model, and the texts of earlier calls."""
+"""Sessions: rows of tokens, keys and values of a batch or a draft model, and the texts of earlier calls."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from .rows import Rows, shapes_of
 
 
 class Session:
-    """Rows with their slots, the views that steps take of them, the texts that they keep, and what was recorded with them.
+    """Rows with their slots, the steps' views of them, the texts that they keep, and recordings.
 
-    The first rows are those that are decoded, see :meth:`arrange`; the others are read, keep the texts of earlier requests, or are
-    free.
+    The first rows are decoded, see :meth:`arrange`; other rows are being prefilled, keep the texts of earlier requests, or are free.
 
     Attributes:
         stored: all rows, on the device.
-        rows: those that are decoded.
+        rows: the decoded rows.
         batch: number of all rows.
-        blocks: drafts as the core wants them.
-        recordings: of passes and steps on these very tensors; None where nothing can be recorded.
-        texts: per row, the text that its slots hold, while no request decodes it.
-        used: per row, when its text was kept, by the owner's counter.
-        shared: sessions of drafts made of the target's first layers, by their number (:mod:`~.drafts.shared_slots`).
+        blocks: turns drafts into blocks.
+        recordings: of passes and steps on these tensors; None if the device records nothing.
+        texts: per row that no request decodes, the text in its slots.
+        used: per row, the time of keeping its text, by the owner's counter.
+        shared: sessions of draft models made of the target's first layers, by number of layers (:mod:`~.drafts.shared_slots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
@@ -48,7 +47,9 @@ class Session:
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
         self._sampling: dict[tuple, SamplingInputs] = {}
         self._blocks: dict[int, Blocks] = {}
-        self._arranged: dict[int, Rows] = {batch: self.rows}  # by their number: recorded steps work on these
+        self._arranged: dict[int, Rows] = {
+            batch: self.rows
+        }  # by number of rows, because recorded steps work on these tensors
         self.blocks = self._blocks_for(batch)
 
     def _blocks_for(self, rows: int) -> Blocks:
@@ -60,7 +61,7 @@ class Session:
         self, lengths: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], finished: Sequence[bool],
         sampling: SamplingInputs,
     ) -> None:  # fmt: skip
-        """Decodes the first rows from now on; their tokens, keys and values are in place, or will be before a step."""
+        """Makes the first rows the decoded rows; their tokens, keys and values are in place, or will be before a step."""
         count = len(lengths)
         if count not in self._arranged:
             own = self.stored.of_rows(0, count)
@@ -76,11 +77,11 @@ class Session:
             tensor.copy_(torch.tensor(values, device="cpu"))
         rows.faults.zero_()
         self.blocks = self._blocks_for(count)
-        self.blocks.exact = self.blocks.single = False  # how an earlier call padded them
+        self.blocks.exact = self.blocks.single = False  # set by an earlier call
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """The values of `sampling` in tensors that calls of the same shapes share, because recorded steps read them."""
+        """Copies `sampling` to tensors that calls with the same shapes share, because recorded steps read them."""
         own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
@@ -90,24 +91,24 @@ class Session:
 
     @property
     def replays(self) -> int:
-        """How often something was replayed on these rows."""
+        """The number of replays on these rows."""
         return self.recordings.replays if self.recordings is not None else 0
 
     @property
     def unrecorded(self) -> str:
-        """Why something could not be recorded on these rows, see :attr:`~decoders.engine.model.recordings.Recordings.unrecorded`."""
+        """See :attr:`~decoders.engine.model.recordings.Recordings.unrecorded`."""
         return self.recordings.unrecorded if self.recordings is not None else ""
 
     def lists(self, *tensors: Tensor) -> tuple[list, ...]:
-        """The values of small tensors of a step, which the host waits for."""
+        """The values of small tensors of a step; waits for the device."""
         if self.recordings is not None:
             return self.recordings.lists(*tensors)
         return tuple([tensor.tolist() for tensor in tensors])
 
     def view(self, length: int) -> tuple[Tensor, Sequences]:
-        """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in them.
+        """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in these slots.
 
-        Where sizes are static these are all slots, so that no shape depends on a row's length; the kernel reads a row's own slots only.
+        If sizes are static, these are all slots, so that no shape depends on a row's length; the kernel reads a row's own slots only.
         """
         slots = self.rows.slots if self.target.static else view_bucket(length)
         if slots not in self._views:
@@ -115,14 +116,14 @@ class Session:
         return self._views[slots]
 
     def reserve(self, length: int) -> None:
-        """Makes room for a block that ends at `length`; what the rows hold stays."""
-        # Where sizes are dynamic a view must stay smaller than the cache (see slots_for).
+        """Makes room for a block that ends at `length`; the rows' contents stay."""
+        # If sizes are dynamic, a view must stay smaller than the cache (see slots_for).
         static = self.target.static
         if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
             self.grow(slots_for(2 * length, static))
 
     def grow(self, slots: int) -> None:
-        """Gives every row room for `slots` tokens. Recordings, which use the old tensors, are dropped."""
+        """Gives every row room for `slots` tokens. Drops recordings, which use the old tensors."""
         with room_for(self.batch, slots):
             self.stored = self.stored.enlarged(slots)
         count = len(self.rows.tokens)
@@ -134,18 +135,18 @@ class Session:
             self.recordings.clear()
 
     def put(self, row: int, text: Tensor, shift: int = 0) -> None:
-        """Writes a text's tokens; its keys and values are still to be computed. shift: as in its buffers."""
+        """Writes a text's tokens, whose keys and values are computed later. shift: see :class:`CacheBuffers`."""
         self.reserve(len(text))
         self.stored.tokens[row, : len(text)] = text
         if (shifts := self.stored.buffers.shifts) is not None:
             shifts[row] = shift
 
     def take_over(self, prompts: Mapping[int, KeptText], held: Sequence[tuple[Session, int, KeptText]]) -> list[int]:
-        """Copies to rows the longest prefix of their prompts that any slots hold; returns how many tokens of each are in place then.
+        """Copies to each row the longest prefix of its prompt that any slots hold; returns the number of tokens in place per row.
 
         Args:
             prompts: by row.
-            held: texts, and the row of a session that holds each.
+            held: a session, its row, and the text in this row.
         """
         index = PrefixIndex([text for *_, text in held])
         reused, moves = [], []
@@ -157,12 +158,12 @@ class Session:
                 session, source_row, _ = held[place]
                 moves.append((row, session.stored.buffers, source_row, reused[-1]))
         own, written = self.stored.buffers, {row for row, *_ in moves}
-        # A source row may be overwritten before it is read: its content is copied first.
+        # A source row may be overwritten before it is read, so its content is copied first.
         sources = [
             (source.of_row(place, count), 0) if source is own and place in written else (source, place)
             for _, source, place, count in moves
         ]
-        for row in written:  # if copying fails midway, these rows hold no text that may be reused
+        for row in written:  # if copying fails midway, these rows have no reusable text
             self.drop(row)
         for (row, _, _, count), (source, place) in zip(moves, sources, strict=True):
             own.copy_row(row, source, place, count)
@@ -172,22 +173,22 @@ class Session:
         self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None], *,
         first: int = 0, leave_last_chunk: bool = False, padded: bool = False, given: bool = False,
     ) -> tuple[list[int], int]:  # fmt: skip
-        """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
+        """Stores keys and values of all prompt tokens except each row's last, which is node 0 of the first block.
 
         Args:
             lengths: tokens per prompt.
-            reused: how many of each row's first slots hold its keys and values already.
-            chunk: most tokens per row and pass; None is the default.
+            reused: per row, number of first slots that hold its keys and values.
+            chunk: greatest number of tokens per row and pass; None is the default.
             run: runs each pass, as :meth:`Target.prefill` does.
             first: the row of the first prompt.
-            leave_last_chunk: whether the last chunk is left to the first step, which then reads the weights once for both.
+            leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for both.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise their rows are read one at a time: a
-                recurrent state must see every token once, and none behind a text's end.
+                recurrent state must see every token once, and none after a text's end.
             given: see :meth:`PrefillPlan.of`.
 
         Returns:
-            how many tokens of each row were reused, and how many in front of the last one are left pending. Rows advance
-            together, so a row with little left to read reads some of its tokens a second time.
+            per row, the number of reused tokens; and the number of tokens before the last that are left pending. Rows advance
+            together, so a row with few tokens to read reads some tokens a second time.
         """
         if self.target.recurrent and not padded and len(lengths) > 1:
             for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
@@ -200,11 +201,11 @@ class Session:
         return plan.starts, plan.left
 
     def read_rows(self, first: int, starts: Sequence[int], done: int, count: int, run: Callable[..., None]) -> None:
-        """One pass over `count` tokens of the texts in as many rows as there are `starts`, from the row `first` on.
+        """One pass over `count` tokens of the texts in ``len(starts)`` rows, from the row `first` on.
 
         Args:
-            starts: where each text is read from; the pass begins `done` tokens behind that.
-            run: as of :meth:`prefill`.
+            starts: where the plan begins in each text; the pass begins `done` tokens later.
+            run: see :meth:`prefill`.
         """
         latest = max(starts) + done
         self.reserve(latest + count)
@@ -214,9 +215,9 @@ class Session:
         run(rows.tokens.gather(1, slots), begin, rows.buffers, self.view(latest + count)[0], latest)
 
     def piece(self, begin: int, count: int) -> PromptPiece:
-        """`count` tokens from slot `begin` on of the row behind those that are decoded, for their next step to read."""
+        """The piece for the next step: `count` tokens from slot `begin` on, of the row after the decoded rows."""
         row = len(self.rows.tokens)
-        # Where passes are compiled strides are guarded: those of a slice would be another graph.
+        # A copy, because compiled passes guard strides: a slice would need another graph.
         tokens = self.stored.tokens[row : row + 1, begin : begin + count].clone(memory_format=torch.contiguous_format)
         start = torch.tensor([begin], device=self.target.device)
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
@@ -240,13 +241,12 @@ class Session:
     def reorder(
         self, sources: Sequence[int], counts: Sequence[int], beside: Mapping[int, int] = MappingProxyType({})
     ) -> dict[int, int]:
-        """Brings the first `counts[i]` slots of place `sources[i]` to place ``i``; -1 is nothing.
+        """Moves the first `counts[i]` slots of place `sources[i]` to place ``i``; -1 for none.
 
-        Args:
-            beside: slots in use at other places, whose contents may be moved but stay.
+        beside: slots in use at other places; their contents may move, but stay.
 
         Returns:
-            for each place in use, the place where its content is now.
+            former place → present place of the contents, for each place in use.
         """
         in_use = {**beside, **{source: count for source, count in zip(sources, counts, strict=True) if source >= 0}}
         where = {place: place for place in in_use}
@@ -262,11 +262,7 @@ class Session:
         return where
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of each row as its text, whose keys and values are in its slots.
-
-        Args:
-            prompts: of the first rows; the others have no salt.
-        """
+        """Keeps the first `lengths[i]` tokens of each row as its text. prompts: of the first rows; other rows have no salt."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):
@@ -274,30 +270,27 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """`text` (1-D, on the CPU) as what a row keeps; nothing if a recurrent state has seen more of it, or less.
+        """The text that a row can keep: `text` (1-D, on the CPU), or nothing if a recurrent state has read more or less.
 
-        Args:
-            prompt: has its salt, and where its images end.
+        prompt: has the text's salt and the end of its images.
         """
         states = self.stored.buffers.states
         kept = replace(prompt, tokens=text, whole=states is not None)
         return kept if states is None or int(states.reached[row]) == len(text) else NOTHING
 
     def cut(self, row: int, count: int) -> None:
-        """Cuts the text of a row to its first `count` tokens."""
         self.texts[row] = self.texts[row].cut(count)
 
     def drop(self, row: int) -> None:
         self.texts[row] = NOTHING
 
     def forget(self) -> None:
-        """Drops the texts of all rows."""
         self.texts = [NOTHING] * self.batch
 
 
 @contextmanager
 def room_for(rows: int, slots: int) -> Iterator[None]:
-    """Raises CacheMemoryError where the CPU has no memory for the buffers; CUDA's own error, and any other, gets a note."""
+    """Raises CacheMemoryError if the CPU has no memory for the buffers; adds a note to other errors, CUDA's included."""
     what = f"the key-value cache of {rows} rows with {slots} slots each"
     try:
         yield

@@ -1,4 +1,4 @@
-"""The sessions of one model: which are kept after a call, and which one the next call takes."""
+"""The sessions of a model: keeps some after a call, and chooses the session of the next call."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from ..model.target import Target
 from .prefix_cache import KeptText
 from .session import Session
 
-#: Free sessions that keep their buffers.
+#: Number of free sessions that are kept.
 KEPT_SESSIONS = 2
-#: The same where steps are recorded: recordings are dropped with their session.
+#: The same if steps are recorded: recordings are dropped with their session.
 KEPT_RECORDING_SESSIONS = 4
 #: The text of padding rows.
 PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 class Sessions:
-    """The sessions of one model. A call takes one for itself; the last ones used are kept.
+    """The sessions of a model. A call takes a session for itself; the last sessions are kept.
 
-    Args:
-        recorder: records steps, where the device can.
+    recorder: records steps; None if the device records nothing.
     """
 
     def __init__(self, target: Target, recorder: Recorder | None = None) -> None:
@@ -39,7 +38,7 @@ class Sessions:
         self._recordings: weakref.WeakSet[Recordings] = weakref.WeakSet()
 
     def recordings(self) -> Recordings | None:
-        """A store of recordings for a new session; None where nothing can be recorded."""
+        """Recordings for a new session; None if the device records nothing."""
         if self.recorder is None:
             return None
         recordings = Recordings(self.recorder)
@@ -63,12 +62,12 @@ class Sessions:
     ) -> Iterator[OpenSession]:  # fmt: skip
         """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
 
-        Without `reuse` nothing of earlier texts is used. Later calls reuse this one's texts only after :meth:`Session.keep`.
+        With `reuse`, takes over prefixes of earlier texts. Later calls reuse this call's texts after :meth:`Session.keep`.
 
         Args:
-            shared: whether its rows read the tensors of `sampling` themselves, and not a copy of the session's own.
-            prefixes: the prompts as they are compared with kept texts, where they are more than tokens.
-            shifts: of the prompts, where they have some (:class:`~decoders.engine.model.cache.CacheBuffers`).
+            shared: whether rows read the tensors of `sampling` directly, not the session's copy.
+            prefixes: the prompts for the comparison with kept texts, if they are more than tokens.
+            shifts: of the prompts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).
         """
         texts = list(prefixes or [KeptText(prompt.cpu()) for prompt in prompts])
         texts += [PADDING] * (row_bucket(len(texts), self.target.static) - len(texts))
@@ -88,23 +87,23 @@ class Sessions:
             session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
             yield OpenSession(session, reusable, lengths)
         finally:
-            if self.target.weights is not weights:  # a nested call has seen other weights
+            if self.target.weights is not weights:  # a nested call has found other weights
                 session.forget()
             self._free.append(session)
             del self._free[: -self.kept]
 
     def forget(self) -> None:
-        """Drops all texts: they were computed with other weights."""
+        """Drops all texts, because weights have changed."""
         for session in self._free:
             session.forget()
 
     def forget_recordings(self) -> None:
-        """Drops all recordings: they read weights at addresses that are no longer valid."""
+        """Drops all recordings, because addresses of weights have changed."""
         for recordings in self._recordings:
             recordings.clear()
 
     def make_room(self) -> str:
-        """Frees what no call uses, because a call has run out of memory, and drops all recordings; says so for its message."""
+        """After a call has run out of memory, frees unused sessions and drops all recordings; returns a text for the error."""
         freed, recorded = self.nbytes >> 20, self.recorded_nbytes >> 20
         self.release()
         self.forget_recordings()
@@ -118,10 +117,10 @@ class Sessions:
         self._free.clear()
 
     def _take(self, texts: list[KeptText], slots: int) -> Session:
-        """A free session of the batch's size, or a new one.
+        """A free session of the batch's size, or a new session.
 
-        A session is taken if the prompts continue its texts, or if it has none. One with other texts is kept as long as
-        another may be allocated.
+        Takes a session without texts, or whose texts the prompts continue. Keeps a session with other texts if a new session may be
+        allocated.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
         continued = [_continued(session, texts) for session in fitting]
@@ -142,8 +141,8 @@ class OpenSession:
     """A session in use.
 
     Attributes:
-        reusable: per row, the prompt tokens whose keys and values are in their slots already.
-        lengths: tokens per row; padding rows hold one.
+        reusable: per row, number of first prompt tokens with keys and values in place.
+        lengths: tokens per row; padding rows have one.
     """
 
     session: Session
@@ -152,7 +151,7 @@ class OpenSession:
 
 
 def _continued(session: Session, texts: list[KeptText]) -> float:
-    """The share of what `session` holds that `texts` begin with; 1 if it holds nothing."""
+    """The share of the tokens in `session` that `texts` begin with; 1 if it has no texts."""
     held = sum(len(text.tokens) for text in session.texts)
     if not held:
         return 1.0

@@ -1,7 +1,7 @@
 """Fused attention over the slot cache, registered with transformers as ``"decoders"``.
 
-The mask is computed once per pass for every *kind* of layer (full, sliding, chunked …) and stacked along the mask's head axis:
-``[B, T, N, view]``. Model code passes it through unchanged, and each layer takes its part.
+A pass computes the mask once for every *kind* of layer (full, sliding, chunked …) and stacks the masks along the head axis:
+``[B, T, N, view]``. Model code passes the mask through unchanged, and each layer takes its part.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .buckets import ROWS, view_bucket
 
 NAME = "decoders"
 KIND_ATTRIBUTE, KINDS_ATTRIBUTE = "decoders_layer_kind", "decoders_layer_kinds"
-#: Long blocks are attended to in stretches of so many queries, each of which looks at the slots up to its own end.
+#: Attention of a long block runs in stretches of this many queries; each stretch looks at the slots up to its end.
 STRETCH = 64
 
 
-#: transformers' names of layer types without attention, with a recurrent state or none.
+#: transformers' names of layer types without attention, with or without a recurrent state.
 STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 
 
@@ -40,7 +40,7 @@ class LayerKind:
     chunk: int | None = None
 
     def within(self, reach: int) -> LayerKind:
-        """The same with windows and chunks of at most `reach`; unlimited layers stay so."""
+        """The same kind with windows and chunks of at most `reach`; unlimited layers stay unlimited."""
         return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
 
     def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
@@ -55,9 +55,8 @@ class LayerKind:
 def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The distinct kinds of attention layer of a model and, per layer, the index of its kind.
 
-    The rule is transformers' own for building caches: ``layer_types`` if present, else one kind for all layers.
-
-    Layers without attention (:data:`STATES_ONLY`) get the first kind.
+    As transformers builds caches: from ``layer_types`` if present, else the same kind for all layers. Layers without attention
+    (:data:`STATES_ONLY`) get the first kind.
 
     Raises:
         UnsupportedError: a layer is of another type.
@@ -76,7 +75,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
         "full_attention": lambda window, chunk: LayerKind(),
         "sliding_attention": lambda window, chunk: LayerKind(window=window),
         "chunked_attention": lambda window, chunk: LayerKind(chunk=chunk),
-        # Attention together with a recurrent state.
+        # Attention plus a recurrent state.
         "hybrid": lambda window, chunk: LayerKind(),
         "hybrid_sliding": lambda window, chunk: LayerKind(window=window),
     }
@@ -122,7 +121,7 @@ def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
 def attend_by(model: PreTrainedModel, name: str) -> None:
     """Makes all layers of a private module tree run the attention function `name`."""
     model.set_attn_implementation(name)
-    # It finds the configs of whole models; a layer that was copied or comes from another model holds one of its own.
+    # set_attn_implementation finds the configs of whole models; a layer that was copied or comes from another model has its own.
     of_models = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     known = {id(config) for config in configs_within(of_models)}
     for config in module_configs(model).values():
@@ -131,7 +130,7 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 
 def configs_within(configs: Iterable[PreTrainedConfig]) -> Iterator[PreTrainedConfig]:
-    """`configs`, and those inside them."""
+    """`configs`, and the configs inside them."""
     for config in configs:
         yield config
         parts = (getattr(config, part, None) for part in config.sub_configs)
@@ -146,7 +145,7 @@ def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
 
 
 def refuse_position_bias(module: nn.Module, given: dict[str, Any]) -> None:
-    """Raises UnsupportedError if a model passes a position bias to its attention, which our masks lack."""
+    """Raises UnsupportedError if a model passes a position bias to its attention, which tree masks cannot express."""
     if given.get("position_bias") is not None:
         raise UnsupportedError(
             f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
@@ -156,18 +155,15 @@ def refuse_position_bias(module: nn.Module, given: dict[str, Any]) -> None:
 def build_mask(
     kinds: tuple[LayerKind, ...], base: Tensor, offsets: Tensor, visible: Tensor, view: int, dtype: torch.dtype
 ) -> Tensor:
-    """Additive mask of one pass: 0 where node ``q`` sees slot ``s``, the dtype's minimum elsewhere.
+    """The additive mask of a pass, ``[B, len(kinds), N, view]`` of `dtype`: 0 where node ``q`` sees slot ``s``, else the minimum.
 
-    Node ``q`` sees slot ``s`` if ``s < base`` (committed) or ``s - base`` is a node it may see; sliding and chunked
-    layers narrow that by *position*: ``s`` itself for committed slots, ``base + offset`` for nodes.
+    Node ``q`` sees slot ``s`` if ``s < base`` (committed) or ``s - base`` is a node visible to it. Sliding and chunked layers also
+    limit the distance of *positions*: ``s`` for committed slots, ``base + offset`` for nodes.
 
     Args:
         base: ``[B]`` int64, slot of node 0.
         offsets: ``[B, K]`` of all nodes of the block.
-        visible: ``[B, N, K]`` bool, for the last ``N`` nodes; earlier ones were run before and are in the cache.
-
-    Returns:
-        ``[B, len(kinds), N, view]`` of `dtype`.
+        visible: ``[B, N, K]`` bool, for the last ``N`` nodes; earlier nodes are in the cache.
     """
     rows, n = offsets.shape
     queries = visible.shape[1]
@@ -184,10 +180,7 @@ def build_mask(
 
 
 def ending(values: Tensor, count: int) -> Tensor:
-    """The last `count` entries along dimension 1.
-
-    Compiled code gathers them, because the strides of a slice would give whole blocks and ends of blocks different graphs.
-    """
+    """The last `count` entries along dimension 1. Compiled code gathers them: a slice's strides would compile another graph."""
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
     return values[:, -count:]
@@ -195,12 +188,12 @@ def ending(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The layout of a mask: an attribute ``decoders_shape`` of the mask tensor, since model code passes nothing else through.
+    """The layout of a mask, stored as attribute ``decoders_shape`` of the mask tensor, since model code passes nothing else through.
 
     Attributes:
-        group: query heads per key head for which the mask's rows are repeated already.
-        text: for blocks of several stretches, the text that they begin with; None: unknown.
-        parts: the masks of stretches, by kind of layer, heads of a group and begin, computed by the first layer that needs them.
+        group: query heads per key head, for which the mask's rows are already repeated.
+        text: the text at the beginning of a block of several stretches; None: unknown.
+        parts: the masks of stretches by kind of layer, heads of a group and begin, computed by the first layer that needs them.
     """
 
     group: int = 1
@@ -209,19 +202,19 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. Designs that slice masks (those whose last layers share keys and values) lose the attribute: then the
-        number of rows shows whether they are repeated, and long blocks are attended to in one stretch.
+        """The layout of `mask`. Some designs (last layers share keys and values) slice the mask and lose the attribute: then its number
+        of rows shows whether they are repeated, and attention of a long block runs in one stretch.
         """
         shape = getattr(mask, "decoders_shape", None)
         return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
 
     def note(self, query: Tensor, key: Tensor) -> None:
-        """Called with every layer's queries and keys."""
+        """Called with the queries and keys of every layer."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
     ) -> Tensor:  # fmt: skip
-        """Attention of one layer of a `kind`, ``[B, N, Hq, Dv]``, by calls of `kernel` (:func:`_attend`)."""
+        """Attention of a layer, ``[B, N, Hq, Dv]``, by calls of `kernel` (:func:`_attend`). kind: index of the layer's kind."""
         text = self.text
         if text is None:
             return kernel(query, key, value, mask, self.group)
@@ -239,12 +232,7 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask layout of a trial pass.
-
-    Attributes:
-        groups: query heads per key head of every layer that calls our attention.
-        keys: what each of these attended to.
-    """
+    """The mask layout of a trial pass. Records query heads per key head, and keys, of every layer that calls this attention."""
 
     groups: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
@@ -260,8 +248,8 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
-    """`mask` in the form for :func:`tree_attention`: unchanged for a long block that begins with `text`, which is attended to in
-    stretches; else with rows repeated for the `group` of query heads, once for all layers.
+    """`mask` in the form for :func:`tree_attention`: unchanged for a long block that begins with `text` (attention runs in stretches),
+    else with rows repeated for the `group` of query heads, once for all layers.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))
@@ -272,7 +260,7 @@ def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
 
 
 def repeat_for_group(mask: Tensor, group: int) -> Tensor:
-    """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask of queries that are packed as rows of one head."""
+    """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask for a group's queries packed as rows of a head."""
     if group == 1:
         return mask
     rows, kinds, n, view = mask.shape
@@ -291,7 +279,7 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``N`` nodes over the cache, queries of a GQA group packed as rows of one head.
+    """Attention of ``N`` nodes over the cache, with the queries of a GQA group packed as rows of a head.
 
     Args:
         query: ``[B, Hq, N, D]``.
@@ -315,7 +303,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, repeated: int, scaling: float | None, softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One call of a kernel, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``, with rows `repeated` so many times."""
+    """Calls a kernel: ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``; repeated: how many times its rows are repeated."""
     rows, q_heads, n, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
@@ -341,9 +329,9 @@ def _attend(
 
 
 def _spare_queries(packed: Tensor, nodes: int) -> int:
-    """How many queries are added to ``[B, H, Q, D]`` so that the others have the same bits in every block.
+    """The number of padding queries for ``[B, H, Q, D]``, so that the other queries have the same bits in every block.
 
-    Only blocks of few nodes per row need some: others come in multiples (:mod:`.invariance`).
+    Blocks of few nodes per row need padding; others already come in multiples (:mod:`.invariance`).
     """
     if packed.dtype not in (torch.bfloat16, torch.float16) or packed.device.type != "cpu":
         return 0

@@ -1,4 +1,4 @@
-"""The input of a pass of the model: a block of nodes, text in front of it, and a piece of another row's prompt."""
+"""The input of a forward pass: a block of nodes, text before it, and a piece of another row's prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .cache import CacheBuffers
 
 
 class LeadingText(NamedTuple):
-    """Text that a block begins with: causal nodes in front of its root.
+    """Text at the beginning of a block: causal nodes before its root.
 
     Attributes:
         length: nodes of every row.
-        latest_start: the largest slot in which it begins in a row, known to the host.
+        latest_start: the largest slot in which a row's text begins, known to the host.
     """
 
     length: int = 0
@@ -29,7 +29,7 @@ class LeadingText(NamedTuple):
 
 
 def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
-    """A chunk of text as a block: a chain of `n` nodes, none of which is verified."""
+    """A chunk of text as a block: a chain of `n` nodes that are not verified."""
     index = torch.arange(n, device=device)
     visible = (index[:, None] >= index[None]).expand(rows, n, n)
     offsets = index.expand(rows, n)
@@ -37,12 +37,12 @@ def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
 
 
 def after_text(count: int, tree: TreeTensors) -> TreeTensors:
-    """`tree` with `count` tokens of text in front of its root, for a forward pass: offsets and visibility only."""
+    """`tree` with `count` text tokens before its root, for a forward pass: offsets and visibility only."""
     text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
     n = count + len(tree)
     index = torch.arange(n, device=tree.offsets.device)
     pad = torch.nn.functional.pad
-    # Text in front of the root is visible to all nodes from the root on.
+    # All nodes from the root on see the text before the root.
     in_front = (index[:, None] >= count) & (index[None] < count)
     visible = pad(tree.visible, (count, 0, count, 0)) | pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
     offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
@@ -56,9 +56,9 @@ class PromptPiece:
     Attributes:
         tokens: ``[1, C]`` int64.
         start: ``[1]`` int64, slot of the first token.
-        latest: the same on the host.
-        view: ``[view]``, whose length is the number of slots that their attention looks at.
-        buffers: of the step's rows and one more, the row of the prompt.
+        latest: `start` on the host.
+        view: ``[view]``; its length is the number of slots that attention looks at.
+        buffers: the cache of the step's rows and, as the last row, of the prompt.
     """
 
     tokens: Tensor
@@ -69,24 +69,23 @@ class PromptPiece:
 
     @property
     def alone(self) -> tuple[Tensor, Tensor, CacheBuffers, Tensor, int]:
-        """The piece as arguments of a pass of its own, see :meth:`Target.prefill`."""
+        """The piece as the arguments of a separate pass, :meth:`Target.prefill`."""
         rows = len(self.buffers.keys[0])
         return self.tokens, self.start, self.buffers.of_rows(rows - 1, rows), self.view, self.latest
 
 
 class PassInput(NamedTuple):
-    """What one pass of the model runs, and where it writes.
+    """The input of a forward pass, and the place of its output.
 
     Attributes:
-        nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") are run as some token. If `tree` has
-            more nodes, these are its last ones, and the others were run before.
-        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values are written to slots ``base … base+N-1``. Negative
-            if a block begins before its row: results of nodes in front of position 0 are unused, and they are written to slots at
-            the end of the cache.
-        view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
-        text: nodes that the block begins with, for which there are no results.
-        piece: is read as well.
-        root: ``[B, H]``, the embedding of the node behind the text where that is no token.
+        nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") run as any token. If `tree` has more
+            nodes, these are its last, and earlier passes ran the others.
+        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. Negative if a
+            block begins before its row: nodes before position 0 have no results, and go to slots at the end of the cache.
+        view: ``[view]``, any values; its length is the number of slots that attention looks at, at least ``base + N``.
+        text: nodes at the block's beginning without results.
+        piece: a piece of another row's prompt to read.
+        root: ``[B, H]``, the embedding of the node after the text, if it is not a token.
     """
 
     nodes: Tensor
@@ -105,13 +104,13 @@ class NodeBlock:
 
     Attributes:
         draft_tokens: ``[B, N-1]`` int64, the draft tokens, -1 for none.
-        tree: of the ``N`` nodes; node 0 is each row's last committed token.
+        tree: the tree of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, ``range`` of the slots that attention looks at.
         masks: grammar masks after each node, if rows have grammars.
-        text: tokens in front of node 0 that are run with the block: the end of the prompts in the first step, or a few tokens that
-            were accepted on a branch.
-        piece: the piece of another row's prompt that is read in the same pass.
-        root: ``[B, H]``, the embedding of node 0 where that is no token.
+        text: tokens before node 0 that run with the block: the end of the prompts in the first step, or a few tokens that were
+            accepted on a branch.
+        piece: the piece of another row's prompt to read in the same pass.
+        root: ``[B, H]``, the embedding of node 0, if it is not a token.
     """
 
     draft_tokens: Tensor
@@ -123,20 +122,20 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The tree of the `draft` that this block was made of, for who walks it on the device, or else where the draft is."""
+        """The tree of the `draft` behind this block: on the device if `on_device`, else where the draft is."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
 class Blocks:
-    """Turns drafts into blocks: checked, padded to sizes for compiled or recorded code, with a topology per row.
+    """Turns drafts into blocks: checks them, pads them to sizes for compiled or recorded code, and gives every row a tree.
 
-    A session has one for each number of rows, because recorded steps read the tensors that are kept here.
+    A session has an object for each number of rows, because recorded steps read the tensors that it keeps.
 
     Args:
         static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
-        exact: whether blocks are not padded: in uncompiled passes over several rows, for which kernels give every row the same bits.
+        exact: True for blocks without padding: in uncompiled passes over several rows, if kernels give a row the same bits anyway.
         single: the same for blocks of one node; with quantized weights also for one row.
     """
 
@@ -162,7 +161,7 @@ class Blocks:
             return self._brought(draft.tokens, tree, nodes)
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
-        elif self.static:  # on a device an index out of bounds would end the process without a message
+        elif self.static:  # an index out of bounds would end the process on a GPU
             tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
         if not draft.tokens.shape[1] and nodes == self.no_draft_token.shape[1] + 1:
             return self.no_draft_token, tree.padded(nodes)
@@ -170,13 +169,13 @@ class Blocks:
         return draft_tokens, tree.padded(nodes)
 
     def _nothing(self, tree: Topology, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """A block without draft tokens, of which there is one for each size."""
+        """A block without draft tokens, cached by size."""
         if nodes not in self._empty:
             self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64, device="cpu"), tree, nodes)
         return self._empty[nodes]
 
     def _brought(self, tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """A draft on the host as :meth:`of` returns it, padded there and brought to the device in one copy."""
+        """:meth:`of` for a draft on the host: pads it there and moves it to the device in one copy."""
         padded, tree = pad_block(tokens, tree, nodes)
         if isinstance(tree, Topology):
             if (tree, nodes) not in self._host_trees:
@@ -186,7 +185,7 @@ class Blocks:
         return own, TreeTensors(*parts)
 
     def size(self, nodes: int) -> int:
-        """Nodes of the padded block for a draft of so many nodes, the root included."""
+        """The nodes of the padded block for a draft of `nodes` nodes, root included."""
         return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
@@ -198,7 +197,7 @@ class Blocks:
 
 
 def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
-    """`draft` without the nodes at its end that have no draft token in any unfinished row. finished: ``[B]`` bool."""
+    """`draft` without last nodes that have no draft token in any unfinished row. finished: ``[B]`` bool."""
     width = draft.tokens.shape[1]
     if not width or not isinstance(draft.topology, Topology):
         return draft

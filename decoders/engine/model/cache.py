@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ...common.devices import host_reads
-from .kernels import cpu
+from .kernels import cpu, moves
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One recurrent state of a layer, of a fixed size per row.
+    """A recurrent state of a layer, of a fixed size per row.
 
     Attributes:
-        part: the attribute of transformers' ``LinearAttentionLayer`` that lists it.
-        index: its index there.
+        part, index: the attribute of transformers' ``LinearAttentionLayer`` that lists the state, and its index there.
         shape: of one row.
     """
 
@@ -34,16 +33,13 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The storage of one layer, per token and per row.
+    """The storage of a layer.
 
     Attributes:
-        key_heads: heads of the keys, 0 for none.
-        key_dim: width of a head's keys.
-        value_heads: heads of the values.
-        value_dim: width of a head's values.
-        dtype, device: of the layer.
+        key_heads, value_heads: number of heads of the keys and of the values, 0 for none.
+        key_dim, value_dim: width of a head.
         quantized: whether keys and values are stored as int8, with a scale of `dtype` per head and slot.
-        states: its recurrent states (:mod:`.recurrent`).
+        states: recurrent states (:mod:`.recurrent`).
     """
 
     key_heads: int
@@ -57,12 +53,12 @@ class LayerSpec:
 
     @staticmethod
     def without_keys(like: LayerSpec) -> LayerSpec:
-        """The storage of a layer without keys and values, with the dtype and device of another."""
+        """The storage of a layer without keys and values, with the dtype and device of `like`."""
         return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
 
 
 class LayoutProbe(Cache):
-    """A cache that stores nothing, and records what layers ask it to store and whether one asks for its length."""
+    """A cache that stores nothing. It records the layout of keys and values of every layer, and whether a layer asks for its length."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -97,11 +93,11 @@ class CacheBuffers:
     """Keys and values of every layer: ``[B, heads, L, dim]`` each, ``L`` slots.
 
     Attributes:
-        keys, values: one tensor per layer; int8 if they are quantized.
-        key_scales, value_scales: ``[B, heads, L, 1]``, the scale of a head's slot. Empty if nothing is quantized.
+        keys, values: a tensor per layer; int8 if quantized.
+        key_scales, value_scales: ``[B, heads, L, 1]``, a scale per head and slot. Empty if not quantized.
         states: the recurrent states of every layer, if there are any.
-        shifts: ``[B]`` int64, by how much the position of a row's next token is ahead of its slot: images have other positions
-            than slots. None for models that read only text.
+        shifts: ``[B]`` int64, position minus slot of a row's next token, which images make different. None for text-only models.
+        places: addresses of the tensors (:func:`~decoders.engine.model.kernels.moves.places_of`), if a kernel moves slots.
     """
 
     keys: list[Tensor]
@@ -110,9 +106,14 @@ class CacheBuffers:
     value_scales: list[Tensor] = field(default_factory=list)
     states: RowStates | None = None
     shifts: Tensor | None = None
+    places: Tensor | None = None
 
     @staticmethod
-    def allocate(layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False) -> CacheBuffers:
+    def allocate(
+        layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False, by_kernel: bool = False
+    ) -> CacheBuffers:
+        """Empty ones. by_kernel: whether a kernel of ours moves slots."""
+
         def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
             tensors = []
             for (heads, dim), spec in zip(sizes, layout, strict=True):
@@ -125,11 +126,16 @@ class CacheBuffers:
         keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
         states = RowStates.allocate([spec.states for spec in layout], rows) if any(s.states for s in layout) else None
         shifts = torch.zeros(rows, dtype=torch.int64, device=layout[0].device) if shifted else None
-        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True), states, shifts)
+        parts = buffers(keys), buffers(values), buffers(keys, True), buffers(values, True)
+        return CacheBuffers(*parts, states, shifts).placed(by_kernel)
+
+    def placed(self, by_kernel: bool) -> CacheBuffers:
+        """The same with :attr:`places` if they are wanted. Not within a recording: they come from the host."""
+        return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors; slots are the third axis of each."""
+        """All tensors; their third axis is the slots."""
         return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
     def _each(
@@ -147,32 +153,34 @@ class CacheBuffers:
             wide[:, :, : buffer.shape[2]] = buffer
             return wide
 
-        return self._each(wider, self.states, self.shifts)
+        return self._each(wider, self.states, self.shifts).placed(self.places is not None)
 
     def of_row(self, row: int, count: int) -> CacheBuffers:
-        """A copy of the first `count` slots of a row, and of its states."""
+        """A copy of a row: its first `count` slots and its states."""
         states = self.states.of_row(row) if self.states is not None else None
         shifts = self.shifts[row : row + 1].clone() if self.shifts is not None else None
         return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone(), states, shifts)
 
     def of_rows(self, begin: int, end: int) -> CacheBuffers:
-        """Views of some rows."""
+        """Views of the rows from `begin` to `end`."""
         states = self.states.of_rows(begin, end) if self.states is not None else None
         shifts = self.shifts[begin:end] if self.shifts is not None else None
-        return self._each(lambda tensor: tensor[begin:end], states, shifts)
+        own = self._each(lambda tensor: tensor[begin:end], states, shifts)
+        return own if begin else replace(own, places=self.places)
 
     def gathered(self, rows: Tensor) -> CacheBuffers:
-        """Copies of `rows` ``[B]`` int64; without recurrent states, which drafters do not have."""
+        """Copies of `rows` ``[B]`` int64, for drafters, which have no recurrent states."""
         assert self.states is None
         return self._each(lambda tensor: tensor[rows], None, self.shifts[rows] if self.shifts is not None else None)
 
     def first_layers(self, count: int) -> CacheBuffers:
-        """The same tensors, of the first `count` layers only."""
+        """The tensors of the first `count` layers."""
         keys, values = self.keys[:count], self.values[:count]
-        return CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
+        own = CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
+        return own.placed(self.places is not None)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
-        """Copies the first `count` slots of a row of `source`, its states and its shift, to `row`."""
+        """Copies the first `count` slots, the states and the shift of a row of `source` to `row`."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
         if self.states is not None and source.states is not None:
@@ -186,7 +194,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Identifies the memory, to which recordings are bound."""
+        """Identifies the memory: recordings are valid for one place."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 
@@ -197,13 +205,13 @@ class CacheBuffers:
 
 @dataclass
 class RowStates:
-    """The recurrent states of rows, each after the last token that was read or committed; they cannot be cut back.
+    """The recurrent states of rows after the last read or committed token; they cannot be rolled back.
 
     Attributes:
         layers: per layer, its states ``[B, …]``.
-        reached: ``[B]`` int64, how many tokens of each row its states have seen.
-        nodes: per layer, states after every node of the last block, ``[B, N+1, …]``, the last entry before the block; unused after
-            :meth:`commit`.
+        reached: ``[B]`` int64, number of tokens that a row's states have seen.
+        nodes: per layer, the states after every node of the last block, ``[B, N+1, …]``; the last entry is the state before the
+            block. Empty after :meth:`commit`.
     """
 
     layers: list[list[Tensor]]
@@ -217,28 +225,26 @@ class RowStates:
         return RowStates(zeros, torch.zeros(rows, dtype=torch.int64, device=device))
 
     def of_row(self, row: int) -> RowStates:
-        """A copy of a row."""
         part = self.of_rows(row, row + 1)
         return RowStates([[state.clone() for state in states] for states in part.layers], part.reached.clone())
 
     def of_rows(self, begin: int, end: int) -> RowStates:
-        """Views of some rows."""
+        """Views of the rows from `begin` to `end`."""
         return RowStates([[state[begin:end] for state in states] for states in self.layers], self.reached[begin:end])
 
     def copy_row(self, row: int, source: RowStates, source_row: int) -> None:
-        """Copies the states of a row of `source` to `row`."""
         for own, others in zip(self.layers, source.layers, strict=True):
             for state, other in zip(own, others, strict=True):
                 state[row] = other[source_row]
         self.reached[row] = source.reached[source_row]
 
     def commit(self, path: Tensor, emitted: Tensor, length: Tensor) -> None:
-        """Moves the states of every row on to its last accepted node.
+        """Advances the states of every row to its last accepted node.
 
         Args:
             path: ``[B, N]`` int64, the accepted nodes.
-            emitted: ``[B]``, the length of each path; rows without one keep their states.
-            length: ``[B]``, tokens of every row; the last one is node 0 of the next block.
+            emitted: ``[B]``, the length of each path; rows with 0 keep their states.
+            length: ``[B]``, tokens of every row, node 0 of the next block included.
         """
         last = path.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
         row = torch.arange(len(last), device=last.device)
@@ -253,7 +259,7 @@ class RowStates:
         return sum(state.nbytes for states in self.layers for state in states)
 
 
-#: Runs a module on a selection of the tokens that it was called with, ``[M, n, …]`` each, with a cache of its own.
+#: Runs a module on a selection of its input tokens, ``[M, n, …]`` each, with a separate cache.
 RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
 
 
@@ -266,9 +272,9 @@ class StatePass(Protocol):
 
 
 class Levels(NamedTuple):
-    """What attention sees of quantized keys or values: int8 ``[B, h, view, d]``, and their scales ``[B, h, view, 1]``.
+    """Quantized keys or values for attention: int8 ``[B, h, view, d]`` and scales ``[B, h, view, 1]``.
 
-    Model code passes it on to an attention that multiplies by it; no tensor of the numbers that it stands for is made.
+    Model code passes them on to a kernel that reads them without a dequantized copy.
     """
 
     levels: Tensor
@@ -279,13 +285,13 @@ class SlotCache(Cache):
     """transformers' cache interface over :class:`CacheBuffers` for one forward pass.
 
     Args:
-        buffers: of keys and values; written in place.
-        slots: ``[B, N]`` int64, the slot of each of the ``N`` tokens of this pass.
-        view: attention sees slots ``0 … view-1``, so that its cost follows the current length, not the capacity.
-        states: how recurrent layers run in this pass, if there are any.
-        counts: ``[N]``, tokens in front of each node of a single row, less its index in the pass, for designs that add the two
+        buffers: keys and values; written in place.
+        slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
+        view: attention sees slots ``0 … view-1``: its cost follows the current length, not the capacity.
+        states: runs recurrent layers in this pass, if there are any.
+        counts: ``[N]``, number of tokens before each node of a single row minus its index in the pass, for designs that add both
             (:class:`~decoders.engine.model.layout.CountedTokens`).
-        in_levels: whether attention takes quantized keys and values as :class:`Levels`; else they are dequantized for it.
+        in_levels: whether attention takes quantized keys and values as :class:`Levels`; else the cache dequantizes them.
     """
 
     def __init__(
@@ -311,14 +317,14 @@ class SlotCache(Cache):
         return keys[:, :, : self.view], values[:, :, : self.view]
 
     def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor | Levels:
-        """Writes `states` as int8, and returns what attention sees: all slots as later passes will see them, too."""
+        """Writes `states` as int8, and returns all slots for attention as later passes will see them."""
         levels, scale = quantize_slots(states)
         write_slots(buffer, self.slots, levels)
         write_slots(scales, self.slots, scale)
         seen = Levels(buffer[:, :, : self.view], scales[:, :, : self.view])
         return seen if self.in_levels else seen.levels.to(states.dtype) * seen.scales
 
-    # Models call these to number positions themselves; the loop always passes positions and a mask.
+    # Models call these methods to compute positions; the loop always passes positions and a mask.
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
         return 0 if self.counts is None else self.counts
 
@@ -330,8 +336,8 @@ class SlotCache(Cache):
 
 
 def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, h, N, d]`` as int8 and one scale per head and token, ``[B, h, N, 1]`` of the type of `states`."""
-    # Rounded to the stored dtype before it divides.
+    """Quantizes ``[B, h, N, d]`` to int8, with a scale per head and token, ``[B, h, N, 1]`` in the dtype of `states`."""
+    # The scale is rounded to the stored dtype before the division.
     scale = (
         (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
     )
@@ -339,7 +345,7 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
-    """The kernel that writes both; None where there is none. Compiled code writes by itself."""
+    """The CPU kernel that writes keys and values; None without a kernel, and in compiled code, which has its own."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     kernels = cpu.chosen().kernels
@@ -351,10 +357,10 @@ def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Non
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """``buffer[b, :, slots[b, n]] = states[b, :, n]`` in place; buffer ``[B, h, L, d]``, slots ``[B, N]``, states ``[B, h, N, d]``."""
     if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
-        # Takes half the time; compiled, one graph serves all numbers of rows.
+        # Takes half the time. Compiled code shares a graph for all numbers of rows instead.
         buffer[:, :, slots[0]] = states.to(buffer.dtype)
         return
-    # index_put, not scatter: inductor writes the former in place and copies the whole buffer for the latter.
+    # index_put, not scatter: inductor runs index_put in place, and copies the whole buffer for scatter.
     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
     buffer[rows, :, slots] = states.transpose(1, 2).to(buffer.dtype)
 
@@ -364,10 +370,13 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
 
     Args:
         base: ``[B]`` int64.
-        path: ``[B, N]`` int64.
+        path: ``[B, N]`` int64; a kernel of ours relies on it that nodes ascend, or are in place.
     """
+    if buffers.places is not None:
+        moves.move_in_one_launch(buffers.places, base, path, buffers.tensors)
+        return
     index = torch.arange(path.shape[1], device=path.device)
-    if host_reads(path):  # elsewhere reading it would be a sync
+    if host_reads(path):  # on a GPU, reading it would sync
         moved = (path != index).any(0).nonzero()
         if not len(moved):
             return

@@ -1,7 +1,7 @@
-"""Experts of a mixture whose products need nothing from the host, where the grouped product of torch does.
+"""Products of a mixture of experts without the host, for devices on which torch's grouped product needs the host.
 
-torch multiplies groups of tokens by their experts' matrices in one kernel for bfloat16 on compute capability 9.0 and 10.0 alone.
-Elsewhere it reads the sizes of the groups on the host, so that no step can be recorded.
+torch has a single kernel for groups of tokens and their experts' matrices in bfloat16 on compute capability 9.0 and 10.0 alone.
+Elsewhere it reads the sizes of groups on the host, and no step can be recorded.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.devices import in_64_bits
 from ...common.transformers_compat import experts_of, gated, register_experts, set_experts
 from .torch_compat import own_parameters
 
-#: With transformers the function is registered as this.
+#: The name of :func:`forward` in transformers' registry.
 NAME = "decoders_experts"
-#: Most rows times matrices of a product by every expert's matrix. Longer text is multiplied expert by expert, which the host counts.
+#: Up to this many rows times experts, every expert multiplies all rows; beyond, each multiplies its own rows, counted on the host.
 MOST_PRODUCTS = 1 << 14
-#: Copying a matrix for each row costs as much as reading so many.
+#: Copying a matrix costs as much as reading this many.
 COPYING = 3
 
 _library = torch.library.Library("decoders", "FRAGMENT")
@@ -26,7 +27,7 @@ _library.define("expert_product(Tensor x, Tensor experts, Tensor matrices, bool 
 
 
 def _expert_product(x: Tensor, experts: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
-    """``x[s] @ matrices[experts[s]].T``, ``[S, O]``, computed in the cheapest way for so many rows.
+    """``x[s] @ matrices[experts[s]].T``, ``[S, O]``, by the cheapest of three methods.
 
     Args:
         x: ``[S, K]``.
@@ -40,8 +41,9 @@ def _expert_product(x: Tensor, experts: Tensor, matrices: Tensor, transposed: bo
     if rows * count <= MOST_PRODUCTS:
         every = torch.bmm(x.expand(count, *x.shape), matrices)  # [E, S, O]
         return every[experts, torch.arange(rows, device=x.device)]
-    order = experts.argsort(stable=True)
-    groups = x[order].split(torch.bincount(experts, minlength=count).tolist())
+    chosen = in_64_bits(experts)
+    order = chosen.argsort(stable=True).to(x.device)
+    groups = x[order].split(torch.bincount(chosen, minlength=count).tolist())
     out = x.new_empty(rows, matrices.shape[2])
     out[order] = torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
     return out
@@ -56,7 +58,7 @@ torch.library.register_fake(
 
 
 def forward(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """What transformers' other functions for experts compute. hidden: ``[T, H]``, experts, weights: ``[T, k]``."""
+    """Computes a layer's experts, as transformers' functions do. hidden: ``[T, H]``; experts, weights: ``[T, k]``."""
     chosen, product = experts.reshape(-1), torch.ops.decoders.expert_product
     x = hidden.repeat_interleave(experts.shape[-1], dim=0)
 
@@ -79,18 +81,18 @@ register_experts(NAME, forward)
 
 
 def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies groups on `device` without the host; always on the CPU, which waits for nothing."""
+    """Whether torch's grouped product runs on `device` without waiting for it; always on the CPU."""
     if device.type != "cuda":
-        return True
+        return device.type == "cpu"
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
 def take_over(twin: nn.Module) -> int:
-    """Has the experts of a private twin multiplied here where torch would need the host; returns how many layers there are."""
+    """Sets :func:`forward` for the experts of a private twin if torch would need the host; returns the number of layers."""
     taken = 0
     for module in twin.modules():
         matrices = [t for t in own_parameters(module).values() if t is not None and t.dim() == 3]
-        # Layers share their config: the first of them has changed it for all.
+        # Layers share their config: the first layer has changed it for all, so NAME counts, too.
         if not matrices or experts_of(module) not in ("grouped_mm", NAME):
             continue
         if not all(is_grouped_natively(t.device, t.dtype) for t in matrices):

@@ -1,4 +1,4 @@
-"""The target's outputs for strategies: of its decoder layers, and of its head."""
+"""The target's outputs for strategies: hidden states of decoder layers, the head's input, and the head itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
     """The decoder layers of `model` that `strategy` reads, counted from the first.
 
     Raises:
-        SettingsError: the model has no such layers. UnsupportedError: its layers were not found.
+        SettingsError: the model lacks these layers. UnsupportedError: its layers were not found.
     """
     name, count = type(model).__name__, len(decoder_layers(model))
     if not count:
@@ -42,10 +42,7 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
 
 
 class HeadInputs:
-    """Keeps the input of a private tree's head in a pass, and restricts the head to some nodes.
-
-    Strategies get the head's input as hidden states, which does not depend on the model's names or norms.
-    """
+    """Keeps the input of the output head in a pass, for strategies, and restricts the head to some nodes."""
 
     def __init__(self, head: nn.Module) -> None:
         # A list, because Dynamo can trace it.
@@ -64,13 +61,13 @@ class HeadInputs:
         remove_hooks(head, [self._id])
 
     def let_read(self, nodes: Tensor | None) -> None:
-        """Restricts the head to these nodes, ``[K]`` int64, in the next pass; None: all."""
+        """Restricts the head to `nodes` ``[K]`` int64 in the next pass; None: all nodes."""
         self._kept.clear()
         if nodes is not None:
             self._kept.append(nodes)
 
     def taken(self) -> Tensor:
-        """``[B, N, H]``, its whole input in the last pass."""
+        """``[B, N, H]``, the head's unrestricted input in the last pass."""
         states = self._seen[-1]
         self._seen.clear()
         return states
@@ -81,11 +78,7 @@ class HeadInputs:
 
 
 class LayerStates:
-    """Keeps the outputs of some decoder layers of a private tree in a pass.
-
-    Args:
-        layers: their indices, from 0 on, in any order.
-    """
+    """Keeps the outputs of decoder layers in a pass. layers: their indices, from 0 on, in any order."""
 
     def __init__(self, model: nn.Module, layers: tuple[int, ...]) -> None:
         self._order = sorted(set(layers))
@@ -95,18 +88,18 @@ class LayerStates:
         self._ids = [decoder[i].register_forward_hook(self._note()).id for i in self._order]
 
     def unwatch(self, model: nn.Module) -> None:
-        """Removes these hooks from a copy of the tree."""
+        """Removes the hooks from a copy of the model."""
         for module in model.modules():
             remove_hooks(module, self._ids)
 
     def taken(self) -> Tensor:
-        """``[B, N, T, H]``, the layers' outputs in the last pass, in the order given."""
+        """``[B, N, T, H]``, the layers' outputs in the last pass, in the order of `layers`."""
         states = self._seen[-len(self._order) :]
         self._seen.clear()
         return torch.stack([states[place] for place in self._places], dim=2)
 
     def forget(self) -> None:
-        """Drops the outputs of a pass whose results are not used."""
+        """Drops the outputs of a trial pass."""
         self._seen.clear()
 
     def _note(self):  # type: ignore[no-untyped-def]
@@ -123,10 +116,30 @@ class LayerStates:
         return note
 
 
-class OutputHead:
-    """The head of a model on a private tree, with everything that the model applies to logits behind it.
+class Taps:
+    """What is kept of a private tree's passes besides logits.
 
-    The model's own forward runs, with a stand-in for everything in front of the head.
+    Attributes:
+        head: the input of its head.
+        layers: indices of the decoder layers whose outputs are kept.
+        states: their outputs; None without any.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
+        self.head, self.layers = HeadInputs(model.get_output_embeddings()), layers
+        self.states = LayerStates(model, layers) if layers else None
+
+    def unwatch(self, model: PreTrainedModel) -> None:
+        """Removes the hooks from a copy of the tree."""
+        self.head.unwatch(model.get_output_embeddings())
+        if self.states is not None:
+            self.states.unwatch(model)
+
+
+class OutputHead:
+    """The output head of a private model, with everything that the model applies to logits after it.
+
+    Runs the model's own forward, with a stand-in for the modules before the head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -174,15 +187,14 @@ class _HiddenStates:
 
 
 class _Given(nn.Module):
-    """Replaces the module that computes hidden states, and returns given ones.
+    """Replaces the module that computes hidden states, and returns given hidden states.
 
-    Modules inside the replaced one that the model calls (OPT does) return the given ones as well; its other attributes (Falcon-H1 reads
-    a multiplier) are passed through.
+    So do its inner modules that the model calls (OPT). Other attributes (Falcon-H1 reads a multiplier) are passed through.
     """
 
     def __init__(self, replaced: Callable, given: _HiddenStates) -> None:
         super().__init__()
-        vars(self).update(replaced=replaced, given=given)  # as no part of this module
+        vars(self).update(replaced=replaced, given=given)  # not registered as submodules
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Copies the keys, values and states of a transformers cache, which a caller has computed of prompts, to the slots of rows."""
+"""Copies a caller's transformers cache (keys, values and states of prompts) to the slots of rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Prompts whose beginnings are in a transformers cache. It is read and never written to.
+    """Prompts that begin in a transformers cache, which is read and never written.
 
     Attributes:
-        cache: keys, values and states; None if there are none.
-        length: tokens that it holds, padding included.
+        cache: keys, values and states, or None.
+        length: tokens in the cache, padding included.
         sources: per prompt, its row of the cache.
-        padding: per prompt, the number of left padding tokens in that row.
-        last: ``[B, H]``, the input embedding of the last place of each prompt if no token stands there, else None.
+        padding: per prompt, the number of left padding tokens in this row.
+        last: ``[B, H]``, the input embedding of each prompt's last position, if it is not a token, else None.
     """
 
     cache: Cache | None
@@ -40,7 +40,7 @@ class GivenPrompts:
 
     @property
     def fixed(self) -> list[int]:
-        """Per prompt, how many of its tokens no pass may run again."""
+        """Per prompt, the number of its first tokens that no pass may run again."""
         return [count + (self.last is not None) for count in self.reach]
 
     def put(self, target: Target, buffers: CacheBuffers) -> None:
@@ -52,11 +52,7 @@ class GivenPrompts:
 
 
 def cached_tokens(cache: Cache) -> int:
-    """How many tokens a cache holds, padding included.
-
-    Raises:
-        UnsupportedError: layers differ, or cannot be read.
-    """
+    """The number of tokens in a cache, padding included. Raises UnsupportedError if layers differ or cannot be read."""
     lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
     if len(lengths) > 1:
         raise UnsupportedError(
@@ -66,10 +62,10 @@ def cached_tokens(cache: Cache) -> int:
 
 
 def check_cache(target: Target, cache: Cache) -> int:
-    """The number of a cache's rows, if each of its layers holds all that the model looks back at.
+    """Checks that every layer of a cache holds all tokens that the model looks back at; returns the number of rows.
 
     Raises:
-        InputError: it does not fit the model. UnsupportedError: part of the text is missing in it.
+        InputError: the cache does not fit the model. UnsupportedError: it lacks a part of the text.
     """
     layers, length, rows = _layers(cache), cached_tokens(cache), set()
     stored = [_stored(layer) for layer in layers]
@@ -116,15 +112,14 @@ def check_cache(target: Target, cache: Cache) -> int:
 def put_cache(
     target: Target, buffers: CacheBuffers, row: int, cache: Cache, *, source: int = 0, padding: int = 0
 ) -> int:  # fmt: skip
-    """Copies what a transformers cache holds of one text to the first slots of a row; returns the number of tokens.
+    """Copies a text from a transformers cache to the first slots of a row; returns its number of tokens.
 
-    For layers with a window, slots that are not looked back at stay as they are, so the text must not be shortened later.
+    For layers with a window, slots beyond the window are not written, so the text must not be shortened later.
 
     Args:
-        buffers: of the rows.
-        cache: one that passed :func:`check_cache`.
+        cache: passed :func:`check_cache`.
         source: the text's row of the cache.
-        padding: the number of left padding tokens in that row.
+        padding: the number of left padding tokens in this row.
     """
     length, layers = cached_tokens(cache), _layers(cache)
     count = max(length - padding, 0)
@@ -164,7 +159,7 @@ def _layers(cache: Cache) -> list[Any]:
 
 
 def _stored(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """The last keys and values that a layer holds, ``[B, heads, k, d]`` each; None if it holds none."""
+    """The last keys and values in a layer of a cache, ``[B, heads, k, d]`` each, or None."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
         return None
@@ -173,7 +168,7 @@ def _stored(layer: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _state(layers: list[Any], number: int, spec: StateSpec) -> Tensor | None:
-    """A recurrent state of a layer, ``[B, …]``; None if the cache has none."""
+    """A recurrent state of a layer of a cache, ``[B, …]``, or None."""
     try:
         return getattr(layers[number], spec.part)[spec.index]
     except (AttributeError, IndexError, KeyError, TypeError):

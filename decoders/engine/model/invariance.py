@@ -1,23 +1,22 @@
-"""The same bits for a node whatever else is in its block: the sizes for which CPU kernels agree, and a check of a model.
+"""Invariance: a node's logits have the same bits in every block. Sizes for which CPU kernels agree, and a check of a model.
 
 Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads; :func:`check` measures a given model:
 
-- Our products (:mod:`~decoders.engine.model.kernels.products`), and those with quantized weights
-  (:mod:`~decoders.engine.model.weights.quantized`), give a row the same bits for any number of rows. torch's, where ours do not
-  run, do so from two rows up at best.
-- Our attention (:mod:`~decoders.engine.model.kernels.attention`) adds keys in the order of a path's places: a node has the same bits in
-  every block, in whichever slots its path is. What follows is of PyTorch's, which is used where ours does not run.
-- Fused attention works on 32 query rows of a head at a time; a remainder of one to three is summed in another order. Blocks
-  and chunks of text therefore have a multiple of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
-- Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
-  :func:`~decoders.engine.model.buckets.view_bucket`.
-- With either, silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
-  :func:`~decoders.engine.model.weights.same_bits.align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
-- Softmax sums by slot modulo 16, and the product with the values by groups of slots. A path therefore has the same bits only if its
-  nodes are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches are run again
-  in front of the next block (:func:`branch_length`); the token chosen there may be the other one of a near-tie.
-- Experts are multiplied by torch's kernels, of which another one takes a single row, and how many rows an expert sees depends on the
-  block.
+- This package's products (:mod:`~decoders.engine.model.kernels.products`, :mod:`~decoders.engine.model.weights.quantized`) give a row
+  the same bits for any number of rows. torch's products do so from two rows up at best.
+- This package's attention (:mod:`~decoders.engine.model.kernels.attention`) adds keys in the order of a path: a node has the same bits
+  in every block, whichever slots its path has. PyTorch's attention does not:
+
+  - Fused attention works on 32 query rows of a head at a time, and sums a remainder of one to three in another order. So blocks and
+    chunks of text are multiples of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
+  - It sums its last 512 slots in another order if their number is strictly between 192 and 384
+    (:func:`~decoders.engine.model.buckets.view_bucket`).
+  - Softmax sums by slot modulo 16, and the product with values by groups of slots. So a path has the same bits only if its nodes are
+    in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches run again before the next
+    block (:func:`branch_length`); a near-tie there may be decided the other way.
+- silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds in another way
+  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms do not.
+- torch multiplies a single row of an expert by another kernel, and an expert's number of rows depends on the block.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ from ...tree import Topology
 from .blocks import PassInput
 from .buckets import low_precision, node_bucket, slot_bucket, view_bucket
 from .cache import CacheBuffers
-from .target import Invariance, Target
+from .facts import Invariance
+from .target import Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """How many of the last tokens of some row were accepted in slots other than ``base + depth``; path: ``[B, N]`` int64."""
+    """The greatest number, over rows, of last tokens accepted in slots other than ``base + depth``; path: ``[B, N]`` int64."""
     longest = 0
     for nodes, count in zip(path.tolist(), emitted, strict=True):
         moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
@@ -44,16 +44,16 @@ def branch_length(path: Tensor, emitted: list[int]) -> int:
     return longest
 
 
-#: Name of the comparison of branches, whose nodes are in other slots.
+#: Name of the comparison of branches, whose nodes are not in slots ``base + depth``.
 BRANCHES = "the branch of a tree"
-#: Name of the comparison with a block of one node in one row, which only quantized weights may use.
+#: Name of the comparison with a block of one node in one row, which needs quantized weights.
 SINGLE = "whether a block has one node"
 
 
 def brief_check(target: Target) -> Invariance | None:
-    """The comparisons that are most likely to differ, in as few passes as they take; ``decoders doctor MODEL`` makes all of them.
+    """Makes the comparisons that are most likely to differ, in few passes; ``decoders doctor MODEL`` makes all of them.
 
-    None in float32, where bits matter little, and for models with recurrent layers, whose steps do not keep to such sizes.
+    None in float32, where bits matter little, and for models with recurrent layers, whose steps have other sizes.
     """
     if target.recurrent or not low_precision(target.dtype, target.rounds):
         return None
@@ -63,11 +63,9 @@ def brief_check(target: Target) -> Invariance | None:
 
 @torch.no_grad()
 def check(target: Target, length: int = 40, comparisons: int | None = None) -> Invariance:
-    """Reads made-up text in several ways and compares logits, keys and values bit for bit.
+    """Reads random text in several ways and compares logits, keys and values bit for bit.
 
-    Args:
-        length: of the text, in tokens.
-        comparisons: number of comparisons; None: all.
+    length: tokens of the text; comparisons: number of comparisons, None: all.
     """
     compared: dict[str, bool] = {}
     for what, left, right in islice(_comparisons(target, length), comparisons):
@@ -78,11 +76,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
 
 class _Text:
-    """A made-up text that is read and continued in several ways.
-
-    Attributes:
-        length: of the text, in tokens.
-    """
+    """A random text to read and continue in several ways. length: its tokens."""
 
     def __init__(self, target: Target, length: int) -> None:
         self.target, self.length = target, length
@@ -90,13 +84,13 @@ class _Text:
         self._view_of = slot_bucket if target.static else view_bucket
         slots = self._view_of(length + 64) + 512
         generator = torch.Generator().manual_seed(0)
-        self._tokens = torch.randint(0, target.embeddings, (1, length + 8), generator=generator, device="cpu").to(
-            target.device
-        )
+        self._tokens = torch.randint(
+            0, target.vocabulary.embeddings, (1, length + 8), generator=generator, device="cpu"
+        ).to(target.device)
         self._slots = torch.arange(slots, device=target.device)
 
     def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:
-        """The cache after passes over so many tokens each."""
+        """The cache after passes over `chunks` tokens each."""
         target, done = self.target, 0
         buffers = CacheBuffers.allocate(target.layout, rows, len(self._slots) + 64)
         for size in chunks:
@@ -109,11 +103,11 @@ class _Text:
     def run(
         self, buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
-        """Logits ``[D, V]`` along `path`, whose nodes hold what follows the text."""
+        """Logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text."""
         target, length, device = self.target, self.length, self.target.device
         if padded:
             tree = tree.padded(node_bucket(len(tree), target.static, self._multiple))
-        nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
+        nodes = torch.arange(len(tree), device=device)[None] % target.vocabulary.embeddings
         nodes[0, path] = self._tokens[0, length : length + len(path)]
         base = torch.full((rows,), length, device=device)
         view = self._slots[: self._view_of(length + len(tree) + spare)]
@@ -122,7 +116,7 @@ class _Text:
         ).logits[0, path]
 
     def cached(self, buffers: CacheBuffers, until: int | None = None) -> Tensor:
-        """Keys and values of the first row's text, or of so many tokens."""
+        """Keys and values of the first row's text, or of its first `until` tokens."""
         return torch.cat([t[0, :, : until or self.length].reshape(-1) for t in buffers.tensors])
 
 
@@ -130,7 +124,7 @@ CHAIN, DEPTHS = Topology.chain(3), [0, 1, 2, 3]
 
 
 def _at_once(target: Target, length: int) -> Invariance | None:
-    """The first comparisons in one, between two passes that differ in all of them. None if bits differ, for whatever reason."""
+    """Makes the first comparisons at once, between two passes that differ in all respects. None if any bits differ."""
     text = _Text(target, length)
     parted, whole = text.read(12, length - 12), text.read(length, rows=3)
     chained = text.run(parted, CHAIN, DEPTHS)
@@ -142,8 +136,8 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 
 def _takes_single(target: Target) -> bool:
-    """Whether a block of one node may have the same bits, in low precision: where attention, or else the products, care for it."""
-    ours = target.attends == "cpu" or target.quantized.layers or target.few_rows
+    """Whether a block of one node may have the same bits: in low precision, with this package's attention or products."""
+    ours = target.attends == "cpu" or target.products.quantized.layers or target.products.few_rows
     return bool(ours) and target.dtype != torch.float32
 
 
@@ -152,11 +146,11 @@ def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:
 
 
 def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Names of comparisons, each with its two results. length: of the text, in tokens."""
+    """``(name, result, other result)`` of comparisons. length: tokens of the text."""
     text = _Text(target, length)
     read, run, cached = text.read, text.run, text.cached
     plain = read(length)
-    # The comparisons most likely to differ come first, since a brief check stops after some.
+    # Comparisons that are most likely to differ come first, since a brief check stops early.
     yield "how text is divided into passes", cached(read(12, length - 12)), cached(plain)
     chained = run(plain, CHAIN, DEPTHS)
     if _takes_single(target):

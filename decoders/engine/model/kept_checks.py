@@ -1,8 +1,8 @@
-"""Results of the checks of models on a CPU, kept in files, so that a design that has passed is not checked in every process.
+"""Keeps passed checks of models on a CPU in files, so that not every process checks a design again.
 
-The name of a check's file is a digest of what it depends on except the values of weights: the config, the modules with their plain
-attributes, the files of the code, versions, the machine. Only models of transformers have one, as their files have them: where modules
-are of other packages, have hooks or another ``forward``, or hold unknown objects, nothing is kept, and of failed checks neither.
+The name of a check's file is a hash of all inputs of the check except the values of weights: the config, the modules with their plain
+attributes, the code's files, versions, the machine. A check is kept for unmodified models of transformers only: not if modules come
+from other packages, have hooks or another ``forward``, or hold unknown objects.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from ...common.files import cache_folder, write_whole
 from ...common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, attention_of, is_of_training
 from ...common.version import __version__
 from .attention import configs_within
+from .facts import Invariance
 from .kernels import cpu
-from .target import Invariance, Target
+from .target import Target
 from .torch_compat import float32_precision, hooks_everywhere, hooks_of, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: Most bytes of a buffer that is looked at.
+#: Greatest size of a buffer that is hashed, in bytes.
 _BUFFER = 64 << 20
 #: Packages whose code changes with their versions and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
-#: Attributes that are not part of a design.
+#: Attributes of modules that are not part of a design.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 
 
@@ -48,9 +49,9 @@ class KeptCheck:
     """The result of a check that passed.
 
     Attributes:
-        day: when, as ISO has it.
-        longest: see :attr:`Target.longest`.
-        invariance: see :attr:`Target.invariance`.
+        day: ISO date of the check.
+        longest: see :attr:`~decoders.engine.model.facts.Checks.longest`.
+        invariance: see :attr:`~decoders.engine.model.facts.Checks.invariance`.
     """
 
     day: str
@@ -63,7 +64,7 @@ def folder() -> Path:
 
 
 def find(key: str) -> KeptCheck | None:
-    """The check that is kept under `key`; None if there is none that can be read."""
+    """The check kept under `key`; None without a readable file."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         kept = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
         own, longest = kept["invariance"], kept["longest"]
@@ -74,13 +75,13 @@ def find(key: str) -> KeptCheck | None:
 
 
 def keep(key: str, check: KeptCheck) -> None:
-    """Keeps a check under `key`; a folder that cannot be written keeps none."""
+    """Keeps a check under `key`, if the folder can be written."""
     with suppress(OSError):
         write_whole(folder() / f"{key}.json", json.dumps(asdict(check)).encode())
 
 
 def key_of(target: Target, model: PreTrainedModel) -> str | None:
-    """The key of a kept check of `target`, made of `model`; None where every process has to check it."""
+    """The key of the check of `target`, made from `model`; None if every process has to check it."""
     if target.device.type != "cpu" or target.ranks.several or hooks_everywhere():
         return None
     try:
@@ -91,7 +92,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
 
 
 class _UnknownError(Exception):
-    """Something that a kept check depends on cannot be named."""
+    """An input of a check has no stable hash."""
 
 
 def _surroundings(target: Target) -> Iterator[object]:
@@ -104,7 +105,7 @@ def _surroundings(target: Target) -> Iterator[object]:
 
 
 def _design(model: nn.Module) -> Iterator[object]:
-    """The modules of `model` with their attributes; of parameters, all but the values."""
+    """The modules of `model` with their attributes, and parameters without values."""
     kinds = dict.fromkeys(map(type, model.modules()))
     for kind in kinds:
         yield from _code(kind)
@@ -130,11 +131,11 @@ def _design(model: nn.Module) -> Iterator[object]:
 
 
 def _code(kind: type[nn.Module]) -> Iterator[object]:
-    """The file of a class of modules. Its functions have to be those that the libraries have, whoever may have put others there."""
+    """The file of a class of modules. Raises if somebody replaced a function of the file by a function of another package."""
     file = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _LIBRARIES or file is None or file.__file__ is None:
         raise _UnknownError
-    held = list(vars(file).values())  # at once: another thread may import or compile
+    held = list(vars(file).values())  # a copy, because another thread may import or compile
     for value in (kind.forward, *held):
         if isinstance(value, types.FunctionType) and not _of_library(value):
             raise _UnknownError
@@ -142,7 +143,7 @@ def _code(kind: type[nn.Module]) -> Iterator[object]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """When a file was written, and its size."""
+    """The modification time and size of a file."""
     state = path.stat()
     return state.st_mtime_ns, state.st_size
 
@@ -153,7 +154,7 @@ def _of_library(function: types.FunctionType) -> bool:
 
 
 def _held(value: Any, depth: int = 4) -> object:
-    """What says, in every process alike, what the value of a module's attribute is."""
+    """An equivalent of the value of a module's attribute that is equal in every process."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):

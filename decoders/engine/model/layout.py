@@ -1,4 +1,4 @@
-"""The parts of a model, found by running one token, and checks that its design fits the loop, by behaviour and not by name."""
+"""Finds the parts of a model by running one token, and checks by behaviour, not by name, that the loop supports its design."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def embeddings_of(model: PreTrainedModel) -> int:
-    """Number of token ids that the model can read, by its embedding's weight, or by the config if adapters have wrapped it."""
+    """The number of token ids that the model can read: rows of its embedding, or the config's number if adapters wrap it."""
     embeddings = model.get_input_embeddings()
     told = getattr(embeddings, "num_embeddings", None)
     if isinstance(told, int):
@@ -41,10 +41,10 @@ def embeddings_of(model: PreTrainedModel) -> int:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Number of the model's logits; for a head with neither a weight nor a size one token is run.
+    """The number of the model's logits; runs a token if the head has neither a weight nor a size.
 
     Raises:
-        UnsupportedError: it has no logits.
+        UnsupportedError: the model has no logits.
     """
     head = model.get_output_embeddings()
     told = _rows_of(head) or getattr(head, "out_features", None)
@@ -62,25 +62,25 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def _rows_of(layer: nn.Module | None) -> int | None:
-    """Rows of the module's matrix; None if it has none."""
+    """The rows of a module's matrix, or None."""
     weight = getattr(layer, "weight", None)
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Number of positions that the model can express; unbounded if its config has no limit."""
+    """The model's number of positions; very large if its config has no limit."""
     text = model.config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
 
 
-#: What configs call the token that stands for a part of an image, a video or a sound.
+#: Names in configs of the placeholder tokens of images, videos and sounds.
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)")
 
 
 def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
-    """The tokens that stand for parts of images and the like; None for a design that reads nothing but text.
+    """The placeholder tokens of images, videos and sounds; None for a text-only model.
 
-    The text-only classes of a family share the mark of those that see; their configs hold none of a tower and name no such token.
+    Text-only classes of a multimodal family have ``input_modalities``, too, but neither inner configs nor placeholder tokens.
     """
     modalities = getattr(model, "input_modalities", "text")
     if {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities):
@@ -100,11 +100,11 @@ class Layout:
     """The parts of a model, found by trial passes.
 
     Attributes:
-        layers: storage of each.
-        groups: query heads per key head, of every layer that calls our attention.
-        as_stored: whether these attend to the keys that the cache gives them, and not to something that they compute from them.
+        layers: the storage of each layer.
+        groups: query heads per key head, of every layer that calls this package's attention.
+        as_stored: whether attention gets the cache's keys as they are, not keys computed from them.
         recurrent: the modules that keep states.
-        counted: how it uses the number of tokens in its cache, None if it does not.
+        counted: how the model uses the number of tokens in its cache; None if it does not.
     """
 
     layers: list[LayerSpec]
@@ -116,10 +116,10 @@ class Layout:
 
 @torch.no_grad()
 def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
-    """Runs one token; and some more for a model that asks how many tokens the cache holds.
+    """Runs one token, and more for a model that asks for the cache's number of tokens.
 
     Raises:
-        UnsupportedError: it does not run with the loop's cache and mask, or stores something that the loop does not.
+        UnsupportedError: the model does not run with the loop's cache and mask, or stores data that the loop does not.
     """
     probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     name = type(model).__name__
@@ -155,32 +155,30 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
-    """Groups of plain linear layers that read the same input, found by running one token without multiplying."""
+    """Groups of plain linear layers with the same input, found by running one token without products."""
     if may_keep_states(model):  # recurrent layers may depend on values
         return []
     return reading_alike(model, lambda: _run_one_token(model, kinds, LayoutProbe()))
 
 
 def reading_alike(module: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """Groups of plain linear layers of `module` that read the same input in a `run` of it, in which they give zeros."""
+    """Groups of plain linear layers of `module` with the same input in a `run` of it, in which they return zeros."""
     layers = {path: layer for path, layer in module.named_modules() if plain_weight(layer) is not None}
     with SharedInputs(layers) as shared:
         try:
             run()
-        except Exception:  # it cannot run on zeros; whether it runs at all is checked elsewhere
+        except Exception:  # cannot run on zeros; another check finds out whether it runs at all
             return []
     return shared.groups()
 
 
 def _run_one_token(model: PreTrainedModel, kinds: int, cache: LayoutProbe | StateProbe) -> attention.Probe:
-    """Runs token 0 with `cache`."""
     shape = attention.Probe()
     _run(model, kinds, cache, torch.zeros(1, 1, dtype=torch.int64, device=model.device), shape)
     return shape
 
 
 def _run_some_tokens(model: PreTrainedModel, kinds: int, cache: CountingProbe) -> Tensor:
-    """The logits of a short text that is run with `cache`."""
     text = torch.arange(min(PROBED, context_length(model)), device=model.device)[None] % embeddings_of(model)
     return cast(Tensor, _run(model, kinds, cache, text, attention.MaskShape()).logits)
 
@@ -196,11 +194,11 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
     )
 
 
-#: Fewest positions of a context: a text of two tokens and a branch behind it are compared with the model's own pass.
+#: Least number of positions: the check compares a text of two tokens and a branch after it with the model's own pass.
 SHORTEST = 5
-#: Most tokens of a trial pass; attention to a single token would not show a temperature.
+#: Greatest number of tokens of a trial pass; attention to a single token would not show a temperature.
 PROBED = 8
-#: Longest context that is tried, because some designs create a tensor of that length.
+#: Longest context to try, because some designs create a tensor of its length.
 LONGEST = 1 << 24
 
 
@@ -209,15 +207,15 @@ class CountedTokens:
     """How a design uses the number of tokens in its cache.
 
     Attributes:
-        harmless: up to so many tokens it computes as with an empty cache.
-        by_node: whether it accepts a number for each node of a row.
+        harmless: up to this number, it computes as with an empty cache.
+        by_node: whether it accepts a number per node.
     """
 
     harmless: int
     by_node: bool
 
     def check(self, name: str, longest: int, rows: int) -> None:
-        """Raises ContextLengthError if texts of up to `longest` tokens cannot be decoded in so many rows."""
+        """Raises ContextLengthError if texts of up to `longest` tokens cannot be decoded in `rows` rows."""
         if longest <= self.harmless or (rows == 1 and self.by_node):
             return
         raise ContextLengthError(
@@ -229,7 +227,7 @@ class CountedTokens:
 
 
 class CountingProbe(LayoutProbe):
-    """Answers `count` when a layer asks how many tokens there are."""
+    """Returns `count` as the cache's number of tokens."""
 
     def __init__(self, count: int | Tensor) -> None:
         super().__init__()
@@ -244,16 +242,14 @@ def counted_tokens(
 ) -> CountedTokens | None:
     """How a design uses the number of cached tokens; None if the number has no effect.
 
-    Args:
-        logits: of a pass over :data:`PROBED` tokens with a cache, or as many as the context has.
-        context: most tokens of a text.
+    logits: returns the logits of a pass over :data:`PROBED` tokens (at most `context`) with a cache.
     """
     empty = logits(CountingProbe(0))
 
     def minds(count: int | Tensor, usual: Tensor = empty) -> bool:
         try:
             return not torch.equal(logits(CountingProbe(count)), usual)
-        except Exception:  # a design may raise anything for such a number
+        except Exception:  # a design may raise anything for this number
             return True
 
     probed = min(PROBED, context)
@@ -265,7 +261,7 @@ def counted_tokens(
         middle = int((max(harmless, 1) * first) ** 0.5) if first > 2 * harmless + 2 else (harmless + first) // 2
         middle = min(max(middle, harmless + 1), first - 1)
         harmless, first = (harmless, middle) if minds(middle) else (middle, first)
-    if harmless:  # the last token of the pass has so many more in front of it
+    if harmless:  # the last token of the pass has this many more before it
         harmless += probed
     of_each = torch.full((probed,), first, device=device)
     return CountedTokens(harmless, by_node=not minds(of_each, logits(CountingProbe(first))))
@@ -277,7 +273,7 @@ def _parameters_of(forward: Callable) -> frozenset[str]:
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for designs that cannot run several nodes at once, judged by capability, not by name."""
+    """Raises UnsupportedError for designs that cannot run several nodes at once; asks for capabilities, not names."""
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
@@ -290,8 +286,8 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     replaced = vars(model).get("forward")
     if isinstance(replaced, types.FunctionType):
         raise UnsupportedError(
-            f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the model as it is and not as the "
-            f"loop has it. Wrap a layer, register a hook, or bind a method instead. {advice}"
+            f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the user's model and not the loop's "
+            f"copy of it. Wrap a layer, register a hook, or bind a method instead. {advice}"
         )
     devices = {parameter.device for parameter in parameters_in(modules_in(model))}
     if any(device.type == "meta" for device in devices):
@@ -305,7 +301,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(
-            f"the context of {name} has {context} positions, and its check takes {SHORTEST}: the loop decodes longer ones. {advice}"
+            f"the context of {name} has {context} positions, and its check takes {SHORTEST}. {advice}"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
@@ -320,7 +316,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Turns errors of a model in trial passes into UnsupportedError. trouble: the message."""
+    """Turns a model's errors in trial passes into UnsupportedError with the text `trouble`."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):
@@ -332,7 +328,7 @@ def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises UnsupportedError within a recording of the caller's, since calls wait for the device, which cannot be recorded."""
+    """Raises UnsupportedError while the caller records a CUDA graph: calls wait for the device, which cannot be recorded."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: its "

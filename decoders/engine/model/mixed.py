@@ -1,9 +1,7 @@
-"""Mixed passes (chunked prefill): decoded rows and a piece of another row's prompt in one pass.
+"""Mixed passes (chunked prefill): decode rows and read a piece of another row's prompt in one pass.
 
-The weights are read once for both, and the rows do not wait for a pass over the prompt (Agrawal et al. 2023, "SARATHI", arXiv
-2308.16369).
-All tokens form one line, ``[1, R·N + C]``: layers treat every token alike, and only attention and the cache need to know the row of
-each.
+A mixed pass reads the weights once for both, and the rows do not wait for a pass over the prompt (Agrawal et al. 2023, "SARATHI",
+arXiv 2308.16369). All tokens form a line, ``[1, R·N + C]``: only attention and the cache need to know each token's row.
 """
 
 from __future__ import annotations
@@ -25,39 +23,39 @@ from .target import ForwardResult, Target
 
 
 def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:
-    """The model's arguments. nodes, base, tree, view: of the rows, as of :meth:`Target.forward`."""
+    """The model's arguments. nodes, base, tree, view: the rows' input, as in :class:`PassInput`."""
     (rows, n), count, device = nodes.shape, piece.tokens.shape[1], nodes.device
     text = causal_block(1, count, device)
     views = view.shape[0], piece.view.shape[0]
     if target.attends == "sdpa":
-        decoded = build_mask(target.kinds, base, tree.offsets, tree.visible, views[0], target.dtype)
-        read = build_mask(target.kinds, piece.start, text.offsets, text.visible, views[1], target.dtype)
-        decoded, read = (repeat_for_group(mask, target.group) for mask in (decoded, read))
+        decoded = build_mask(target.attending.kinds, base, tree.offsets, tree.visible, views[0], target.dtype)
+        read = build_mask(target.attending.kinds, piece.start, text.offsets, text.visible, views[1], target.dtype)
+        decoded, read = (repeat_for_group(mask, target.attending.group) for mask in (decoded, read))
     else:
         decoded, read = pack_mask(base, tree.offsets, tree.visible), pack_mask(piece.start, text.offsets, None)
     mask = torch.cat([mask.transpose(0, 1).flatten(1) for mask in (decoded, read)], dim=1)[None, :, None]
     masks = (rows, 1, *decoded.shape[2:]), (1, 1, *read.shape[2:])
-    tell_shape(mask, MixedShape(target.group, rows=rows, nodes=n, views=views, masks=masks))
+    tell_shape(mask, MixedShape(target.attending.group, rows=rows, nodes=n, views=views, masks=masks))
     stretch = piece.start[:, None] + text.offsets
     slots = torch.cat([(base[:, None] + torch.arange(n, device=device)).reshape(1, -1), stretch], dim=1)
     places, shifts = base[:, None] + tree.offsets, piece.buffers.shifts
     if shifts is not None:
         places, stretch = places + shifts[:rows, None], stretch + shifts[rows:, None]
     positions = torch.cat([places.reshape(1, -1), stretch], dim=1)
-    # The row of each token; the last row is the prompt's.
+    # The row of each token; the prompt has the last row.
     row = torch.arange(rows * n + count, device=device).div(n, rounding_mode="floor").clamp(max=rows)
     cache = MixedCache(piece.buffers, row, slots[0], max(view.shape[0], piece.view.shape[0]))
     return target.arguments(torch.cat([nodes.reshape(1, -1), piece.tokens], dim=1), positions, mask, cache)
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """``[R · (N - text)]`` int64, the tokens of the line that are nodes behind their row's first `text` tokens."""
+    """``[R · (N - text)]`` int64, indices in the line of the nodes after each row's first `text` tokens."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 
 
 def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
-    """The results of a pass over the line of tokens, arranged by row; the logits are of some tokens of each row."""
+    """Arranges the results of a pass over the line by row; logits are of the last tokens of each row."""
 
     def split(states: Tensor) -> Tensor:
         return states[0, : rows * n].view(rows, n, *states.shape[2:])
@@ -68,7 +66,7 @@ def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
 
 
 def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResult:
-    """As :meth:`Target.forward` for the rows; writes keys and values of `piece` as well."""
+    """:meth:`Target.forward` for the rows; also writes keys and values of `piece`."""
     (rows, n), text = given.nodes.shape, given.text.length
     kept = with_logits(rows, n, text, given.nodes.device)
     result = target.results(inputs(target, given.nodes, given.base, given.tree, given.view, piece), kept)
@@ -77,13 +75,12 @@ def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResu
 
 @dataclass(frozen=True)
 class MixedShape(MaskShape):
-    """The mask of a mixed pass, in one line: that of the rows, then that of the piece.
+    """The mask of a mixed pass, as a line: the rows' mask, then the piece's.
 
     Attributes:
-        rows: number of decoded rows.
-        nodes: of each row.
+        rows, nodes: number of decoded rows, and of their nodes.
         views: slots that attention looks at, for the rows and for the piece.
-        masks: shapes of their masks for one kind of layer.
+        masks: shapes of both masks for a kind of layer.
     """
 
     rows: int = 0
@@ -104,12 +101,7 @@ class MixedShape(MaskShape):
 
 
 class MixedCache(SlotCache):
-    """The slots of several rows, for tokens in one line.
-
-    Args:
-        row: ``[T]`` int64, the row of each token.
-        slots: ``[T]`` int64, its slot.
-    """
+    """The slots of several rows, for tokens in a line. row, slots: ``[T]`` int64, the row and slot of each token."""
 
     def __init__(self, buffers: CacheBuffers, row: Tensor, slots: Tensor, view: int) -> None:
         super().__init__(buffers, slots, view)

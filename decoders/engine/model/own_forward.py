@@ -1,6 +1,6 @@
-"""Prompts with images, read by the model's own forward pass with its own masks and positions; its keys and values go to slots of rows.
+"""Reads prompts with images by the model's own forward pass, masks and positions, and copies keys and values to slots of rows.
 
-The text behind the last image is decoded as any other, at positions that are shifted by what the images take.
+The loop decodes the text after the last image as usual, at positions shifted by the images.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-#: What designs raise for a prompt that is given the images of another one: lengths or shapes do not fit.
+#: Errors of designs about a prompt with the images of another prompt: lengths or shapes do not fit.
 WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, ValueError)
-#: Most tokens behind an image that are read a second time to check a design.
+#: Greatest number of tokens after an image that are read a second time to check a design.
 CHECKED = 4
 
 
 @dataclass(frozen=True)
 class MultimodalInputs:
-    """Images and sounds of a request's prompts. Several rows may decode one prompt. All attributes but the first two are per row.
+    """Images and sounds of a request's prompts. Several successive rows may decode a prompt.
 
     Attributes:
-        arguments: of the model's forward pass over all prompts, padded on the left, as transformers prepares them.
-        repeats: rows of each prompt, one after the other.
-        lengths: tokens of the prompt.
-        hashes: of all images and the prompt's place among them; equal ones mean the same images.
-        ends: tokens of the prompt up to its last placeholder.
-        shifts: by how much the position of the token behind the prompt is ahead of its place.
-        alone: per prompt, its own inputs, None for one without images. Empty if it is not known which images are whose.
+        arguments: arguments of the model's forward pass over all prompts, padded on the left, as transformers prepares them.
+        repeats: rows per prompt.
+        lengths: per row, tokens of the prompt.
+        hashes: per row, hash of all images and the prompt's place among them; equal hashes mean equal images.
+        ends: per row, tokens of the prompt up to its last placeholder.
+        shifts: per row, position minus number of tokens at the end of the prompt.
+        alone: per prompt, its own inputs, or None without images. Empty if it is unknown which images belong to which prompt.
     """
 
     arguments: dict[str, Any]
@@ -57,23 +57,19 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images if it is known which these are, else of all images and its place among them."""
+        """The hash of a row's own images if they are known, else of all images and the prompt's place among them."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
         return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
-        """Whether all images stand in front of `starts`, a place of each row."""
+        """Whether all images come before `starts`, a position per row."""
         return all(end <= start for end, start in zip(self.ends, starts, strict=False))
 
 
 class OwnForward:
-    """The forward pass of a model as it is without the loop, over the layers of a target.
-
-    Args:
-        model: the user's, whose attention it runs.
-    """
+    """A model's own forward pass, without the loop's attention and masks, on the target's weights. model: the user's."""
 
     _reads_embeddings = _ignores_zeros = False
 
@@ -90,16 +86,16 @@ class OwnForward:
     def read(
         self, inputs: MultimodalInputs, buffers: CacheBuffers, tokens: Tensor, *, every: bool = False, logits: bool = False
     ) -> ForwardResult | None:  # fmt: skip
-        """Reads all prompts into the first slots of rows; where layers keep recurrent states, all but their last tokens.
+        """Reads all prompts into the first slots of rows; with recurrent layers, all tokens except each prompt's last.
 
         Args:
-            buffers: of the rows; the first ones are those of the prompts.
-            tokens: ``[B, L]``, of the rows.
-            every: whether to return results, of all tokens but the last: ``[B, N, …]``; padding rows have those of the first row.
-            logits: whether results contain logits of all tokens; else of one.
+            buffers: the rows' cache; the first rows belong to the prompts.
+            tokens: ``[B, L]``, the rows' tokens.
+            every: whether to return results of all tokens except the last, ``[B, N, …]``; padding rows repeat the first row.
+            logits: whether results have the logits of all tokens, or else of one.
 
         Raises:
-            UnsupportedError: the design does not store images as it stores text, or reads the text behind them otherwise.
+            UnsupportedError: the design does not store images as it stores text, or reads the text after them in another way.
         """
         target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
         behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
@@ -136,7 +132,7 @@ class OwnForward:
             self._check(inputs.lengths, behind, buffers, tokens, last_logits[source, -1].float())
         if not every:
             return None
-        # A row's text begins behind its padding; results behind its end are arbitrary.
+        # A row's text begins after its padding; results after its end are arbitrary.
         begin = torch.tensor([width - length for length in inputs.lengths], device=tokens.device)
         begin, source = (F.pad(values, (0, len(tokens) - len(values)))[:, None] for values in (begin, source))
         place = begin + torch.arange(max(max(inputs.lengths) - 1, 1), device=tokens.device)
@@ -146,11 +142,7 @@ class OwnForward:
         return ForwardResult(read.float(), hidden[source, place], seen)
 
     def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
-        """The cache after `vectors` ``[B, P, H]`` in the place of tokens.
-
-        Args:
-            mask: ``[B, P]``, zeros for left padding.
-        """
+        """The cache after reading `vectors` ``[B, P, H]`` instead of tokens. mask: ``[B, P]``, zeros for left padding."""
         if self.target.recurrent and not self._reads_embeddings:
             self._check_embeddings()
         cache = DynamicCache(config=self.model.config)
@@ -166,32 +158,29 @@ class OwnForward:
         return cache
 
     def check_type_ids(self) -> None:
-        """Raises UnsupportedError where the design computes something else with ``token_type_ids`` of zeros than without."""
+        """Raises UnsupportedError if ``token_type_ids`` of zeros change the design's logits."""
         if self._ignores_zeros or "token_type_ids" not in inspect.signature(type(self.model).forward).parameters:
             return
-        tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.embeddings
+        tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.vocabulary.embeddings
         typed = {"token_type_ids": torch.zeros_like(tokens)}
         try:
             plain, zeros = (self.model(input_ids=tokens, use_cache=False, **given).logits for given in ({}, typed))
             self._ignores_zeros = torch.equal(plain, zeros)
-        except Exception:  # with masks of the loop's a design may raise anything
+        except Exception:  # a design may raise anything
             self._ignores_zeros = False
         finally:
             self._forget()
         if not self._ignores_zeros:
             raise UnsupportedError(
-                f"{type(self.model).__name__} reads token_type_ids, also where they are zeros, and the loop gives it none: leave them "
-                "out, or call generate without strategy=."
+                f"{type(self.model).__name__} reads token_type_ids, also where they are zeros, and the loop does not pass them "
+                "on: leave them out, or call generate without strategy=."
             )
 
     def _check_embeddings(self) -> None:
-        """Compares passes over tokens and over their embeddings: recurrent layers read a block in one pass, so behind a prompt of
-        vectors drafts are given as embeddings, too.
-
-        Raises:
-            UnsupportedError: the design reads more of a token than its embedding.
+        """Compares a pass over tokens with a pass over their embeddings, and raises UnsupportedError if the design reads more of a
+        token than its embedding. Recurrent layers read a prompt's last vector and the drafts in one pass, all as embeddings.
         """
-        tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.embeddings
+        tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.vocabulary.embeddings
         try:
             named = self.model(input_ids=tokens, use_cache=False).logits.float()
             read = self.model(inputs_embeds=self.target.embed(tokens), use_cache=False).logits.float()
@@ -212,10 +201,10 @@ class OwnForward:
     def _check(
         self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
     ) -> None:
-        """Reads the ends of prompts again by the loop's pass over text, and compares. behind: tokens of text at every row's end.
+        """Reads the ends of prompts again by the loop's pass, and compares. behind: number of text tokens at the end of every row.
 
         Raises:
-            UnsupportedError: the last token has other logits, or one in front of it other keys or values.
+            UnsupportedError: the last token has other logits, or a token before it other keys or values.
         """
         target, rows = self.target, len(lengths)
         count = 1 if target.recurrent else min(behind, CHECKED)
@@ -235,21 +224,21 @@ class OwnForward:
             gap = (new - plain).abs().max().item() if plain.numel() else 0.0
             if not gap <= tolerance * max(plain.abs().max().item() if plain.numel() else 0.0, 1.0):
                 raise UnsupportedError(
-                    f"{type(self.model).__name__}: what it makes of the text behind an image differs by {gap:.2g} where that text is "
-                    "read by itself, so strategies would not be exact. Call generate without strategy=."
+                    f"{type(self.model).__name__}: its results for the text behind an image differ by {gap:.2g} if the text is "
+                    "read in a separate pass, so strategies would not be exact. Call generate without strategy=."
                 )
         self._checked = count > 1 or bool(target.recurrent)
 
 
 def _whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that keeps every token, also in layers with a window: a shorter text behind the same images may look further back."""
+    """A cache that keeps every token, in layers with a window, too: a shorter text after the same images looks further back."""
     cache = DynamicCache(config=model.config)
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
     return cache
 
 
 def _attend_as(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
-    """Makes modules of `config`, and of the configs inside it, run the attention of those of `other`."""
+    """Sets in `config`, and in the configs inside it, the attention of `other`."""
     if (name := attention_of(other)) is not None:
         set_attention(config, name)
     for part in config.sub_configs:

@@ -1,7 +1,7 @@
-"""Attention modules with a causal mask in a buffer, from which they cut a part by the number of keys.
+"""Attention modules that keep a causal mask in a buffer, and cut a part of it by the number of keys.
 
-The loop's keys are a view of the cache, whose length does not determine positions, so such a cut would be wrong. The loop's masks
-contain the same information: the buffers of a private tree are opened, and their windows become kinds of layers.
+The number of keys in the loop's view of the cache does not determine positions, so the cut would be wrong. The loop's masks have the
+same information: buffers of a private model are set to True, and their windows become kinds of layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from .attention import LayerKind
 
-#: Views of the cache may exceed the longest text by a block and rounding.
+#: A view of the cache may exceed the longest text by a block and rounding.
 MARGIN = 2048
 OWN_KIND = "decoders_own_kind"
 
 
 def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Opens the masks of a private tree, and returns `kinds` extended by their windows; each of these layers picks its kind's mask."""
+    """Sets all masks of a private model to True, and returns `kinds` with their windows; these layers then pick their kind's mask."""
     masks = _masks(model)
     for mask in masks:
         kind = LayerKind(mask.window if mask.window < mask.length else None)
@@ -38,7 +38,7 @@ def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind
 
 @contextmanager
 def within(model: nn.Module, reach: int, length: int) -> Iterator[None]:
-    """Limits the masks of a private tree to windows of `reach`, for texts of up to `length` tokens."""
+    """Limits the masks of a private model to windows of `reach`, for texts of up to `length` tokens."""
     longer = [mask for mask in _masks(model) if reach < mask.window < mask.length]
     try:
         for mask in longer:
@@ -52,11 +52,7 @@ def within(model: nn.Module, reach: int, length: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Mask:
-    """A causal mask that a module keeps.
-
-    Attributes:
-        window: how many positions each token looks back, itself included.
-    """
+    """A causal mask in a module. window: number of positions that a token sees, itself included."""
 
     module: nn.Module
     name: str
@@ -81,7 +77,7 @@ def _masks(model: nn.Module) -> list[_Mask]:
 
 
 def _window(buffer: Tensor) -> int | None:
-    """The window of a causal mask ``[…, T, T]``, T if it has none; None if it is no such mask."""
+    """The window of a causal mask ``[…, T, T]``, T without a window; None if `buffer` is not a causal mask."""
     if buffer.dtype != torch.bool or buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2] or not buffer.numel():
         return None
     mask = buffer.reshape(-1, *buffer.shape[-2:])[0]
@@ -93,6 +89,6 @@ def _window(buffer: Tensor) -> int | None:
 
 
 def _pick(module: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Selects the mask of the layer's kind among those of all kinds."""
+    """Selects the mask of the layer's kind."""
     mask, kind = given.get("attention_mask"), getattr(module, OWN_KIND)
     return args, given if mask is None else given | {"attention_mask": mask[:, kind : kind + 1]}

@@ -1,14 +1,14 @@
-"""The processes that run one model together, each with a part of its weights (tensor parallelism), and how they stay synchronized.
+"""Tensor parallelism: processes that run a model together, each with a part of its weights, and how they stay synchronized.
 
-A collective ends when every process has entered it, so all must run the same passes over blocks of the same sizes. They do if
-everything that decides about passes is the same in all of them:
+A collective ends when every process has entered it, so all must run the same passes over blocks of the same sizes. The inputs of
+these decisions are the same in all processes:
 
-- Committed tokens: logits are gathered or summed over the processes, which gives all of them the same bits, and the noise depends
-  on seed, position and token alone. No tokens are sent.
-- Values that may differ are taken from the first process: a seed that the call does not give, clocks, measured costs, results of
-  stopping criteria. Weights count as changed if they have changed in any process.
+- Committed tokens: logits are gathered or summed over the processes and have the same bits in all, and noise depends on seed, position
+  and token alone. No tokens are sent.
+- Values that may differ come from the first process: a seed that the call does not give, clocks, measured costs, results of stopping
+  criteria. Weights count as changed if they have changed in any process.
 - Passes run uncompiled, because processes finish compiling at different times, and tiers round differently.
-- Calls, and every step's draft, are compared before they run. A difference is an error in every process instead of a deadlock.
+- Calls, and every step's draft, are compared before they run. A difference raises in every process instead of a deadlock.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a model. For a single process all methods are free.
+    """The processes that share a model. With a single process, methods cost nothing.
 
     Attributes:
-        group: their process group; None for a single process.
-        size: their number.
-        device: of the tensors that they exchange.
+        group: the process group; None for a single process.
+        size: number of processes.
+        device: device of the tensors that they exchange.
     """
 
     group: Any = None
@@ -48,14 +48,10 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """The processes that share `model`.
-
-        Raises:
-            UnsupportedError: its weights are divided in another way than by tensor or expert parallelism.
-        """
+        """The processes that share `model`. Raises UnsupportedError for other parallelism than of tensors or experts."""
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
-        from torch.distributed.fsdp import FSDPModule  # takes a second, and is needed for shared models only
+        from torch.distributed.fsdp import FSDPModule  # takes a second, so only for shared models
         from torch.distributed.tensor import DTensor
 
         shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -67,8 +63,8 @@ class Ranks:
         )
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UnsupportedError(
-                f"{name} is sharded by FSDP, whose processes hold different batches; the shared loop decodes where all of them hold "
-                f"the same one. {advice}"
+                f"{name} is sharded by FSDP, whose processes have different batches; the shared loop needs the same batch in all "
+                f"processes. {advice}"
             )
         mesh = device_mesh_of(model)
         sizes = dict(zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False))
@@ -118,7 +114,7 @@ class Ranks:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes the files that all of them share."""
+        """Whether this process writes the files that all processes share."""
         return not self.several or dist.get_rank(self.group) == 0
 
     def any(self, flag: bool) -> bool:
@@ -133,8 +129,8 @@ class Ranks:
         """Raises RanksError in every process if `parts` differ between processes.
 
         Args:
-            what: description of `parts` for the message.
-            parts: tensors, and values with the same ``repr`` in all processes.
+            what: names `parts` in the error.
+            parts: tensors, and values that are compared by ``repr``.
         """
         if not self.several:
             return
@@ -149,7 +145,7 @@ class Ranks:
             )
 
     def check_draft(self, draft: Draft, lengths: Sequence[int]) -> None:
-        """As :meth:`check`, for a step's draft; lengths: tokens per row."""
+        """:meth:`check` of a step's draft; lengths: tokens per row."""
         if self.several:
             tree = draft.topology
             shape = tree.parents if isinstance(tree, Topology) else (tree.parents, tree.visible)
@@ -161,12 +157,12 @@ class Ranks:
         return held.tolist()
 
 
-#: A model of this process alone.
+#: For a model that runs in this process alone.
 ALONE = Ranks()
 
 
 def _digest(parts: Sequence[object]) -> int:
-    """62 bits that differ if `parts` do."""
+    """A 62-bit hash of `parts`."""
     digest = hashlib.blake2b(digest_size=8)
     for part in _flat(parts):
         if isinstance(part, Tensor):

@@ -1,12 +1,11 @@
-"""CUDA graphs: repeated work is recorded once, kept by the session, and replayed with one launch.
+"""CUDA graphs: the session records repeated work once, keeps the recording, and replays it with one launch.
 
-Whole steps - propose, core, observe - are recorded if nothing in them needs the host (:mod:`~decoders.engine.decode.call`). Otherwise
-only parts that run a model are: the core of a step, passes of draft models, chunks of a prompt (:meth:`Recordings.run`).
+A whole step (propose, core, observe) is recorded if nothing in it needs the host (:mod:`~decoders.engine.decode.call`). Otherwise,
+parts that run a model are recorded: the core of a step, passes of draft models, chunks of a prompt (:meth:`Recordings.run`).
 
-A recording reads and writes the tensors that it was made with. So its session owns them: rows and cache itself, everything else by
-:class:`StaticInputs`. A later call copies its own values in and replays.
-
-Everything that uses the device goes through a :class:`Recorder`, so that the rest can be tested without one.
+A recording reads and writes the tensors that it was made with, so the session owns them: rows and cache directly, all others in
+:class:`StaticInputs`. A later call copies its values in and replays. All uses of the device go through a :class:`Recorder`, which
+tests replace.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ class Graph(Protocol):
 
 
 class Event(Protocol):
-    """A mark in the order of the device's work."""
+    """A CUDA event."""
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
 
 
 class Recorder:
-    """Records CUDA graphs on one device, which need not be the current one. Tests record on the CPU
-    (:class:`~decoders.testing.tape.TapeRecorder`). The methods are called within `active`, on one thread at a time.
+    """Records CUDA graphs on a device, which need not be the current device. Methods are called within `active`, by one thread at a
+    time. Tests record on the CPU (:class:`~decoders.testing.tape.TapeRecorder`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,29 +52,28 @@ class Recorder:
         self._in_pool: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def active(self) -> AbstractContextManager:
-        """Makes the device the current one, with its current stream."""
+        """Makes the device current, with its current stream."""
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Runs the Python of `body` once and none of its kernels; returns the graph, and the output that replays write to."""
-        # Held meanwhile, since a pool without graphs cannot be recorded into: what else lives in it, such as cuBLAS's workspace of its
-        # stream, keeps memory there, and torch refuses its handle.
+        """Runs the Python code of `body` once and none of its kernels; returns the graph, and the output that replays write to."""
+        # A living graph is held, because torch refuses to record into a pool that has memory (cuBLAS's workspace) but no graphs.
         living = next(iter(self._in_pool), None)
         if living is None or self._pool is None:
-            # Graphs that share memory must be recorded on one stream.
+            # Graphs that share memory must be recorded on the same stream.
             self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
             self._in_pool.clear()
         stream, pool = self._stream, self._pool
         assert stream is not None
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
-        # With "thread_local" other threads may allocate meanwhile, and wait for streams.
+        # "thread_local" lets other threads allocate and wait for streams during the recording.
         mode = "thread_local"
         try:
             with devices.RECORDING, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 output = body()
         except BaseException:
-            self._stream = self._pool = None  # not used again after a failure
+            self._stream = self._pool = None  # a failed recording leaves them unusable
             end_failed_capture(self.device, pool)
             raise
         finally:
@@ -84,7 +82,7 @@ class Recorder:
         return graph, output
 
     def pinned(self, like: Tensor) -> Tensor:
-        """A pinned buffer on the host for copies of `like`."""
+        """A pinned host buffer for copies of `like`."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -96,19 +94,19 @@ class Recorder:
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """A recorder for `device`; None where nothing can be recorded."""
+    """A recorder for `device`; None without CUDA."""
     return Recorder(device) if device.type == "cuda" else None
 
 
 class HostCopies:
-    """Pinned buffers for small tensors of the device, which are copied together."""
+    """Pinned buffers into which small tensors of the device are copied together."""
 
     def __init__(self, recorder: Recorder, tensors: tuple[Tensor, ...]) -> None:
         self.recorder = recorder
         self.pinned, self.arrived = [recorder.pinned(tensor) for tensor in tensors], recorder.event()
 
     def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Queues a copy of their values on the device."""
+        """Queues a copy of `tensors` on the device."""
         for own, tensor in zip(self.pinned, tensors, strict=True):
             self.recorder.copy(own, tensor)
         self.arrived.record()
@@ -119,13 +117,13 @@ class HostCopies:
         return tuple([pinned.tolist() for pinned in self.pinned])
 
 
-#: Steps that run before one is recorded, to autotune and allocate; their results are used.
+#: Steps that run before a step is recorded, to autotune and allocate; their results are used.
 WARM_UP_STEPS = 3
-#: The same for parts of a step: runs with arguments of one kind.
+#: Runs of a part with arguments of the same kind before it is recorded.
 PLAIN_RUNS = 2
-#: Most recordings that a session keeps. Memory of intermediate results is in a pool that all share.
+#: Greatest number of recordings of a session. All share a pool for intermediate results.
 MOST_RECORDINGS = 48
-#: Most bytes of their results, which are mainly logits of many nodes.
+#: Greatest size of their inputs and outputs in bytes, mainly logits of many nodes.
 MOST_BYTES = 1 << 30
 
 #: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
@@ -136,7 +134,7 @@ _as_parts = ContextVar("as_parts", default=False)
 
 @contextmanager
 def as_parts() -> Iterator[None]:
-    """Switches replays of parts off, because the code inside is part of a larger recording, or will be."""
+    """Switches off recordings of parts: the code inside is, or will be, part of a larger recording."""
     token = _as_parts.set(True)
     try:
         yield
@@ -146,20 +144,14 @@ def as_parts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCapacity:
-    """The sizes that a recorded step can be used for. It writes one block behind its slots.
-
-    Attributes:
-        rows: of the batch.
-        nodes: of a block.
-        slots: that a row may fill.
-    """
+    """The sizes that a recorded step supports: rows of the batch, nodes of a block, and slots that a row may fill before a block."""
 
     rows: int
     nodes: int
     slots: int
 
     def holds(self, needed: RecordedCapacity) -> bool:
-        """Whether a call that needs so many rows, nodes per block and slots fits."""
+        """Whether a call with the sizes `needed` fits."""
         return self.rows == needed.rows and self.nodes >= needed.nodes and self.slots >= needed.slots
 
 
@@ -167,11 +159,11 @@ class Recording:
     """A recording of `body`.
 
     Attributes:
-        body: kept alive with the objects that the recording works on.
-        capacity: sizes that it can be used for; None if these are part of its key.
-        inputs: the tensors it reads and writes besides the session's.
+        body: the recorded function, which keeps the objects that the recording works on alive.
+        capacity: sizes that it supports; None if they are part of its key.
+        inputs: the tensors that it reads and writes besides the session's.
         output: the result of `body`; every replay writes to its tensors.
-        replays: launches so far.
+        replays: number of replays.
         nbytes: memory of its inputs and output.
     """
 
@@ -191,13 +183,12 @@ class Recording:
         self.replays += 1
 
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
-        """Replays step after step, if `body` is a step. Yields each result while the next step runs, so that the device never waits.
+        """Replays `body`, a step, again and again. Yields each result while the next step runs, so that the device never waits.
 
-        Stop when all rows have ended. The step that is running then changes nothing, because finished rows idle, and later work on the
-        same tensors comes after it on the device.
+        Stop when all rows have ended. The running step then changes nothing, because finished rows idle, and later work on the same
+        tensors comes after it on the device.
 
-        Args:
-            more: called before every launch; once it returns False, the result of the running step is the last one.
+        more: called before every launch; after it returns False, the result of the running step is the last.
         """
         output = self.output
         tensors = (output.summary, output.new) if output.for_host is None else (output.for_host,)
@@ -224,12 +215,12 @@ class Recording:
 
 @dataclass
 class _Failure:
-    """Of a recording. It may have been the moment's: memory was short, another thread waited for the device.
+    """A failed recording. The cause may be temporary: memory was short, or another thread waited for the device.
 
     Attributes:
-        reason: for people.
-        tries: that have failed.
-        refused: how often it was asked for since.
+        reason: the error's text.
+        tries: number of failures.
+        refused: number of requests since the last failure.
     """
 
     reason: str
@@ -237,22 +228,22 @@ class _Failure:
     refused: int = 0
 
     def waits(self) -> bool:
-        """Whether it is not tried again yet: each time after twice as many steps without it, so that failures cost little."""
+        """Whether not to try again yet. The number of steps between tries doubles, so that failures cost little."""
         self.refused += 1
         return self.refused < 1 << self.tries
 
 
 class Recordings:
-    """The recordings made with the tensors of one session, by key; the least recently used are dropped first.
+    """The recordings of a session by key; the least recently used are dropped first.
 
-    A key has everything that a recording depends on besides tensors: strategy and settings, plan, verifier, buckets, and which parts
-    are compiled. Other weights or another attention mean a new engine with new sessions.
+    A key has all inputs of a recording besides tensors: strategy and settings, plan, verifier, buckets, and which parts are compiled.
+    Other weights or another attention create a new engine with new sessions.
 
     Attributes:
         recorded: number of recordings made.
-        reused: number of calls that used an earlier one.
-        replays: launches by :meth:`run`.
-        unrecorded: why the last one that was asked for could not be made, since a caller has emptied it.
+        reused: number of calls that used an earlier recording.
+        replays: number of replays by :meth:`run`.
+        unrecorded: why the last requested recording failed; callers reset it to "".
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
@@ -270,18 +261,18 @@ class Recordings:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all recordings, without the pool of intermediate results."""
+        """Memory of all recordings, without the pool for intermediate results."""
         return sum(recording.nbytes for recording in self._kept.values())
 
     def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
-        """``function(*given)``: run the first few times, then recorded, then replayed.
+        """Returns ``function(*given)``: runs it the first few times, then records it, then replays it.
 
         The next replay overwrites the result.
 
         Args:
-            key: returns everything that the function depends on besides the shapes of `given`, also the addresses of tensors that it
-                works on in place. Called again after recording, because more may have been compiled meanwhile.
-            given: tensors, also in tuples and dataclasses; they are copied to the recording's own.
+            key: returns all inputs of the function besides the shapes of `given`, also the addresses of tensors that it changes in
+                place. Called again after recording, because more may have been compiled meanwhile.
+            given: tensors, also in tuples and dataclasses; they are copied to the recording's tensors.
         """
         if _as_parts.get():
             return function(*given)
@@ -309,13 +300,13 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """The step recorded for `key`, with the values of `inputs` copied in; None if none fits.
+        """The step recorded for `key`, with the values of `inputs` copied in; None if no recording fits.
 
-        From then on the recording's own tensors are the call's state: those in `inputs` are not updated any more.
+        From then on the recording's tensors are the call's state; tensors in `inputs` are no longer updated.
 
         Args:
-            needed: sizes of the call; its nodes may be 0, because the strategy proposes as many as when it was recorded.
-            inputs: the call's own objects: the strategy's state, the guide, the noise keys.
+            needed: sizes of the call; nodes may be 0, because the strategy proposes as many as in the recording.
+            inputs: the call's objects: the strategy's state, the guide, the noise keys.
         """
         step = self._kept.get(key)
         if step is None or step.capacity is None or not step.capacity.holds(needed):
@@ -330,20 +321,20 @@ class Recordings:
     def record(
         self, key: Hashable, capacity: RecordedCapacity | None, inputs: Any, body: Callable[[], Any]
     ) -> Recording | None:
-        """Records `body` for `key`, replacing an older recording; None if that fails, or has failed and is not tried again yet.
+        """Records `body` for `key` in place of an older recording; None if recording fails, or failed and is not tried again yet.
 
         Args:
-            capacity: of the tensors that `body` works on.
-            inputs: as in :meth:`reuse`; kept, with all its tensors. After steps of the call pass the :class:`StaticInputs` from its
-                beginning, because later calls are compared at their beginning. If steps have replaced some of these tensors, the
-                recording serves this call only.
+            capacity: sizes of the tensors that `body` works on.
+            inputs: as in :meth:`reuse`; kept, with all its tensors. After steps of the call, pass the :class:`StaticInputs` from the
+                call's beginning, because later calls are compared at their beginning. If steps have replaced any of its tensors,
+                the recording is for this call only.
             body: uses static tensors, without syncs, with the same shapes every time.
         """
         failure = self._failed.get(key)
         if failure is not None and failure.waits():
             self.unrecorded = failure.reason
             return None
-        self._kept.pop(key, None)  # frees its memory for the new one
+        self._kept.pop(key, None)  # frees memory for the new recording
         try:
             with self.recorder.active():
                 own = inputs if isinstance(inputs, StaticInputs) else StaticInputs(inputs)
@@ -376,18 +367,17 @@ class Recordings:
             return self._copies[looks].lists()
 
     def drop(self, key: Hashable) -> None:
-        """Drops the recording for `key`."""
         self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all recordings, and what is known of failed ones."""
+        """Drops all recordings, and the memory of failures."""
         self._kept.clear()
         self._runs.clear()
         self._failed.clear()
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first error, which CUDA's error at the end of a failed recording hides."""
+    """The first error of a failed recording, which CUDA's last error hides."""
     while error.__context__ is not None:
         error = error.__context__
     return error

@@ -1,11 +1,11 @@
 """Recurrent layers (linear attention, state space, short convolution) in a block of nodes: each node continues its parent's state.
 
-Such a layer keeps a state per row instead of keys and values per token. A state that has read a rejected token cannot be cut back. So
-the module that keeps the state runs level by level, all nodes of one depth at once, each from a copy of its parent's state. The states
-after all nodes are kept until the block is verified, and commit takes that of the last accepted node. Everything else of the model
-(attention, experts, the projections of the module itself) runs on the whole block.
+A recurrent layer keeps a state per row instead of keys and values per token. A state that has read a rejected token cannot be rolled
+back. So the module with the state runs level by level, all nodes of a depth at once, each from a copy of its parent's state. The
+states after all nodes are kept until the block is verified; commit takes the state after the last accepted node. All other parts
+(attention, experts, projections of the module) run on the whole block.
 
-The modules are found by updating a state in transformers' cache, not by name (:mod:`.state_probe`).
+A module is found when it updates a state in transformers' cache, not by name (:mod:`.state_probe`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ CONTINUES_ATTRIBUTE = "decoders_continues_text"
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes that can run together, because their parents were run.
+    """Nodes of equal depth, which run together.
 
     Attributes:
         nodes: indices in ``[B·N]``.
-        parents: indices of their parents in ``[B·(N+1)]``.
-        places: their own indices in ``[B·(N+1)]``.
+        parents, places: indices of the parents, and of the nodes, in the states ``[B·(N+1)]``.
     """
 
     nodes: Tensor
@@ -43,10 +42,10 @@ class Level:
 
 
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
-    """The order in which the nodes of a block run, derived from their visibility on the host.
+    """The order in which the nodes of a block run, computed on the host from their visibility.
 
-    A node continues the visible node with the longest path: for candidates that is their parent, for nodes of a lookahead window the
-    token before. Nodes without a draft token are never accepted and left out.
+    A node continues the visible node with the longest path: a candidate's parent, or the previous token of a lookahead window. Nodes
+    without a draft token do not run.
 
     Args:
         visible: ``[B, N, N]`` bool.
@@ -69,11 +68,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """A block of nodes; each continues its parent's states.
-
-    Args:
-        base: ``[B]``, tokens in front of the block; without any the states are zero.
-    """
+    """A block of nodes; each continues its parent's states. base: ``[B]``, tokens before the block; with 0, states are zero."""
 
     def __init__(
         self, states: RowStates, specs: Sequence[Sequence[StateSpec]], visible: Tensor, nodes: Tensor, base: Tensor
@@ -110,11 +105,11 @@ class NodePass:
 
 
 class TextPass:
-    """A chunk of text: every row by itself up to its end, through the module's own path for many tokens.
+    """A chunk of text, row by row, through the module's own code for many tokens.
 
     Args:
-        begin: tokens in front of it, per row.
-        counts: tokens of every row that are no padding; padding does not enter the states.
+        begin: per row, tokens before the chunk.
+        counts: per row, tokens without padding; states do not read padding.
     """
 
     def __init__(
@@ -132,7 +127,7 @@ class TextPass:
             if count <= 0:
                 continue
             states = [state[row : row + 1].clone() for state in own_states] if start else None
-            # Some modules read the beginning of a text in one pass, and later tokens only one at a time.
+            # Some modules read the beginning of a text in one pass, and later tokens one at a time.
             whole = states is None or getattr(module, CONTINUES_ATTRIBUTE)
             for first, last in [(0, count)] if whole else [(i, i + 1) for i in range(count)]:
                 cache, own = cache_of(specs, states)
@@ -150,7 +145,7 @@ class TextPass:
 
 
 class _OneLayer(list):
-    """A cache's list of layers that returns one layer for every index."""
+    """A cache's list of layers that returns the same layer for every index."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
@@ -160,7 +155,7 @@ class _OneLayer(list):
 
 
 def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tuple[Cache, LinearAttentionLayer]:
-    """A cache for one call of a module, and its layer. states: ``[M, …]`` each, updated in place; None at the beginning of a text."""
+    """A cache for a call of a module, and its layer. states: ``[M, …]`` each, updated in place; None at the beginning of a text."""
     layer = LinearAttentionLayer(number_of_states=1 + max(spec.index for spec in specs))
     if states is not None:
         for spec, state in zip(specs, states, strict=True):
@@ -191,11 +186,8 @@ def tokens_of(args: tuple, keywords: dict[str, Any]) -> Tensor:
 def on_others(
     args: tuple, keywords: dict[str, Any], kind: type[Cache], cache: Cache, tensor: Callable[[Tensor], Tensor]
 ) -> tuple[tuple, dict[str, Any]]:
-    """A module's arguments, changed for a call on other tokens.
-
-    Args:
-        kind: the class of the cache that `cache` replaces.
-        tensor: returns the replacement of each tensor; masks are removed, because these calls have no padding.
+    """A module's arguments for a call on other tokens: `cache` replaces a cache of class `kind`, the results of `tensor` replace
+    tensors, and masks are removed, because these calls have no padding.
     """
 
     def replaced(value: Any) -> Any:
@@ -211,7 +203,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """The replacement class of `plain`."""
+    """The class that replaces `plain`, and runs by the pass's :class:`~decoders.engine.model.cache.StatePass`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]
@@ -231,8 +223,8 @@ def by_node(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
-# Most weights of a recurrent module are in the linear layers that read its input and in the one that computes its output. These run
-# once for a whole block, although the part between them runs level by level. A trial call finds them.
+# Most weights of a recurrent module are in the linear layers that read its input and in the layer that computes its output. These run
+# once for a whole block; the part between them runs level by level. A trial call finds them.
 
 _STAND_IN = "decoders_stand_in"
 _HOISTED = "decoders_hoisted"
@@ -241,10 +233,7 @@ _HOISTED = "decoders_hoisted"
 def projections(
     module: nn.Module, call: Callable[[Tensor], Tensor], hidden: Tensor
 ) -> tuple[tuple[str, ...], str | None]:
-    """Names of the linear layers that read `hidden` itself, and of the one whose output is that of ``call(hidden)``.
-
-    Each of them is called once.
-    """
+    """The names of the linear layers that read `hidden`, and of the layer whose output is ``call(hidden)``; each is called once."""
     seen: list[tuple[str, Tensor, Tensor]] = []
     handles = [
         child.register_forward_hook(lambda _, args, out, name=name: seen.append((name, args[0], out)))
@@ -264,30 +253,26 @@ def projections(
 
 
 def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
-    """Prepares `module`, of a private tree, for :func:`hoisted`."""
+    """Prepares `module` of a private model for :func:`hoisted`."""
     first, last = names
     layers = [module.get_submodule(name) for name in (*first, *([last] if last else []))]
     for layer in layers:
         layer.__class__ = _replaceable(cast(Hashable, type(layer)))
-    # In tuples, so that a copy of the tree copies them.
+    # Tuples, so that a copy of the model copies them.
     setattr(module, _HOISTED, (tuple(layers[: len(first)]), tuple(layers[len(first) :])))
 
 
 class Running:
-    """The tokens of the current level.
-
-    Attributes:
-        nodes: places in ``[B·N]``.
-    """
+    """The current level. nodes: its indices in ``[B·N]``."""
 
     nodes: Tensor
 
 
 @contextmanager
 def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Lets `module` run level by level inside, with its projections run on all `tokens` ``[B, N, H]`` at once.
+    """Runs the projections of `module` on all `tokens` ``[B, N, H]`` at once, while the module runs level by level inside.
 
-    Yields a function that turns the module's outputs for all levels, ``[B·N, …]``, into its result.
+    Yields a function from the module's outputs of all levels, ``[B·N, …]``, to its result.
     """
     first, last = getattr(module, _HOISTED, ((), ()))
     inputs: list[Tensor] = []
@@ -324,7 +309,7 @@ def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Cal
 
 @cache
 def _replaceable(plain: type[nn.Module]) -> type[nn.Module]:
-    """The replacement class of `plain`, whose forward can be exchanged."""
+    """The class that replaces `plain`, with a replaceable forward."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         stand_in = vars(self).get(_STAND_IN)

@@ -1,9 +1,9 @@
-"""Rotary tables that depend on how long the text is: longrope has one up to the original length and one beyond it, dynamic NTK scaling
-another for every length beyond.
+"""Rotary tables that depend on the length of the text: longrope has a table up to the original length and a table beyond, dynamic NTK
+scaling has another table for every length beyond.
 
-transformers takes the table by the longest position of a pass, drafts and other rows included. A private tree gets modules whose table
-is that of a *side*, which a call names: texts up to the first border, up to the second, and so on. A call that stays on its side has
-the tables of transformers in every pass.
+transformers chooses the table by the longest position of a pass, drafts and other rows included. A private model gets modules that
+choose the table by the call's *side*: texts up to the first border, up to the second, and so on. A call that stays on its side has
+transformers' tables in every pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...common.transformers_compat import rope_parameters_of, rope_type_of, set_rope_type
 from ...errors import ContextLengthError, UnsupportedError
 
-#: Kinds of rotary tables that depend on the length; whether there is one table for all lengths beyond the border.
+#: Rope types with tables that depend on the length → whether all lengths beyond the border share a table.
 VARYING = {"longrope": True, "dynamic": False}
 
 
@@ -28,10 +28,10 @@ class Sides:
     """The lengths at which the rotary tables of a design change.
 
     Attributes:
-        borders: the longest texts of each side, in order; beyond the last one there is a side more if `open`.
-        open: whether texts beyond the last border have one table for all lengths.
+        borders: the greatest length of each side, in order; `open` adds a side beyond the last border.
+        open: whether all texts beyond the last border share a table.
         now: the side of the present pass.
-        flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All private module trees of one target share it.
+        flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All private copies of a model share it.
     """
 
     def __init__(self, borders: tuple[int, ...], open: bool, device: torch.device) -> None:
@@ -39,12 +39,12 @@ class Sides:
         self.flag = torch.zeros((), dtype=torch.int64, device=device)
 
     def of(self, length: int) -> int:
-        """The side of a text of so many tokens."""
+        """The side of a text of `length` tokens."""
         return min(self._passed(length), len(self.borders) - (not self.open))
 
     def take(self, side: int) -> None:
-        """Makes the next passes those of texts on `side`."""
-        if side != self.now:  # never while a step is recorded, which would repeat it
+        """Sets the side of the next passes."""
+        if side != self.now:  # never while a step is recorded: replays would repeat it
             self.now = side
             self.flag.fill_(side)
 
@@ -52,10 +52,10 @@ class Sides:
         """Raises ContextLengthError unless a call stays on one side.
 
         Args:
-            name: of the design.
+            name: the design's name.
             prompt: tokens of the longest prompt.
-            new_tokens: most tokens behind it; the last one is never read.
-            cached: how many of the prompt's are in a cache of the caller's.
+            new_tokens: greatest number of new tokens; the last is never read.
+            cached: number of the prompt's tokens in the caller's cache.
         """
         before = self._passed(prompt)
         border = self.borders[min(before, len(self.borders) - 1)]
@@ -83,21 +83,21 @@ class Sides:
 
 
 def varies(config: PreTrainedConfig) -> bool:
-    """Whether rotary tables of a design depend on the length of the text."""
+    """Whether a design's rotary tables depend on the length of the text."""
     return any(kind in VARYING for kind, _ in _kinds(config))
 
 
 def has_varying_table(module: nn.Module) -> bool:
-    """Whether the forward pass of `module` itself writes such a table into its attributes."""
+    """Whether the forward of `module` writes a table that depends on the length into its attributes."""
     kind = rope_type_of(module)
     return kind is not None and not VARYING.keys().isdisjoint(kind.values() if isinstance(kind, dict) else (kind,))
 
 
 def take_over(model: PreTrainedModel) -> Sides | None:
-    """Gives a private tree rotary modules whose tables follow a side; None if its tables do not depend on the length.
+    """Gives a private model rotary modules with tables by side; None if its tables do not depend on the length.
 
     Raises:
-        UnsupportedError: its tables do, and no module was found that computes them.
+        UnsupportedError: the tables do, and no module that computes them was found.
     """
     config = model.config.get_text_config(decoder=True)
     if not varies(config):
@@ -121,7 +121,7 @@ def take_over(model: PreTrainedModel) -> Sides | None:
 
 
 def with_own_tables(model: nn.Module) -> None:
-    """Gives modules of a private tree whose forward pass writes its table buffers of their own."""
+    """Copies the buffers of a private model's modules whose forward writes its table."""
     for module in model.modules():
         if has_varying_table(module):
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -129,7 +129,7 @@ def with_own_tables(model: nn.Module) -> None:
 
 
 def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """The kinds of rotary tables of a design, each with the longest text of its first one."""
+    """A design's rope types, each with the greatest length of its first table."""
     for parameters in rope_parameters_of(config):
         kind = str(parameters.get("rope_type", parameters.get("type", "default")))
         context = int(getattr(config, "max_position_embeddings", None) or (1 << 31))
@@ -140,18 +140,14 @@ def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 
 
 def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
-    """Whether a module makes rotary tables of positions: it takes these, has buffers and no weights."""
+    """Whether a module computes rotary tables: it takes positions, has buffers and no weights."""
     if not varies(getattr(module, "config", config)) or next(module.parameters(), None) is not None:
         return False
     return "position_ids" in inspect.signature(module.forward).parameters and next(module.buffers(), None) is not None
 
 
 class SidedRotary(nn.Module):
-    """A rotary module with the table of one side for all positions.
-
-    Args:
-        module: whose table depends on the longest position that it is given.
-    """
+    """A rotary module with the present side's table for all positions. module: the original, with tables by longest position."""
 
     flag: Tensor
 
@@ -179,7 +175,7 @@ class SidedRotary(nn.Module):
         return table
 
     def _of_side(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The table as if the longest text of the pass were on a side."""
+        """The table as if the longest text of the pass were on side `number`."""
         module = self.sides[number]
         if self._settled[number]:
             return module(*args, **kwargs)
@@ -196,7 +192,7 @@ class SidedRotary(nn.Module):
         return _each(lambda values: values[..., :-1, :], table)
 
     def _settle(self, number: int) -> bool:
-        """Fixes the table of a side in its module, so that passes neither compute nor write it; whether that was possible."""
+        """Fixes the table of a side, so that passes neither compute nor write it; returns whether this is possible."""
         module, kind = self.sides[number], rope_type_of(self.sides[number])
         if kind is None:
             return False
@@ -214,14 +210,14 @@ class SidedRotary(nn.Module):
                     break
             else:
                 return True
-        except Exception:  # a module of its own design
+        except Exception:  # an unknown module
             pass
         set_rope_type(module, kind)
         return False
 
 
 def _each(function: Callable[..., Tensor], *tables: Any) -> Any:
-    """`function` of each tensor of tables, which are tensors or tuples of them."""
+    """`function` of each tensor of `tables`, which are tensors or tuples of tensors."""
     if isinstance(tables[0], Tensor):
         return function(*tables)
     return tuple(function(*parts) for parts in zip(*tables, strict=True))

@@ -1,4 +1,4 @@
-"""Creating a model's target with kernels that work on this machine, checked against the model before it is used."""
+"""Creates a model's target with kernels that work on this machine, and checks it against the model before its first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...tree import Topology
 from . import kept_checks, mixed, own_masks, rope
 from .blocks import PassInput, PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
-from .cache import CacheBuffers, LayerSpec
+from .cache import CacheBuffers, LayerSpec, move_slots
 from .invariance import brief_check
 from .kept_checks import KeptCheck
 from .kernels import attention as kernel
@@ -38,23 +38,23 @@ from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
 
 _log = logging.getLogger("decoders")
-#: Seconds from which on a check is logged.
+#: A check is logged if it takes longer than this (seconds).
 NOTEWORTHY = 2.0
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
-    """The target with our kernels where they are wanted, fit and give right logits, else with PyTorch's.
+    """The target, with this package's kernels if they are chosen, fit, and give right logits, else with PyTorch's.
 
-    A rejected kernel gives one warning, and is noted in :attr:`Target.rejected`.
+    A kernel that fails gives a warning, and a text in :attr:`Target.rejected`.
 
     Raises:
-        UnsupportedError: see :class:`Target`; or its tree-verified logits differ from those of a plain forward.
+        UnsupportedError: see :class:`Target`; or its logits from a tree differ from a plain forward's.
     """
     with devices.current(model.device):
         if attends == "triton" or kernel.preferred(model.device) is None:
             return _checked(model, attends, precision)
         inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
-        if model.device.type == "cpu":  # its products are no matter of that setting
+        if model.device.type == "cpu":  # the setting has no effect there
             inexact = precision
         every: list[tuple[Attention, Precision]]
         every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
@@ -66,16 +66,15 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
                 break
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # Triton raises whatever it likes, without a C compiler for instance
+            except Exception as error:  # Triton may raise anything, without a C compiler for example
                 rejected = rejected or f"{type(error).__name__}: {error}"
         else:
-            target = _checked(model, *last)  # raises what is wrong with the model itself
+            target = _checked(model, *last)  # raises for faults of the model itself
         if rejected is not None:
-            target.rejected = (
-                f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
-            )
+            rejected = f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
+            target.checks = replace(target.checks, rejected=rejected)
             warnings.warn(
-                f"a kernel of ours does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
+                f"a kernel of this package does not work here and was replaced by PyTorch's: {rejected}", stacklevel=2
             )
         return target
 
@@ -85,28 +84,29 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     started = time.perf_counter()
     if target.device.type == "cuda" and not interpreted():
         count = compile_kernels(partial(_passes_of_calls, target.sibling()))
-        target.kernel_seconds = time.perf_counter() - started
-        if target.kernel_seconds > NOTEWORTHY:
-            _log.info("compiled the kernels of %d kinds of calls in %.1f s", count, target.kernel_seconds)
+        target.checks = replace(target.checks, kernel_seconds=time.perf_counter() - started)
+        if target.checks.kernel_seconds > NOTEWORTHY:
+            _log.info("compiled the kernels of %d kinds of calls in %.1f s", count, target.checks.kernel_seconds)
     started = time.perf_counter()
     key = kept_checks.key_of(target, model)
     passed = kept_checks.find(key) if key is not None else None
-    if passed is not None:
-        target.longest, target.invariance = passed.longest, passed.invariance
-    else:
-        target.longest = check_tree_logits(target, model)
-        target.invariance = brief_check(target)
-        passed = KeptCheck(date.today().isoformat(), target.longest, target.invariance)
-        if key is not None and (target.invariance is None or target.invariance.holds):
+    if passed is None:
+        longest = check_tree_logits(target, model)
+        check_moves(target)
+        invariance = brief_check(target)
+        passed = KeptCheck(date.today().isoformat(), longest, invariance)
+        if key is not None and (invariance is None or invariance.holds):
             kept_checks.keep(key, passed)
-    target.checked = passed.day
-    target.check_seconds = time.perf_counter() - started
-    if target.check_seconds > NOTEWORTHY:
-        _log.info("checked %s against its own passes in %.1f s", type(model).__name__, target.check_seconds)
+    target.checks = replace(
+        target.checks, day=passed.day, longest=passed.longest, invariance=passed.invariance,
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    if target.checks.seconds > NOTEWORTHY:
+        _log.info("checked %s against its own passes in %.1f s", type(model).__name__, target.checks.seconds)
     return target
 
 
-#: Tokens of a branch behind the text, for which there are logits to compare.
+#: Tokens of a branch after the text, whose logits are compared.
 LONGEST_BRANCH = 3
 
 
@@ -117,7 +117,7 @@ class Sizes:
     Attributes:
         texts: tokens of each row, the longest first.
         trees: number and length of the branches of each verified block.
-        reach: longest window or chunk of a layer; longer ones are shortened during the check, so that texts exceed them.
+        reach: the check shortens longer windows and chunks of layers to this, so that texts exceed them.
     """
 
     texts: tuple[int, ...]
@@ -125,46 +125,47 @@ class Sizes:
     reach: int
 
     def within(self, context: int) -> Sizes:
-        """The same for a model with so many positions: texts leave room for a branch behind them."""
+        """The same for a model with `context` positions: texts leave room for a branch."""
         longest = max(context - LONGEST_BRANCH, 2)
         return replace(self, texts=tuple(min(count, longest - row) for row, count in enumerate(self.texts)))
 
 
-#: On the CPU a check must be quick, because every process begins with one: two short texts, a block of 16 nodes.
+#: On the CPU a check must be quick, because processes begin with a check: two short texts, a block of 16 nodes.
 ON_CPU = Sizes((16, 8), ((5, 3),), 6)
-#: On CUDA texts exceed a bucket and a split of the attention kernel, and blocks have up to 64 nodes, as in calls: a kernel may be
-#: right at small sizes and wrong at these.
+#: On CUDA, texts exceed a bucket and a split of the attention kernel, and blocks have up to 64 nodes, as in calls: a kernel that is
+#: right at small sizes may be wrong at these.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
 def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
-    """Reads texts, verifies trees behind them, and compares with plain forwards, which finds problems that no config shows.
-
-    Args:
-        target: of `model`.
+    """Reads texts, verifies trees after them, and compares with plain forwards of `model`, to find faults that no config shows.
 
     Returns:
-        the longest texts for which the check holds; None: any.
+        the greatest length of texts for which the check is valid; None: any.
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
     """
     reference = share_weights(model)  # in evaluation mode, whatever the mode of the user's model
     rope.with_own_tables(reference)
-    quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
+    quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.products.groups)
     layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
-    sizes = sizes.within(target.max_positions)
-    if target.recurrent:  # their rows of several lengths are read one by one
+    sizes = sizes.within(target.lengths.most)
+    if target.recurrent:  # rows of different lengths would be read one by one
         sizes = replace(sizes, texts=sizes.texts[-1:])
-    if target.counted and target.counted.harmless < sizes.texts[0]:  # longer texts are possible in a single row only
+    if (
+        target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]
+    ):  # longer texts are possible in a single row only
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
         difference, longest = _difference(target, reference, layout, sizes), None
         if difference and not _follows_its_config(reference, target, sizes):
             difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
-            longest = min((reach for kind in target.kinds if (reach := kind.window or kind.chunk)), default=None)
+            longest = min(
+                (reach for kind in target.attending.kinds if (reach := kind.window or kind.chunk)), default=None
+            )
     if difference:
         raise UnsupportedError(
             f"{type(model).__name__}: {difference}, so strategies would not be exact. Call generate without strategy=."
@@ -173,7 +174,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
-    """Description of a difference of the target's logits from those of `reference`; None if they differ by rounding only."""
+    """Describes how the target's logits differ from `reference`'s; None if they differ by rounding only."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
     target.take_side(target.side_of(max(map(len, ids))))
@@ -196,13 +197,16 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
 
 
 def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
-    """Random token ids: each row's text with its continuation by the longest branch."""
+    """Pseudo-random token ids: each row's text and its continuation by the longest branch."""
     ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
-    return [ids[row * 1000 :][: count + LONGEST_BRANCH] % target.embeddings for row, count in enumerate(sizes.texts)]
+    return [
+        ids[row * 1000 :][: count + LONGEST_BRANCH] % target.vocabulary.embeddings
+        for row, count in enumerate(sizes.texts)
+    ]
 
 
 def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tensor]:
-    """``[LONGEST_BRANCH + 1, V]`` float32, after the last tokens of each of `texts`; padding comes behind them."""
+    """``[LONGEST_BRANCH + 1, V]`` float32 per text, the logits after its last tokens; padding is on the right."""
     # Not padded with 0, because a design may detect its padding token itself.
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=float(texts[0][0]))
     count, longest = LONGEST_BRANCH + 1, tokens.shape[1]
@@ -217,13 +221,13 @@ def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tenso
 def _tree_logits(
     target: Target, layout: list[LayerSpec], ids: list[Tensor], sizes: Sizes
 ) -> Iterator[tuple[int, Tensor]]:
-    """Nodes of a block, and the logits ``[B, D, V]`` float32 along its last branch, from the root on."""
+    """Per block, its number of nodes and the logits ``[B, D, V]`` float32 along its last branch, from the root on."""
     device, rows, longest = target.device, len(ids), sizes.texts[0]
     slots = slots_for(longest, target.static)
     view, start = torch.arange(slots, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
     buffers = CacheBuffers.allocate(layout, rows, slots + BLOCK_MARGIN)
     tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
-    for row, text in enumerate(ids):  # shorter ones are padded, as in a call
+    for row, text in enumerate(ids):  # shorter texts are padded, as in a call
         tokens[row, : len(text)] = text[:longest]
     pieces = [0, longest - 1] if target.recurrent else [0, longest * 3 // 4, longest - 1]
     for begin, end in pairwise(dict.fromkeys(pieces)):
@@ -232,32 +236,56 @@ def _tree_logits(
     for branches, length in sizes.trees:
         tree = Topology.branches(branches, length)
         path = [0, *range(len(tree) - length, len(tree))]
-        nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.embeddings
+        nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.vocabulary.embeddings
         for row, (text, count) in enumerate(zip(ids, sizes.texts, strict=True)):
             nodes[row, path] = text[count - 1 : count + length]
         inputs = target.inputs(nodes, base, tree.tensors(rows, device), buffers, view)
         yield len(tree), target.results(inputs, torch.tensor(path, device=device)).logits
 
 
+def check_moves(target: Target) -> None:
+    """Raises UnsupportedError if a kernel of ours moves slots, and moves them to other places than plain copies do."""
+    buffers = target.buffers(2, 64)
+    if buffers.places is None:
+        return
+    for tensor in buffers.tensors:
+        tensor.copy_((torch.arange(tensor.numel(), device=target.device) * 31 % 113).view(tensor.shape))
+    plain, results = replace(buffers, places=None).enlarged(64), []
+    for own in (buffers, plain):
+        _move_some(own, target.device)
+        results.append(own.tensors)
+    if not all(map(torch.equal, *results)):
+        raise UnsupportedError("keys and values of accepted tokens are moved to wrong places")
+
+
+def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
+    rows = len(buffers.keys[0])
+    path = torch.arange(20, device=device).repeat(rows, 1)
+    path[0, 1:7] += 12
+    path[-1, 2:5] += 2
+    move_slots(buffers, torch.arange(rows, device=device) * 9 + 3, path)
+
+
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
-    """The passes of a check, and those of one row. twin: nobody else's, because what modules keep of them is worth nothing."""
-    sizes = ON_CUDA.within(twin.max_positions)
+    """Runs the passes of a check, and with one row, to compile kernels. twin: a private copy, because modules may keep results."""
+    _move_some(twin.buffers(2, 64), twin.device)
+    sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):
         own = replace(sizes, texts=sizes.texts[:rows])
         list(_tree_logits(twin, twin.layout, _texts(twin, own), own))
 
 
-#: Fields of a config that say how far layers look back, as :func:`~decoders.engine.model.attention.layer_kinds` reads them.
+#: Fields of a config that limit how far layers look back (:func:`~decoders.engine.model.attention.layer_kinds`).
 REACHES = ("sliding_window", "attention_chunk_size")
 
 
 @contextmanager
 def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
-    """Limits windows and chunks of both to `sizes.reach` inside. `reference` is private, and so is its config."""
+    """Limits windows and chunks of `target` and `reference` to `sizes.reach` inside. `reference` and its config are private."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
     usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
-    kinds = target.kinds
+    kinds = target.attending.kinds
     try:
         for name in usual:
             setattr(config, name, reach)
@@ -282,11 +310,11 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
 def can_mix(target: Target) -> bool:
     """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) equals separate passes of the rows and of the prompt.
 
-    It does for designs that call transformers' attention function by name, and not for those with attention of their own.
+    True for designs that call transformers' attention function by name, False for designs with other attention code.
     """
     if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
         return False
-    device, vocab = target.device, min(target.vocab_size, target.embeddings)
+    device, vocab = target.device, min(target.vocab_size, target.vocabulary.embeddings)
     prompts = torch.arange(3, 39, device=device).view(3, 12) % vocab
     rows, start = CacheBuffers.allocate(target.layout, 3, 32), torch.zeros(3, dtype=torch.int64, device=device)
     view, base = torch.arange(16, device=device), torch.tensor([8, 4], device=device)
@@ -296,7 +324,7 @@ def can_mix(target: Target) -> bool:
     given = PassInput(nodes, base, tree, rows.of_rows(0, 2), view)
     try:
         ours = mixed.forward(target, given, piece)
-    except Exception:  # the model's own attention may reject such a mask in any way
+    except Exception:  # the model's own attention may raise anything for this mask
         return False
     written = [tensor[2:].clone() for tensor in rows.tensors]
     plain = target.forward(given)
@@ -309,10 +337,10 @@ def can_mix(target: Target) -> bool:
 
 
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
-    """``[count, V]`` float32, the model's own logits after `count` of `ids` ``[1, T]`` from `begin` on, each in a pass of its own.
+    """``[count, V]`` float32, the model's own logits after `count` tokens of `ids` ``[1, T]`` from `begin` on, a pass per token.
 
-    Recurrent layers may compute a text in one pass by other equations than token by token: Nemotron-H bounds time steps only in the
-    former. Texts are generated token by token, here and in transformers.
+    Recurrent layers may use other equations for a text in one pass (Nemotron-H bounds time steps there) than for the single tokens of
+    generation.
     """
     out, logits = model(input_ids=ids[:, :begin], use_cache=True), []
     for place in range(begin, begin + count):

@@ -1,4 +1,4 @@
-"""Finding the modules of a model that keep recurrent states, by a trial pass, and checking that they can continue them."""
+"""Finds the modules of a model that keep recurrent states, by a trial pass, and checks that they can continue a state."""
 
 from __future__ import annotations
 
@@ -28,24 +28,19 @@ from .recurrent import (
     tokens_of,
 )
 
-#: Most layers of a cache that a model may iterate over.
+#: Number of layers of the probe's cache, over which a model may iterate.
 MOST_LAYERS = 4096
-#: Tokens that a layer is tried on.
+#: Tokens of a trial.
 TRIED = 6
-#: Largest relative difference between reading them in one piece and in two, in float32 and in lower precision.
+#: Tolerated relative difference between reading a text in one piece and in two, in float32 and in lower precision.
 IN_PIECES, LOW_IN_PIECES = 1e-3, 2e-2
-#: The same for one piece and token by token, for which some designs have two sets of equations: Nemotron-H and Zamba2 differ by 3e-2.
+#: The same between one piece and token by token, where some designs use other equations: Nemotron-H and Zamba2 differ by 3e-2.
 TOKEN_BY_TOKEN = 0.1
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A module that keeps states, as it was called in a trial pass.
-
-    Attributes:
-        layer: index of its states in the cache.
-        states: its states.
-    """
+    """A module that keeps states, with its arguments in a trial pass. layer: index of its states in the cache."""
 
     layer: int
     module: nn.Module
@@ -67,7 +62,7 @@ class Recurrent:
 
     @property
     def tokens(self) -> Tensor:
-        """The hidden states that it was called with, ``[1, 1, H]``."""
+        """The module's input in the trial pass, ``[1, 1, H]``."""
         return tokens_of(self.args, self.keywords)
 
     def projections(self) -> tuple[tuple[str, ...], str | None]:
@@ -76,7 +71,7 @@ class Recurrent:
         return projections(self.module, lambda hidden: self(hidden, cache_of(self.states, None)[0]), hidden)
 
     def check(self) -> bool:
-        """Whether it can continue a text with several tokens at once.
+        """Whether the module can continue a text with several tokens at once.
 
         Raises:
             UnsupportedError: its results differ if it reads a text token by token.
@@ -119,7 +114,7 @@ class Recurrent:
 
 
 class StateProbe(LayoutProbe):
-    """Also records which modules update which states."""
+    """A :class:`LayoutProbe` that also records which modules update which states."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -129,7 +124,6 @@ class StateProbe(LayoutProbe):
 
     @property
     def recurrent(self) -> list[Recurrent]:
-        """All modules that keep states."""
         modules = []
         for layer, (module, args, keywords) in sorted(self._calls.items()):
             states = []
@@ -141,7 +135,7 @@ class StateProbe(LayoutProbe):
         return modules
 
     def note(self, layer: int) -> None:
-        """Records that the running module has updated a state of this layer."""
+        """Records that the running module has updated a state of `layer`."""
         self._calls[layer] = self._running[-1]
 
     @contextmanager
@@ -206,7 +200,7 @@ def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttention
 
 
 def may_keep_states(model: PreTrainedModel) -> bool:
-    """Whether some layers keep a recurrent state by the model's config or by transformers."""
+    """Whether the config or transformers says that some layers keep a recurrent state."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return keeps_recurrent_state(model) or bool(
         {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"} & set(types)
@@ -214,13 +208,8 @@ def may_keep_states(model: PreTrainedModel) -> bool:
 
 
 def adopt(entries: Sequence[Recurrent]) -> bool:
-    """Makes recurrent modules of a private tree run by the pass's :class:`~decoders.engine.model.cache.StatePass`.
-
-    Returns:
-        whether all of them can continue a text with several tokens.
-
-    Raises:
-        UnsupportedError: one of them does not fit.
+    """Makes recurrent modules of a private model run by the pass's :class:`~decoders.engine.model.cache.StatePass`. Returns whether
+    all of them can continue a text with several tokens. Raises UnsupportedError if a module does not fit.
     """
     tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
     for recurrent in entries:

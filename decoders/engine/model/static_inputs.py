@@ -1,4 +1,4 @@
-"""Finding the tensors inside a strategy's state, comparing them with another call's, and copying its values in."""
+"""Finds the tensors inside a strategy's state, compares them with another call's, and copies its values in."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class SameObject:
 
 
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything inside `root` by its path: tensors, and values that are neither tensors nor searched.
+    """All parts of `root` by path: tensors, and other values.
 
-    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. Of an object with a
-    method `static_parts` the result of that method is searched.
+    Searches lists, tuples, dicts and attributes of plain objects, not functions, modules and classes. Of an object with a method
+    `static_parts`, searches the method's result.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -74,24 +74,24 @@ def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]
 class StaticInputs:
     """The tensors in `root` that a recording reads and writes.
 
-    Another call's state fits if it has the same parts: tensors of equal shape, dtype and device, and equal other values. A state
-    with an object that is created in every call and cannot be searched, such as a closure, never fits: then every call records for
-    itself, which is slower.
+    Another call's state fits if it has the same parts: tensors of equal shape, dtype and device, and equal other values. A state never
+    fits if it has an object that every call creates and that cannot be searched, a closure for example: then every call records its
+    steps, which is slower.
     """
 
     def __init__(self, root: Any) -> None:
-        self.root = root  # keeps objects alive that are compared by identity
+        self.root = root  # keeps objects alive, which are compared by identity
         self.tensors, self.others = find_tensors(root)
 
     @property
     def settled(self) -> bool:
-        """Whether these tensors are still in use. If steps have replaced one, another call's values cannot be loaded."""
+        """Whether `root` still has these tensors. If steps have replaced any, another call's values cannot be loaded."""
         tensors, _ = find_tensors(self.root)
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
-        """Copies the values of `root`'s tensors in; returns False, with nothing copied, if it does not fit."""
+        """Copies the values of `root`'s tensors in; returns False, without copying, if it does not fit."""
         tensors, others = find_tensors(root)
         if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():
             return False
@@ -103,7 +103,7 @@ class StaticInputs:
         return True
 
     def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Copies the values of `tensors`, from :func:`find_tensors` of a state that fits."""
+        """Copies the values of `tensors` in; they come from :func:`find_tensors` of a state that fits."""
         _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
@@ -113,7 +113,7 @@ class StaticInputs:
 
 
 def copied(value: Any) -> Any:
-    """`value` with a copy of every tensor in it. Tensors that are the parts of one buffer are parts of one copy again."""
+    """`value` with copies of its tensors. Tensors that share a buffer share a copy of it."""
     tensors, _ = find_tensors(value)
     buffers = {buffer.data_ptr(): buffer.clone().untyped_storage() for buffer in _whole_buffers(tensors)[0].values()}
     return _copied(value, buffers)
@@ -134,11 +134,10 @@ def _copied(value: Any, buffers: Mapping[int, torch.UntypedStorage]) -> Any:
 
 
 def _whole_buffers(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple, Tensor], list[str]]:
-    """Groups tensors that together fill one buffer, so that one copy moves it.
+    """Groups tensors that together fill a buffer, so that one copy moves all.
 
     Returns:
-        Those buffers, as bytes, by their parts' paths and places, so that two with one key are laid out alike; and the paths of the
-        tensors that are in none of them.
+        the buffers, as bytes, by the layout of their parts; and the paths of all other tensors.
     """
     sharing: dict[int, list[str]] = {}
     for path, tensor in tensors.items():
@@ -157,7 +156,7 @@ def _whole_buffers(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple, Tensor], 
 
 
 def _fill(tensors: list[Tensor]) -> bool:
-    """Whether `tensors`, which share a buffer, are contiguous and leave none of it out."""
+    """Whether `tensors`, which share a buffer, are contiguous and cover it."""
     end = 0
     for begin, size in sorted((int(t.storage_offset()) * t.itemsize, t.nbytes) for t in tensors if t.is_contiguous()):
         if begin > end:
@@ -194,12 +193,12 @@ def _equal(own: Any, other: Any) -> bool:
         return False
     try:
         return bool(own == other)
-    except Exception:  # not comparable counts as different
+    except Exception:  # values that cannot be compared count as different
         return False
 
 
 def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` without dimensions that an ``expand`` of `like` repeats, because expanded tensors cannot be written to."""
+    """`tensor` without the repetitions of dimensions that `like` expands, because expanded tensors cannot be written."""
     like = tensor if like is None else like
     for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if stride == 0 and size > 1:

@@ -21,18 +21,10 @@ from ...tree import TreeTensors
 from . import attention, buckets, experts, own_masks, recurrent, rope
 from .blocks import LeadingText, PassInput, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
-from .features import HeadInputs, LayerStates, OutputHead
+from .facts import Attending, Checks, Lengths, Products, Vocabulary
+from .features import OutputHead, Taps
 from .kernels import attention as kernel
-from .layout import (
-    backbone_of,
-    context_length,
-    embeddings_of,
-    placeholder_ids,
-    probe_layout,
-    refuse_unfit,
-    shared_inputs,
-    vocabulary_of,
-)
+from .layout import backbone_of, context_length, probe_layout, refuse_unfit, shared_inputs
 from .ranks import Ranks
 from .state_probe import adopt
 from .torch_compat import rounds_float32
@@ -77,26 +69,6 @@ class ForwardResult:
         return ForwardResult(logits, hidden, layers)
 
 
-@dataclass(frozen=True)
-class Invariance:
-    """Whether a node has the same bits in every block (:mod:`.invariance`).
-
-    Attributes:
-        holds: whether drafts that are chains give the bits of plain decoding.
-        differs: the comparisons in which bits differed; the one of branches does not count for `holds`.
-        single: whether a block may have one node in one row; False if that was not compared.
-    """
-
-    holds: bool
-    differs: tuple[str, ...] = ()
-    single: bool = False
-
-    def __str__(self) -> str:
-        if not self.differs:
-            return "a token has the same bits in every block"
-        return f"bits depend on {', '.join(self.differs)}"
-
-
 class Target:
     """A causal language model whose weights are the user's and whose module tree is private.
 
@@ -107,96 +79,74 @@ class Target:
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded to buckets.
-        attends: the attention: "triton", the kernel for CUDA; "cpu", the kernel for CPUs; or "sdpa".
-        rejected: why a kernel of ours was tried and not used (:func:`~decoders.engine.model.self_check.target_of`), else None.
-        longest: the longest texts for which its logits are the model's; None: any.
         precision: of the matrices and of the cache, where it is not the model's own.
-        in_levels: whether attention reads a quantized cache as it is stored.
-        groups: paths of layers that read the same input; they are multiplied as one if they are stored or quantized alike.
-        quantized: the quantized matrices.
-        few_rows: number of layers that multiply by our kernels, for which one row costs less than three.
+        vocabulary: the tokens that it reads and writes.
+        attending: how its layers attend.
+        products: how its matrices are multiplied.
+        lengths: how its results depend on the length of a text.
+        checks: what checking it has shown.
         weights: state of the weights that kept texts and quantized matrices are of.
         rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
             last bit may change a rounded value.
-        layers: decoder layers whose outputs are in its results, see :meth:`watching`.
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these can read a text in several passes.
-        counted: how its layers use the number of tokens in its cache, None if they do not.
-        placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text. Once more as
-            `placeholders_on_host`.
-        sides: the lengths at which its rotary tables change, None if they do not.
+        taps: what is kept of a pass besides logits.
         multiple: blocks and chunks of text have a multiple of so many nodes. More than 1 where bits matter and depend on the slots of a
             path, too: then what was accepted on a branch is run again in its own slots.
-        invariance: in low precision, whether a node has the same bits in every block.
-        checked: the day on which its design was compared with the model's, in ISO format (:mod:`.kept_checks`).
-        kernel_seconds: time of compiling kernels before the check.
-        check_seconds: time of the check against the model.
         ranks: the processes that share its weights.
 
     Raises:
         UnsupportedError: the model's design does not fit the loop. A kernel that does not run may raise any error.
     """
 
-    rejected: str | None = None
-    longest: int | None = None
-    invariance: Invariance | None = None
-    checked: str = ""
-    kernel_seconds: float = 0.0
-    check_seconds: float = 0.0
-
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
         refuse_unfit(model)
         precision.check(model.device)
-        self.precision, self.ranks = precision, Ranks.of(model)
+        self.precision, self.ranks, self.checks = precision, Ranks.of(model), Checks()
         if self.ranks.several and precision.weights is not None:
             raise UnsupportedError(
                 f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
                 "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
             )
         self.static = devices.static_shapes(model.device)
-        kinds, self._kind_of_layer = attention.layer_kinds(model.config)
+        kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         experts.take_over(self.model)
-        self.sides = rope.take_over(self.model)
+        sides = rope.take_over(self.model)
+        self.attending = Attending("sdpa", kinds, kind_of_layer)
         self._attend_by("sdpa")
         self.tell_kinds(own_masks.take_over(self.model, kinds))
-        self.embeddings = embeddings_of(model)
-        self.vocab_size = vocabulary_of(model)
-        self.max_positions = context_length(model)
+        self.vocabulary = Vocabulary.of(model)
         self.backbone = backbone_of(self.model)
-        self.layers: tuple[int, ...] = ()
-        self._layer_states: LayerStates | None = None
-        self._watch_head()
+        self.taps = Taps(self.model)
         packed = take_packed(self.model)
-        self.groups = shared_inputs(self.model, len(self.kinds))
+        groups = shared_inputs(self.model, len(self.attending.kinds))
         head = self.model.get_output_embeddings()
-        self.quantized = quantize(self.model, precision.weights, head, groups=self.groups, given=packed)
-        self.few_rows = multiply_few_rows(self.model, self.groups, precision.exact_products)
+        quantized = quantize(self.model, precision.weights, head, groups=groups, given=packed)
+        self.products = Products(groups, quantized, multiply_few_rows(self.model, groups, precision.exact_products))
         if precision.exact_products:
             replace_norms(self.model)
         fuse_layers(self.model)
         self.weights = WeightState.of(model)
-        layout = probe_layout(self.model, len(self.kinds))
-        self.layout, self.counted = layout.layers, layout.counted
+        layout = probe_layout(self.model, len(self.attending.kinds))
+        self.layout, self.lengths = layout.layers, Lengths(context_length(model), sides, layout.counted)
         self.recurrent = tuple(entry.layer for entry in layout.recurrent)
         self.continues = adopt(layout.recurrent)
         self.static = self.static and not self.recurrent
         if precision.cache is not None:
             self.layout = [replace(spec, quantized=True) for spec in self.layout]
-        self.group = layout.groups[0] if len(set(layout.groups)) == 1 else 1
+        group = layout.groups[0] if len(set(layout.groups)) == 1 else 1
         self._cache_keyword = cache_keyword(self.model)
-        self._head.forget()
+        self.taps.head.forget()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
-        ids = placeholder_ids(model)
-        self.placeholders_on_host = torch.tensor(ids, device="cpu") if ids is not None else None
-        self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
         ours = self._kernel_for(attends, len(layout.groups))
         if ours is not None:
             self._attend_by(ours)
-        self.in_levels = self.attends == "cpu" and layout.as_stored
-        if ours == "triton" and self.few_rows and not self.recurrent:
+        in_levels = self.attends == "cpu" and layout.as_stored
+        self.attending = replace(self.attending, group=group, in_levels=in_levels)
+        if ours == "triton" and self.products.few_rows and not self.recurrent:
             fuse_blocks(decoder_layers(self.model), self._read_few)
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
@@ -222,7 +172,7 @@ class Target:
 
     def _few_tokens(self) -> PassInput:
         """A pass over four tokens of one row, to try what the model computes."""
-        tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
+        tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
         return PassInput(tokens, start, tree, self.buffers(1, 16), torch.arange(8, device=self.device))
 
@@ -232,41 +182,66 @@ class Target:
         inputs = self.inputs(given.nodes, given.base, given.tree, given.buffers, given.view)
         watch(inputs[self._cache_keyword])
         self.model(**inputs)
-        self._head.forget()
+        self.taps.head.forget()
 
     def check_lengths(self, longest: int, rows: int) -> None:
         """Raises ContextLengthError if texts of up to `longest` tokens in so many rows cannot be decoded as by the model."""
-        name = type(self.model).__name__
-        if self.longest is not None and longest > self.longest:
+        name, most = type(self.model).__name__, self.checks.longest
+        if most is not None and longest > most:
             raise ContextLengthError(
-                f"{name} sees other tokens than the window in its config says, so no more than the {self.longest} tokens of that "
+                f"{name} sees other tokens than the window in its config says, so no more than the {most} tokens of that "
                 f"window can be decoded as it would, and {longest} are asked for: ask for fewer, or call generate without strategy=."
             )
-        if self.counted is not None:
-            self.counted.check(name, longest, rows)
+        if self.lengths.counted is not None:
+            self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
         """The side of a text of so many tokens (:class:`~decoders.engine.model.rope.Sides`); 0 where there is one."""
-        return 0 if self.sides is None else self.sides.of(length)
+        return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
 
     def take_side(self, side: int) -> None:
         """Makes the next passes those of texts on `side`."""
-        if self.sides is not None:
-            self.sides.take(side)
+        if self.lengths.sides is not None:
+            self.lengths.sides.take(side)
 
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
         """Sets how far each kind of layer looks back."""
-        self.kinds = kinds
-        attention.tell_kinds(self.model, kinds, self._kind_of_layer)
+        self.attending = replace(self.attending, kinds=kinds)
+        attention.tell_kinds(self.model, kinds, self.attending.kind_of_layer)
 
     def kind_of(self, layer: int) -> attention.LayerKind:
         """How far a decoder layer looks back."""
-        return self.kinds[self._kind_of_layer[layer]]
+        return self.attending.kinds[self.attending.kind_of_layer[layer]]
 
     def _attend_by(self, attends: Literal["sdpa", "triton", "cpu"]) -> None:
-        self.attends = attends
+        self.attending = replace(self.attending, by=attends)
         names = {"sdpa": attention.NAME, "triton": kernel.NAME, "cpu": kernel.CPU_NAME}
         attention.attend_by(self.model, names[attends])
+
+    @property
+    def attends(self) -> Literal["sdpa", "triton", "cpu"]:
+        """See :attr:`Attending.by`."""
+        return self.attending.by
+
+    @property
+    def vocab_size(self) -> int:
+        """See :attr:`Vocabulary.size`."""
+        return self.vocabulary.size
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers whose outputs are in its results, see :meth:`watching`."""
+        return self.taps.layers
+
+    @property
+    def uncompiled(self) -> str | None:
+        """Why no pass is compiled; None where passes may be."""
+        name = type(self.model).__name__
+        if self.recurrent:
+            return f"{name} keeps recurrent states: its blocks run level by level, as their tree says, which is no graph for every tree"
+        if not devices.compiles(self.device):
+            return f"{name} is on {self.device.type!r}, and passes are compiled for {' and '.join(devices.TRIED)} only"
+        return None
 
     @functools.cached_property
     def decoder_layers(self) -> int:
@@ -276,7 +251,7 @@ class Target:
     @property
     def matrices(self) -> list[Tensor]:
         """The tensors of all quantized matrices."""
-        return [tensor for weight in self.quantized.weights for tensor in weight.tensors]
+        return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
         """Whether blocks of so many rows may have one node in each, with the same bits as in longer blocks.
@@ -285,33 +260,28 @@ class Target:
         """
         if self.static:
             return False
-        if (rows > 1 or self.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
+        if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
             return True
-        return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
+        invariance = self.checks.invariance
+        return (rows > 1 and not self.rounds) or (invariance is not None and invariance.single)
 
     def buffers(self, rows: int, slots: int) -> CacheBuffers:
         """Empty rows."""
-        return CacheBuffers.allocate(self.layout, rows, slots, self.placeholders is not None)
+        placeholders = self.vocabulary.placeholders is not None
+        return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
-    def _watch_head(self) -> None:
-        self._head = HeadInputs(self.model.get_output_embeddings())
-
-    def sibling(self) -> Target:
-        """The same model on another module tree with the same weights, quantized ones included."""
+    def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
+        """The same model on another module tree with the same weights, quantized ones included. layers: as of :meth:`watching`."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
-        twin._watch_head()
-        if self._layer_states is not None:
-            twin._layer_states = LayerStates(twin.model, self.layers)
+        twin.taps = Taps(twin.model, self.layers if layers is None else layers)
         return twin
 
     def copied(self) -> PreTrainedModel:
         """Another module tree without our hooks."""
         model = share_weights(self.model, self.matrices)
-        self._head.unwatch(model.get_output_embeddings())
-        if self._layer_states is not None:
-            self._layer_states.unwatch(model)
+        self.taps.unwatch(model)
         return model
 
     @torch.no_grad()
@@ -328,17 +298,15 @@ class Target:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The input embedding of `tokens`; ids outside the vocabulary are read as some token."""
-        return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.embeddings - 1)))
+        return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.vocabulary.embeddings - 1)))
 
     def watching(self, layers: tuple[int, ...]) -> Target:
         """A :meth:`sibling` whose results contain the outputs of these decoder layers; it needs a graph of its own."""
-        twin = self.sibling()
-        twin.layers, twin._layer_states = layers, LayerStates(twin.model, layers)
-        return twin
+        return self.sibling(layers)
 
     def renew(self, weights: WeightState) -> None:
         """Quantizes the present weights again, in place: compiled code and recorded steps see the new values."""
-        self.quantized.renew()
+        self.products.quantized.renew()
         self.weights = weights
 
     def _quick(self) -> AbstractContextManager:
@@ -364,15 +332,17 @@ class Target:
             vectors = self.embed(inputs.pop("input_ids")).clone()
             vectors[:, text.length] = root
             inputs["inputs_embeds"] = vectors
-        kept = torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None
-        return self.results(inputs, kept).behind(text.length)
+        self.taps.head.let_read(torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None)
+        with self._quick():
+            output = self.model(**inputs)
+        return self._results(output.logits).behind(text.length)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         with self._quick():
             self.backbone(**self._text_inputs(tokens, start, buffers, view, latest))
-        if self._layer_states is not None:
-            self._layer_states.forget()
+        if self.taps.states is not None:
+            self.taps.states.forget()
 
     def features(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
@@ -392,11 +362,16 @@ class Target:
         Args:
             kept: ``[K]`` int64, the nodes that get logits; None: all.
         """
-        self._head.let_read(kept)
+        self.taps.head.let_read(kept)
         with self._quick():
             output = self.model(**inputs)
-        layers = self._layer_states.taken() if self._layer_states is not None else None
-        return ForwardResult(_ordinary(output.logits.float()), _ordinary(self._head.taken()), layers)
+        return self._results(output.logits)
+
+    def _results(self, logits: Tensor) -> ForwardResult:
+        """The results of the pass that has just run."""
+        taps = self.taps
+        layers = taps.states.taken() if taps.states is not None else None
+        return ForwardResult(_ordinary(logits.float()), _ordinary(taps.head.taken()), layers)
 
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
@@ -426,23 +401,23 @@ class Target:
             whole_text = text is not None and text.length == n
             mask = kernel.pack_mask(base, tree.offsets, None if whole_text else visible)
         else:
-            mask = attention.build_mask(self.kinds, base, tree.offsets, visible, view.shape[0], self.dtype)
-            mask = attention.shaped(mask, self.group, text)
+            mask = attention.build_mask(self.attending.kinds, base, tree.offsets, visible, view.shape[0], self.dtype)
+            mask = attention.shaped(mask, self.attending.group, text)
         positions, counts = base[:, None] + offsets, None
-        if self.counted is not None and self.counted.by_node and len(positions) == 1:
+        if self.lengths.counted is not None and self.lengths.counted.by_node and len(positions) == 1:
             counts = positions[0] - torch.arange(n, device=nodes.device)
         if buffers.shifts is not None:
             positions = positions + buffers.shifts[:, None]
-        cache = SlotCache(buffers, slots, view.shape[0], states, counts, self.in_levels)
+        cache = SlotCache(buffers, slots, view.shape[0], states, counts, self.attending.in_levels)
         return self.arguments(nodes, positions, mask, cache)
 
     def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:
         """What the model is called with. tokens, positions: ``[B, N]`` int64."""
         return {
-            "input_ids": tokens.clamp(0, self.embeddings - 1),
+            "input_ids": tokens.clamp(0, self.vocabulary.embeddings - 1),
             "attention_mask": mask,
             # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
-            "position_ids": positions.clamp(0, self.max_positions - 1),
+            "position_ids": positions.clamp(0, self.lengths.most - 1),
             "use_cache": True,
             self._cache_keyword: cache,
         }

@@ -1,8 +1,8 @@
 """The number of threads of a step: torch's, or fewer while other processes use the cores. Also the lock of a model's calls.
 
-Parallel code waits for its slowest thread hundreds of times in a step. If another process has a core, such a wait lasts a time slice
-of the scheduler: on two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and 5 ms with one. Results
-have the same bits either way.
+Parallel code waits for its slowest thread hundreds of times in a step. If another process has a core, a wait lasts a time slice of
+the scheduler: on two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and 5 ms with one. Results
+have the same bits with any number of threads.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from types import TracebackType
 
 import torch
 
-#: A number of threads is judged by so many steps, or by fewer that take LONG seconds.
+#: A number of threads is judged after this many steps, or after LONG seconds.
 STEPS = 4
 LONG = 0.1
 #: Steps wait too long if the calling thread had no processor for this share of their time.
 WAITING = 0.25
 #: Another number is better if its steps take at most this share of the time.
 BETTER = 0.9
-#: Seconds of steps from a trial to the next one: at least AGAIN, and so many times as long as the trial took.
+#: Seconds of steps between trials: at least AGAIN, and at least SPARSE times the duration of the last trial.
 AGAIN, SPARSE = 1.0, 20
 
 
 class _TorchsOwn(threading.local):
-    """torch's number of threads in this thread before steps got fewer, and the number of calls that rely on it."""
+    """torch's number of threads in this thread before calls changed it, and the number of running calls."""
 
     number, calls = 0, 0
 
@@ -49,7 +49,7 @@ def torchs_own() -> int:
 
 @contextmanager
 def own_number_afterwards() -> Iterator[None]:
-    """Surrounds a call whose steps may get fewer threads. Calls may overlap in any order; the last one restores torch's number."""
+    """Surrounds a call whose steps may use fewer threads. Calls may overlap; the last call restores torch's number."""
     if not _own.calls:
         _own.number = torch.get_num_threads()
     _own.calls += 1
@@ -68,9 +68,9 @@ def set_threads(number: int) -> None:
 
 @dataclass
 class _Steps:
-    """Durations of steps with one number of threads, in seconds: wall-clock time, and processor time of the calling thread.
+    """Durations of steps with a number of threads, in seconds: wall-clock time, and processor time of the calling thread.
 
-    The first of them does not count: it includes the preparation of kernels.
+    The first step does not count: it includes the preparation of kernels.
     """
 
     count: int = -1
@@ -97,13 +97,13 @@ class _Steps:
 
 
 class Threads:
-    """Chooses the number of threads between two steps of one model on the CPU, from what steps took.
+    """Chooses the number of threads between two steps of a model on the CPU, from the duration of steps.
 
-    If steps wait, half as many threads are tried for a few steps; if fewer than all are in use, twice as many from time to time; in
-    turns if both are due. The faster number is kept.
+    If steps wait, tries half as many threads for a few steps. If fewer than `most` are in use, tries twice as many from time to time.
+    Keeps the faster number.
 
     Attributes:
-        most: torch's own number, which is never exceeded.
+        most: torch's number, which is never exceeded.
         count: the number in use.
     """
 
@@ -122,29 +122,29 @@ class Threads:
         self.most = self.count = most
         self._steps, self._until_trial = _Steps(), 0.0
         self._before: tuple[int, float] | None = None  # in a trial: the number before, and the mean of its steps
-        self._upwards = False  # whether fewer threads are tried next where both are due
+        self._upwards = False  # the direction of the next trial if both directions are due
         self._began = 0.0, 0.0
 
     def use(self) -> None:
-        """Sets the chosen number of threads from now on."""
+        """Sets the chosen number of threads."""
         if (most := torchs_own()) != self.most:
             self._start_over(most)
         set_threads(self.count)
 
     def begin_step(self) -> None:
-        """Begins a step with the chosen number of threads."""
+        """Begins a step: sets the chosen number of threads."""
         self.use()
         self._began = time.perf_counter(), time.thread_time()
 
     def end_step(self) -> tuple[float, float]:
-        """Ends the step; returns its seconds, and in how many of them the calling thread had a processor."""
+        """Ends the step; returns its seconds, and the calling thread's seconds on a processor."""
         began, computing = self._began
         step = time.perf_counter() - began, time.thread_time() - computing
         self.judge(*step)
         return step
 
     def judge(self, wall: float, computing: float) -> None:
-        """Chooses for the next step, after one of `wall` seconds, `computing` of which the calling thread had the processor."""
+        """Chooses the number for the next step, after a step of `wall` seconds with `computing` seconds on a processor."""
         self._steps.add(wall, computing)
         self._until_trial -= wall
         if self.most == 1 or not self._steps.enough:
@@ -153,7 +153,7 @@ class Threads:
         if self._before is not None:
             number, mean = self._before
             paid, went_up = steps.mean <= BETTER * mean, self.count > number
-            self._upwards = paid != went_up  # the next trial goes on in the direction that was faster
+            self._upwards = paid != went_up
             self._until_trial = max(AGAIN, SPARSE * steps.wall)
             self.count, self._before = self.count if paid else number, None
         elif self._until_trial <= 0:
@@ -165,7 +165,7 @@ class Threads:
 
 
 def waiting_share(seconds: float = 0.01) -> float:
-    """Share of its time that parallel code waits on this machine now: about 0 if no other process uses the cores."""
+    """The share of time that parallel code waits on this machine now; about 0 if no other process uses the cores."""
     numbers = torch.zeros(1 << 17)  # enough for several threads
     steps, end = _Steps(0), time.perf_counter() + seconds
     while (began := time.perf_counter()) < end:
@@ -181,7 +181,7 @@ _SOFT = 1
 
 
 def release_threads() -> None:
-    """Ends the calling thread's team; its next parallel region creates a new one in less than a millisecond.
+    """Ends the calling thread's OpenMP team; the next parallel region creates a new team in less than a millisecond.
 
     Does nothing within a parallel region, or if OpenMP is not libgomp.
     """
@@ -191,11 +191,11 @@ def release_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the libgomp that PyTorch uses. Other libraries' ends every thread's team, or none."""
+    """``omp_pause_resource_all`` of PyTorch's libgomp. In other libraries it ends every thread's team, or none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if sys.platform != "linux" or not library.exists():
         return None
-    try:  # symbols are looked up in the libraries that it needs, too
+    try:  # the lookup of symbols includes the libraries that it needs
         symbols = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return None
@@ -205,10 +205,10 @@ def _pause() -> Callable[[int], int] | None:
 
 
 class CallLock:
-    """A re-entrant, fair lock: threads get it in the order of arrival, except for those that ask to go first.
+    """A re-entrant, fair lock: threads get it in the order of arrival, or first if they ask.
 
-    A thread that releases it and acquires it again waits behind the others. In a child made by ``os.fork`` it is free, since the thread
-    that held it exists in the parent only.
+    A thread that releases it and acquires it again waits behind the others. In a child of ``os.fork`` the lock is free, because its
+    owner exists in the parent only.
     """
 
     def __init__(self) -> None:
@@ -216,14 +216,14 @@ class CallLock:
         _all.add(self)
 
     def renew(self) -> None:
-        """Forgets who holds it and who waits."""
-        self._guard = threading.RLock()  # re-entrant: a finalizer may run within one of these methods, and call another
+        """Drops the owner and all waiting threads."""
+        self._guard = threading.RLock()  # re-entrant, because a finalizer may run within a method and call another
         self._owner: int | None = None
         self._depth = 0
         self._waiting: list[tuple[int, threading.Event]] = []
 
     def acquire(self, first: bool = False) -> None:
-        """Waits for the lock. first: in front of all that wait."""
+        """Waits for the lock. first: before all waiting threads."""
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
@@ -247,7 +247,7 @@ class CallLock:
 
     def release(self) -> None:
         """Undoes one :meth:`acquire`; the lock is free after as many."""
-        if self._owner != threading.get_ident():  # a child that was forked within a call has not acquired its new lock
+        if self._owner != threading.get_ident():  # a child forked within a call has not acquired its new lock
             return
         if self._depth == 1 and self._waiting:
             release_threads()

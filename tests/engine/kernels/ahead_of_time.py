@@ -88,7 +88,7 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names of calls, and functions that make them."""
-    from decoders.engine.model.kernels import Norm, attention, epilogues_triton, products_triton
+    from decoders.engine.model.kernels import Norm, attention, epilogues_triton, moves, products_triton
 
     for name, model in MODELS.items():
         for kind, nodes in (
@@ -118,6 +118,12 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                     options = x, matrices, biases, (own, own), turns, turns, slots, cache, cache
                     call = functools.partial(products_triton.linear_to_cache, *options)
                 yield f"{name} {part} {kind}, {nodes} nodes", call
+        for kind in ("bf16", "int8"):
+            widths = model.width, model.value_width or model.width
+            buffers = [empty(1, model.key_heads, 512, w, dtype=DTYPES.get(kind, torch.int8)) for w in widths]
+            scales = [empty(1, model.key_heads, 512, 1, dtype=torch.bfloat16)] * 2 if kind == "int8" else []
+            places, base, path = (empty(*size, dtype=torch.int64) for size in ((4 * model.key_heads, 3), (1,), (1, 16)))
+            yield f"{name} moves {kind}", functools.partial(moves.move_in_place, places, base, path, buffers + scales)
         for width in model.norms:
             x, weight = (empty(*size, width, dtype=torch.bfloat16) for size in ((1, 4), ()))
             yield f"{name} norm", functools.partial(epilogues_triton.normalized, x, weight, 1e-6, False, True)

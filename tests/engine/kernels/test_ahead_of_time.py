@@ -24,6 +24,7 @@ QUICK = (
     "Llama 8B attention fp32, 512",
     "SmolLM2 135M qkv bf16, 1",
     "Llama 1B gate up bf16, 16",
+    "Llama 1B moves",
 )
 
 
@@ -52,7 +53,8 @@ def check(kernels: list[dict[str, Any]], capability: int) -> None:
 @pytest.mark.slow  # .ci/run runs it
 def test_wide_heads_fit_on_a_card_of_little_memory_and_nothing_spills_much() -> None:
     kernels = compiled(86, *QUICK)
-    assert {"attend_kernel", "merge_kernel", "_multiply", "_rotate_to_cache"} == {each["kernel"] for each in kernels}
+    kinds = {"attend_kernel", "merge_kernel", "_multiply", "_rotate_to_cache", "_move_slots"}
+    assert kinds == {each["kernel"] for each in kernels}
     check(kernels, 86)
 
 

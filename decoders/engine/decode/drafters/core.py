@@ -13,8 +13,9 @@ from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
+from ...model.compiled.forward_pass import ForwardPass
 from ...model.target import ForwardResult
-from ..core import Core, StepOutput, StepPass
+from ..core import Core, StepOutput
 from ..rows import Rows
 from ..rules import CoupledRule
 
@@ -34,7 +35,7 @@ class DraftCore(Core):
     Grammar masks, where rows have grammars, are given to every pass: one for each node that gets a continuation.
     """
 
-    def __init__(self, forward_pass: StepPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
+    def __init__(self, forward_pass: ForwardPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
         super().__init__(forward_pass, plan, CoupledRule(forward_pass, plan))
         target = self.target
         self.vocab, self.padding = min(vocab, target.vocab_size), max(vocab - target.vocab_size, 0)

@@ -22,6 +22,7 @@ class DraftCounts:
     """Passes, tokens and seconds of a draft model.
 
     Args:
+        model: its name.
         level: how many tokens are pending after a fully accepted draft.
         static: whether passes have one of a few sizes.
         shared: whether the draft uses the verifying model's slots, so that committed tokens are never read again.
@@ -34,8 +35,8 @@ class DraftCounts:
         stage_seconds: spent in the strategy that drafts for it.
     """
 
-    def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
-        self.level, self.static, self.device, self.shared = level, static, device, shared
+    def __init__(self, model: str, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
+        self.model, self.level, self.static, self.device, self.shared = model, level, static, device, shared
         self.pending = level
         self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
         self.tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=device)
@@ -75,13 +76,13 @@ class DraftCounts:
         if steps:
             self.pending = like.pending
 
-    def report(self, model: str, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
+    def report(self, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
         """The stage's report. Reads the device: not for use between steps."""
         tokens, accepted, drafted, *lengths = self.tally.tolist()
         while lengths and not lengths[-1]:
             lengths.pop()
         return Stage(
-            model=model, weights=weights, drafter=drafter, passes=self.passes,
+            model=self.model, weights=weights, drafter=drafter, passes=self.passes,
             tokens=tokens, drafted=drafted, accepted=accepted, accepted_lengths=lengths,
             forward_seconds=self.forward_seconds, drafter_seconds=self.stage_seconds, stages=stages,
         )  # fmt: skip

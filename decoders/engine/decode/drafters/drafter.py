@@ -62,8 +62,8 @@ class ModelDrafter(Drafter):
         self, batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
-        self.batch, self.above, self.stack, self.level, self.ahead = batch, above, stack, context.level + 1, ahead
-        self.engine = batch.request.draft_models.engine_of(model)
+        self.batch, self.above, self.stack, self.ahead = batch, above, stack, ahead
+        self.engine = batch.request.models.draft_models.engine_of(model)
         target = self.engine.target
         if target.recurrent:
             raise UnsupportedError(
@@ -75,7 +75,7 @@ class ModelDrafter(Drafter):
         self.core = DraftCore(self.engine.forward_pass, plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
         self.mask_token = getattr(target.model.config, "pard_token", None)
-        self._tiers = self.engine.forward_pass.steady_tiers(batch.request.runtime.compile)
+        self._tiers = self.engine.forward_pass.tiers.steady_tiers(batch.request.runtime.compile)
         # A row's limit is set anew in every round, as its length is.
         slots = (above.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, batch.engine.target.layout
@@ -106,10 +106,10 @@ class ModelDrafter(Drafter):
             self.session = Session(target, capacity, slots_for(slots, target.static), recordings)
             self._seat(context, [-1] * len(batch.request.prompts))
         self._settle()
-        self.counts = DraftCounts(self.level, target.static, target.device, shared)
+        name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
+        self.counts = DraftCounts(name, context.level + 1, target.static, target.device, shared)
         self._deepest = 0
         self.proposed: int | None = None
-        self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
         self._unread = opened
         if not seldom:
@@ -277,7 +277,7 @@ class ModelDrafter(Drafter):
         else:
             others = step.nodes.shape[1] != self.above.blocks.size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
-        self.counts.pending = self.level + behind
+        self.counts.pending = self.counts.level + behind
         for drafter in self.inner:
             drafter.fall_behind(behind)
 
@@ -296,37 +296,37 @@ class ModelDrafter(Drafter):
         """What a recorded round reads and writes besides the session (:mod:`~decoders.engine.model.static_inputs`)."""
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
-            level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
+            level=self.counts.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
         )  # fmt: skip
 
     @property
     def tiers(self) -> tuple:
         """Which parts of a round run compiled now."""
         with self._running():
-            own = self.engine.forward_pass.tier(len(self.rows.length), self.core.plan)
+            own = self.engine.forward_pass.tiers.tier(len(self.rows.length), self.core.plan)
         return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
 
     def book_replay(self, seconds: float) -> None:
         """Books the time of a replayed step that may contain its passes."""
         with self._running():
-            self.engine.forward_pass.book_replay(seconds, len(self.rows.length))
+            self.engine.forward_pass.tiers.book_replay(seconds, len(self.rows.length))
 
     def report(self) -> Stage:
         """The report on its part in this call. Reads the device: not for use between steps."""
         weights = self.engine.precision.weights or "keep"
-        return self.counts.report(self._name, weights, self.drafted_by, [drafter.report() for drafter in self.inner])
+        return self.counts.report(weights, self.drafted_by, [drafter.report() for drafter in self.inner])
 
     @property
     def outdated(self) -> bool:
         """Whether more of it, or of a model that drafts for it, was compiled since it began."""
-        own = self.engine.forward_pass.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
+        own = self.engine.forward_pass.tiers.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
         """Surrounds a pass with this call's settings and report: other calls and lanes may use the model with theirs."""
         target = self.engine.target
         target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
-        return self.engine.forward_pass.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
+        return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
         """Runs a method of the core, as a replay where it was recorded."""

@@ -92,7 +92,7 @@ class StagedDrafter(ModelDrafter):
     def _context(self, outer: Context) -> Context:
         """The strategy's context, in which this model is the target."""
         context = replace(
-            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
+            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.counts.level,
             compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
             costs=no_costs, memory=no_memory, texts=None, decoder_layers=0,
         )  # fmt: skip

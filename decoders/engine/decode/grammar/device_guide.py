@@ -1,4 +1,4 @@
-"""The guide on the device, for tabulated grammars. Nothing here waits for the device, so whole steps can be recorded."""
+"""The guide on the device, for tabulated grammars. It never waits for the device, so whole steps can be recorded."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ DEAD = 0
 
 @dataclass(frozen=True)
 class DeviceAutomaton:
-    """The grammars of a call as one transition table. A position is the index at which a state's entries begin.
+    """The grammars of a call as a transition table. A position is the index of a state's first entry.
 
     Attributes:
-        entries: 1-D int64; for every state its number, then the position that each column leads to.
+        entries: 1-D int64; for every state its number, then the next position for each column.
         free: position of rows without a grammar: every column leads back to it.
         first: ``[B]`` int64, position of the empty text of each row.
-        columns: ``[G, V]`` int64, column of each token, counted from the state's position.
+        columns: ``[G, V]`` int64, column of each token, relative to the state's position.
         grammar: ``[B]`` int64, index of each row's grammar.
         mask_of: ``[S]`` int64, row of `masks` of each state.
-        masks: ``[R, W]`` int32; dead and free states allow all.
-        tables: the grammars and their own tables, in the order of their states, which follow the dead and the free state.
+        masks: ``[R, W]`` int32; dead and free states allow all tokens.
+        tables: the grammars and their tables, in the order of their states, after the dead and the free state.
     """
 
     entries: Tensor
@@ -52,14 +52,14 @@ class DeviceAutomaton:
 
     @staticmethod
     def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> DeviceAutomaton | None:
-        """The table of the rows' grammars; None if one is too large."""
+        """The table of the rows' grammars; None if a grammar is too large."""
         distinct = list({id(g): g for g in grammars if g is not None}.values())
         tables = [(grammar, TokenTable.of(grammar, device)) for grammar in distinct]
         tabulated = [(grammar, table) for grammar, table in tables if table is not None]
         if len(tabulated) < len(tables):
             return None
         wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
-        free = wide  # behind the entries of the dead state, which has as many columns as the widest grammar
+        free = wide  # after the entries of the dead state, which has as many columns as the widest grammar
         entries = [torch.zeros(wide, dtype=torch.int64, device="cpu"), torch.full((wide,), free, device="cpu")]
         entries[1][0] = 1
         columns = [torch.ones(vocabulary, dtype=torch.int64, device="cpu")]
@@ -99,7 +99,7 @@ class DeviceAutomaton:
 
 
 class DeviceGuide(Guide):
-    """Rows in tabulated grammars.
+    """The guide of rows with tabulated grammars.
 
     Attributes:
         positions: ``[B]`` int64, updated in place; dead after an illegal token, free for rows that have ended.
@@ -122,16 +122,16 @@ class DeviceGuide(Guide):
         device: torch.device,
         compile: Callable[[Callable], Callable] = lambda function: function,
     ) -> DeviceGuide | None:
-        """A guide at the beginning of every row's text; None if a grammar has no table, or too large a one.
+        """A guide at the beginning of every row's text; None if a grammar has no table, or its table is too large.
 
-        `compile` is called with the tensor function :func:`~decoders.engine.decode.grammar.history.spell`.
+        compile: compiles :func:`~decoders.engine.decode.grammar.history.spell`.
         """
         tabulated = [grammar for grammar in grammars if grammar is None or isinstance(grammar, Tabulated)]
         automaton = DeviceAutomaton.of(tabulated, vocabulary, device) if len(tabulated) == len(grammars) else None
         return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
 
     def static_parts(self) -> dict[str, Any]:
-        """What differs between calls; tables that calls share must not be written to."""
+        """The parts that differ between calls; tables that calls share must not be written."""
         automaton, history = self.automaton, self._history
         spelling = vars(automaton).get("forced") if history is not None else None
         return dict(
@@ -156,7 +156,7 @@ class DeviceGuide(Guide):
         tree, automaton = shape.padded(draft_tokens.shape[1] + 1), self.automaton
         if isinstance(tree, Topology):
             tree = tree.tensors(len(draft_tokens), draft_tokens.device)
-        tokens = torch.nn.functional.pad(draft_tokens, (1, 0), value=-1)  # the root has none
+        tokens = torch.nn.functional.pad(draft_tokens, (1, 0), value=-1)  # the root has no draft token
         drafted = tree.candidates & (tokens >= 0)
         column, roots = automaton.column(tokens), self._roots(len(tree))
         reached = roots
@@ -182,7 +182,7 @@ class DeviceGuide(Guide):
         self.positions.copy_(after)
 
     def accept(self, out: StepOutput) -> None:
-        # The last token follows the deepest accepted node, whose position the block has found.
+        # The last token follows the deepest accepted node, whose position is known from the block.
         last = (out.summary[0] - 1).clamp(min=0)[:, None]
         reached = self._nodes.gather(1, out.path.gather(1, last))
         after = self.automaton.entries[reached + self.automaton.column(out.new.gather(1, last))]
@@ -234,11 +234,11 @@ def guide_of(
     compile: Callable[[Callable], Callable] = lambda function: function,
     static: bool | None = None,
 ) -> Guide:
-    """A guide on the device if steps can be recorded there and all grammars have tables, else one on the host.
+    """A guide on the device if steps can be recorded there and all grammars have tables, else a guide on the host.
 
-    Args:
-        static: whether sizes are static; by default as usual on `device`.
+    static: whether sizes are static; by default as usual on `device`.
     """
     static = devices.static_shapes(device) if static is None else static
-    on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
+    possible = static and devices.has_64_bits(device)
+    on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if possible else None
     return on_device if on_device is not None else HostGuide.of(grammars, vocabulary, device)

@@ -1,7 +1,7 @@
-"""How rows split text into tokens, learnt from what they wrote, to propose tokens for the bytes that a grammar forces.
+"""Tokenization history: learns how rows split text into tokens, to propose tokens for the bytes that a grammar forces.
 
-Forced bytes do not determine tokens: the target need not split them as the tokenizer does, but it tends to repeat itself. The
-proposed token is the one that last followed the same token, else the last one that began with the same byte, else the tokenizer's.
+Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, but it tends to repeat itself. The
+proposed token is the last token that followed the same token, else the last token that began with the same byte, else the tokenizer's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from ....constraints import Policy, Vocabulary
 from ....strategy import Sequences
 
-#: Last tokens of a row that are read again before every proposal, more than a step writes: a draft model's tokens may have been
-#: rejected since. Later tokens count more. The first time the whole text is read.
+#: Number of last tokens of a row that are read before every proposal, more than a step writes: a draft model's tokens may have been
+#: rejected since. Later tokens override earlier. The first proposal reads the whole text.
 WINDOW = 64
 
 
 class HostHistory:
-    """How one row spells, on the host."""
+    """The tokenization history of a row, on the host."""
 
     def __init__(self) -> None:
         self.after: dict[int | None, int] = {}
@@ -28,10 +28,10 @@ class HostHistory:
         self.last: int | None = None
 
     def read(self, tokens: Tensor, length: int, vocabulary: Vocabulary) -> None:
-        """Learns from the row ``[L]``, `length` tokens of it committed."""
+        """Learns from the first `length` tokens of the row ``[L]``."""
         begin = 0 if self.last is None else max(length - WINDOW - 1, 0)
         for before, token in pairwise(tokens[begin:length].tolist()):
-            if min(before, token) < 0:  # the call named no token there
+            if min(before, token) < 0:  # not a token
                 continue
             self.after[before] = token
             if text := vocabulary.tokens[token]:
@@ -39,9 +39,9 @@ class HostHistory:
         self.last = int(tokens[length - 1])
 
     def spell(self, forced: bytes, vocabulary: Vocabulary, policy: Policy, limit: int) -> list[int]:
-        """`forced` in tokens, at most `limit` of them."""
+        """Splits `forced` into at most `limit` tokens."""
         run: list[int] = []
-        before, canonical = self.last, list[int]()  # what is left of the tokenizer's own spelling
+        before, canonical = self.last, list[int]()  # the rest of the tokenizer's own split
         while forced and len(run) < limit:
             token = self._learnt(before, forced, vocabulary)
             if policy == "canonical":  # no other token is legal
@@ -65,14 +65,14 @@ class HostHistory:
 
 
 class DeviceHistory:
-    """How all rows spell, on the device.
+    """The tokenization history of all rows, on the device.
 
     Attributes:
-        after: ``[B, V]`` int64, ``time * V + token`` of the token that last followed each token; -1 for none.
-        begun: ``[B, 257]``, the same for the token that last began with each byte; the last column is for tokens without text.
-        sizes: ``[V]`` int64, bytes of each token.
-        leads: ``[V]`` int64, first byte of each; 256 without text.
-        time: int64, how many tokens have been read.
+        after: ``[B, V]`` int64, ``time * V + token`` of the last token that followed each token; -1 for none.
+        begun: ``[B, 257]``, the same for the last token that began with each byte; the last column is for tokens without text.
+        sizes: ``[V]`` int64, number of bytes of each token.
+        leads: ``[V]`` int64, first byte of each token; 256 without text.
+        time: int64, number of tokens read.
     """
 
     def __init__(self, rows: int, vocabulary: Vocabulary, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class DeviceHistory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What was learnt, and the vocabulary's sizes and first bytes."""
+        """The history, and the vocabulary's sizes and first bytes."""
         return self.after, self.begun, self.time, self.sizes, self.leads
 
     def read(self, sequences: Sequences) -> None:
@@ -97,8 +97,7 @@ class DeviceHistory:
         position = length - window + index
         slot = position.clamp(0, tokens.shape[1] - 1)
         new, before = tokens.gather(1, slot), tokens.gather(1, (slot - 1).clamp(min=0))
-        # The latest token has the largest value, in whatever order a scatter writes them.
-        # -1 stands where the call named no token.
+        # The latest token has the largest value, so the order of a scatter's writes does not matter. -1 is not a token.
         valid = (position >= 1) & (new >= 0) & (before >= 0)
         worth = torch.where(valid, (self.time + index) * self.after.shape[1] + new, -1)
         self.after.scatter_reduce_(1, before.clamp(min=0), worth, "amax")
@@ -110,14 +109,14 @@ def spell(
     limit: int, position: Tensor, before: Tensor, after: Tensor, begun: Tensor, sizes: Tensor,
     columns: Tensor, grammar: Tensor, entries: Tensor, room: Tensor, byte: Tensor, canonical: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Tokens for the bytes that the grammars force, ``[B, limit]`` int64, -1 behind the last one.
+    """Tokens for the bytes that the grammars force, ``[B, limit]`` int64, -1 after the last token.
 
     Args:
         position, before: ``[B]`` int64, the rows' positions in `entries`, and their last tokens.
         after, begun, sizes: see :class:`DeviceHistory`.
         columns, grammar, entries: see :class:`~decoders.engine.decode.grammar.device_guide.DeviceAutomaton`.
-        room, byte, canonical: ``[S]`` int64 by state: how many bytes are forced, the first of them, and the token that the
-            tokenizer writes there; -1 for no byte and no token.
+        room, byte, canonical: ``[S]`` int64 by state: number of forced bytes, the first of them, and the tokenizer's token for them;
+            -1 for no byte and no token.
     """
     run = []
     before = before.clamp(min=0)
@@ -132,7 +131,7 @@ def spell(
         token = torch.where(fits[:, 0], tokens[:, 0], torch.where(fits[:, 1], tokens[:, 1], canonical[state]))
         token = torch.where(left[:, 0] > 0, token, -1)
         run.append(token)
-        # Behind the last token rows are in the dead state, where nothing is forced.
+        # After the last token, rows are in the dead state, which forces nothing.
         before = token.clamp(min=0)
         following = entries[position + columns[grammar, before]]
         position = torch.where(token >= 0, following, 0)

@@ -1,5 +1,5 @@
-"""The guide on the host. It walks each grammar by state numbers or by a matcher that can roll back, and looks masks up in one
-table of packed rows. The step gets them unpacked (:class:`~decoders.sampling.processors.Masks`).
+"""The guide on the host. It follows a grammar by state numbers or by a matcher that can roll back, and looks up masks in a table of
+packed rows. The step gets unpacked masks (:class:`~decoders.sampling.processors.Masks`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class HostGuide(Guide):
     """The guide of rows with any grammars.
 
     Attributes:
-        texts: one per row.
+        texts: the grammar of each row.
         positions: each row's position; None for rows that have ended.
-        shared: whether rows belong to several requests, so that an error of a row's grammar ends only that row.
-        faults: errors raised by grammars, by row. Such a row is unconstrained from then on, and ends.
+        shared: whether rows belong to several requests: then an error of a row's grammar ends this row only.
+        faults: errors of grammars by row. These rows have no grammar from then on, and end.
     """
 
     on_device = False
@@ -52,14 +52,14 @@ class HostGuide(Guide):
     def of(
         grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device, shared: bool = False
     ) -> HostGuide:
-        """A guide at the beginning of every row's text; None is a row without a grammar."""
+        """A guide at the beginning of every row's text; None for rows without a grammar."""
         guide = HostGuide([], MaskTable(vocabulary, device), shared=shared)
         return guide.rebatch([-1] * len(grammars), grammars)
 
     def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
-        """A guide of other rows. rows: which row of this guide each was, -1 for a new one at the beginning of its text.
+        """A guide of other rows. rows: the former index of each row, -1 for a new row at the beginning of its text.
 
-        Masks of tabulated grammars stay in the table, even of grammars that no row has any more.
+        Masks of tabulated grammars stay in the table, even if no row has the grammar any more.
         """
         guide = HostGuide([], self.table, shared=self.shared)
         guide._shifts = self._shifts
@@ -191,7 +191,7 @@ class HostGuide(Guide):
 
     @contextmanager
     def _of_row(self, row: int) -> Iterator[None]:
-        """Where rows belong to several requests, an error of this row's grammar ends this row alone."""
+        """Makes an error of this row's grammar end this row only, if rows belong to several requests."""
         try:
             yield
         except GrammarError as error:
@@ -201,7 +201,7 @@ class HostGuide(Guide):
             self.texts[row], self.positions[row] = FreeText(), FreeText.begin
 
     def _ending(self, text: Text) -> int:
-        """A mask of the stop tokens alone, for a row whose grammar has failed."""
+        """A mask that allows stop tokens only, for a row whose grammar has failed."""
         row = self.table.new()
         allowed = torch.zeros(self.table.vocabulary, dtype=torch.bool, device="cpu")
         allowed[list(text.grammar.vocabulary.stops) if text.grammar is not None else []] = True

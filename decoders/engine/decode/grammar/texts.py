@@ -1,4 +1,4 @@
-"""The grammar of one row on the host, walked by state numbers or by a matcher, with masks as rows of one table."""
+"""The grammar of a row on the host, followed by state numbers or by a matcher, with masks as rows of a table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....common.devices import pins
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 from ....sampling.processors import Replacements
 
@@ -21,7 +22,7 @@ OPEN = 1 << 25
 
 
 class MaskTable:
-    """The masks of a call: row 0 allows everything, then come those of tabulated grammars, then those of single steps.
+    """The masks of a call: row 0 allows all tokens, then the masks of tabulated grammars, then the masks of a step.
 
     It also numbers the kinds of replacements, see :class:`~decoders.sampling.processors.Replacements`.
     """
@@ -32,14 +33,14 @@ class MaskTable:
         self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32, device="cpu")
         self.fixed = self.used = 1
-        self._open_rows: set[int] = {FREE}  # fixed rows that are known to allow something
+        self._open_rows: set[int] = {FREE}  # fixed rows that allow a token, as far as known
         self._kinds: dict[int, tuple[int, Mapping[int, int]]] = {}
         self._replaced = torch.empty(2, 0, dtype=torch.int64, device="cpu")
         self._last: tuple[list[list[int]], Replacements | None] = [], None
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
-        """Adds rows for the whole call; returns the first one's index. Not between :meth:`new` and :meth:`clear`."""
+        """Adds rows for the whole call; returns the index of the first. Not between :meth:`new` and :meth:`clear`."""
         first = len(self.words)
         self.words = torch.cat([self.words, masks])
         self.used = self.fixed = len(self.words)
@@ -54,7 +55,7 @@ class MaskTable:
         return self.used - 1
 
     def empty(self, row: int) -> bool:
-        """Whether a mask allows no token at all."""
+        """Whether a mask allows no token."""
         if row in self._open_rows:
             return False
         whole, rest = divmod(self.vocabulary, 32)
@@ -69,7 +70,7 @@ class MaskTable:
         self.used = self.fixed
 
     def kind(self, replaced: Mapping[int, int]) -> int:
-        """The kind of nodes at which `replaced` holds; 0 for an empty mapping. The mapping must not change."""
+        """The kind of nodes with the replacements `replaced`; 0 for an empty mapping. The mapping must not change."""
         if not replaced:
             return 0
         if id(replaced) not in self._kinds:
@@ -91,7 +92,7 @@ class MaskTable:
         """The replacements at nodes of `kinds` (``B`` lists of ``N``)."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
-        if kinds != self._last[0] or self._last[1] is None:  # in free text the same kinds come step after step
+        if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds
             keys, tokens = self._replaced.unbind(0)
             self._last = kinds, Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
         return self._last[1]
@@ -101,9 +102,9 @@ class MaskTable:
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
         if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
-            words = self.words[torch.tensor(rows)]  # lists in a list would be an index per dimension
-            words = words.pin_memory() if self.device.type == "cuda" else words
-            return unpack(words.to(self.device, non_blocking=True), self.vocabulary)
+            words = self.words[torch.tensor(rows)]  # nested lists would be an index per dimension
+            words = words.pin_memory() if pins(self.device) else words
+            return unpack(words.to(self.device, non_blocking=pins(self.device)), self.vocabulary)
         flat = [row for some in rows for row in some]
         open_rows = self._open.places(flat) if self.used == self.fixed else None
         if open_rows is None:
@@ -122,10 +123,10 @@ class MaskTable:
 
 
 class Text(ABC):
-    """The grammar of one row. A position identifies how far its text has got; None is the position after an illegal token.
+    """The grammar of a row. A position identifies the text so far; None is the position after an illegal token.
 
     Attributes:
-        grammar: None for a row without one.
+        grammar: None for a row without a grammar.
     """
 
     grammar: CompiledGrammar | None
@@ -137,18 +138,18 @@ class Text(ABC):
 
     @abstractmethod
     def step(self, position: Any, token: int) -> Any:
-        """The position after one more token, None if it is illegal."""
+        """The position after one more token; None if the token is illegal."""
 
     @abstractmethod
     def mask(self, position: Any) -> int:
-        """The table's row for what may follow."""
+        """The row of the mask table for the next token."""
 
     def kind(self, position: Any) -> int:
-        """The table's kind of replacements there; 0 for none."""
+        """The mask table's kind of replacements at `position`; 0 for none."""
         return 0
 
     def settle(self, position: Any) -> Any:
-        """Forgets what is before the committed `position`, and returns the position in its new form."""
+        """Drops the text before the committed `position`, and returns the new form of the position."""
         return position
 
     @abstractmethod
@@ -156,7 +157,7 @@ class Text(ABC):
         """The bytes that must come next."""
 
     def forced_tokens(self, position: Any, limit: int) -> list[int] | None:
-        """The tokens that must come next; None if :meth:`forced_bytes` is to be asked instead."""
+        """The tokens that must come next; None to use :meth:`forced_bytes` instead."""
         return None
 
 
@@ -198,7 +199,7 @@ class TabulatedText(Text):
 
 
 class MatchedText(Text):
-    """A grammar that a matcher walks. Positions are the tokens since the committed text."""
+    """A grammar followed by a matcher. Positions are the tokens since the committed text."""
 
     def __init__(self, grammar: CompiledGrammar, table: MaskTable) -> None:
         self.grammar, self.matcher, self.table = grammar, grammar.start(), table
@@ -245,7 +246,7 @@ class MatchedText(Text):
         return self.matcher.forced_tokens(limit)
 
     def _move_to(self, position: tuple[int, ...]) -> bool:
-        """Moves the matcher to `position`, or as far on the way there as is legal; returns whether it got there."""
+        """Moves the matcher to `position`, or to the last legal position before it; returns whether it reached `position`."""
         common = len(self.position)
         if position[:common] != self.position:
             pairs = enumerate(zip(self.position, position, strict=False))

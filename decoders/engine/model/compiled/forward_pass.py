@@ -26,33 +26,34 @@ from .tiers import PassKind, Tiers
 FEWEST_LOGITS = 2
 
 
-class ForwardPass(Tiers):
+class ForwardPass:
     """The forward pass of one model, shared by all its uses as target, draft model or stage.
 
     Attributes:
+        tiers: decides which passes run compiled.
         compiled_passes: number of passes that ran compiled so far.
     """
 
     def __init__(self, target: Target) -> None:
-        super().__init__(target)
+        self.target, self.tiers = target, Tiers(target)
         self.compiled_passes = 0
 
     def __call__(self, given: PassInput) -> ForwardResult:
-        """As :meth:`Target.forward`.
+        """One pass over a block of nodes, compiled or not, as :meth:`Target.forward` computes it.
 
         The piece, if there is one, is read in the same pass where :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes` says so. A
         pass with a root, of which a call has one at most, runs uncompiled.
         """
         nodes = given.nodes
         if given.piece is not None and given.root is None:
-            compiled, single = self.runs_compiled(several=True), nodes.shape[1] == 1
-            if self.mixes(len(nodes), single=single):
+            compiled, single = self.tiers.runs_compiled(several=True), nodes.shape[1] == 1
+            if self.tiers.mixes(len(nodes), single=single):
                 return self._mixed(given, given.piece, compiled)
             # Otherwise the block has other sizes than was foreseen, or a graph became ready meanwhile.
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
-            self.book_mixed(time.perf_counter() - started, len(nodes), single=single)
-        if given.root is None and self.runs_compiled(len(nodes) > 1):
+            self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
+        if given.root is None and self.tiers.runs_compiled(len(nodes) > 1):
             first = given.text.length
             return self._run(given, torch.arange(first, nodes.shape[1], device=nodes.device)).behind(first)
         with self._counted(nodes):
@@ -110,35 +111,35 @@ class ForwardPass(Tiers):
         if recordings is None:
             return function(*given)
         replays = recordings.replays
-        result = recordings.run(lambda: (self, key, self.tier(rows, plan)), function, given)
+        result = recordings.run(lambda: (self, key, self.tiers.tier(rows, plan)), function, given)
         if recordings.replays == replays:
             return result
-        self.compiled_passes += self.tier(rows, plan).compiled
+        self.compiled_passes += self.tiers.tier(rows, plan).compiled
         return copied(result) if copy else result
 
     def _run(self, given: PassInput, kept: Tensor | None = None) -> ForwardResult:
         """A compiled pass. kept: ``[K]`` int64, the nodes that get logits; None: as few as a graph with dynamic sizes allows."""
-        assert self.regional is not None
+        assert self.tiers.regional is not None
         self.compiled_passes += 1
         kept = torch.arange(FEWEST_LOGITS, device=given.nodes.device) if kept is None else kept
         tree = laid_out(given.tree)
-        return ForwardResult(*self.regional(given.nodes, given.base, tree, given.buffers, given.view, kept))
+        return ForwardResult(*self.tiers.regional(given.nodes, given.base, tree, given.buffers, given.view, kept))
 
     def _mixed(self, given: PassInput, piece: PromptPiece, compiled: bool) -> ForwardResult:
         if not compiled:
             with self._counted(given.nodes):
                 return mixed.forward(self.target, given, piece)
-        assert self.regional_mixed is not None
+        assert self.tiers.regional_mixed is not None
         self.compiled_passes += 1
         (rows, n), text = given.nodes.shape, given.text.length
         kept = mixed.with_logits(rows, n, text, given.nodes.device)
         tree, piece = laid_out(given.tree), laid_out_piece(piece)
-        result = ForwardResult(*self.regional_mixed(given.nodes, given.base, tree, given.view, piece, kept))
+        result = ForwardResult(*self.tiers.regional_mixed(given.nodes, given.base, tree, given.view, piece, kept))
         return mixed.by_row(result, rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
         """Whether a chunk of text is read compiled."""
-        return tokens.shape[1] >= LEAST_NODES and self.runs_compiled(len(tokens) > 1)
+        return tokens.shape[1] >= LEAST_NODES and self.tiers.runs_compiled(len(tokens) > 1)
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
@@ -146,4 +147,4 @@ class ForwardPass(Tiers):
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)
-        self.kinds[PassKind(len(nodes) > 1)].seconds += share * (time.perf_counter() - started)
+        self.tiers.kinds[PassKind(len(nodes) > 1)].seconds += share * (time.perf_counter() - started)

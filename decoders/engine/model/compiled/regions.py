@@ -153,7 +153,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
     trees and text. A single node is a whole tree. Where attention looks at all slots, view and slots are equal.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
-    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count), device=device)
+    nodes = torch.randint(0, min(target.vocab_size, target.vocabulary.embeddings), (rows, count), device=device)
     buffers = target.buffers(rows, EXAMPLE_SLOTS)
     fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
     return (

@@ -69,15 +69,36 @@ class _Tier:
     booked: bool = False
 
 
+class Beside:
+    """The functions of a step that are compiled beside its pass. This base class has none."""
+
+    def forget(self) -> None:
+        """Drops compiled code."""
+
+    def compiling(self, target: Target) -> Callable[[int, int], object]:
+        """Returns the function that compiles what is compiled with the pass, for so many rows and nodes."""
+        return lambda rows, count: None
+
+    def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
+        """The plans, or the one given, with the kinds of arguments for which drawing is compiled."""
+        return frozenset()
+
+
 class Tiers:
     """Decides whether passes of one model run compiled: uncompiled at first, and compiled once that is worth its time.
 
     The two round differently, so a call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
-    A subclass adds the other parts of a step (:class:`~decoders.engine.decode.core.StepPass`).
+
+    Attributes:
+        kinds: how far each kind of passes is.
+        regional: the compiled pass, None before it is begun; `regional_mixed` is that with a piece of a prompt.
+        mode: the setting ``compile`` of the present call.
+        report: of the present call.
+        beside: what is compiled beside the pass.
     """
 
     def __init__(self, target: Target) -> None:
-        self.target = target
+        self.target, self.beside = target, Beside()
         self.forget()
         self.mode: Compile = False
         self.report = Report("")
@@ -88,6 +109,7 @@ class Tiers:
         self.kinds = {PassKind(*kind): _Tier() for kind in product((False, True), repeat=3)}
         self.regional: RegionalForward | None = None
         self.regional_mixed: RegionalForward | None = None
+        self.beside.forget()
 
     @contextmanager
     def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
@@ -99,12 +121,9 @@ class Tiers:
         Raises:
             UnsupportedError: compilation is required and not possible.
         """
-        if self.target.recurrent:
+        if (reason := self.target.uncompiled) is not None:
             if mode is True:
-                raise UnsupportedError(
-                    f"{type(self.target.model).__name__} keeps recurrent states: its blocks run level by level, as their tree says, "
-                    "which is no graph for every tree. Leave compile='auto', which runs it uncompiled."
-                )
+                raise UnsupportedError(f"compile=True: {reason}. Leave compile='auto', which runs it uncompiled.")
             mode = False
         before = self.mode, self.report, self._allowed
         if allowed is None:
@@ -130,7 +149,7 @@ class Tiers:
         kinds = {kind for kind in self.kinds if self.ready(kind)}
         if joined and not {PassKind(False), PassKind(True)} <= kinds:
             kinds.clear()
-        return kinds | self.draws_ready(plan)
+        return kinds | self.beside.ready(plan)
 
     def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
         """Whether more was compiled since :meth:`steady_tiers` returned `tiers`."""
@@ -139,12 +158,8 @@ class Tiers:
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
         """The tier of a pass over so many rows, and of drawing by `plan`; begins to compile when that is due."""
         compiled = self.runs_compiled(rows > 1)
-        draws = self.draws_ready(plan) if plan is not None and self.mode else frozenset()
+        draws = self.beside.ready(plan) if plan is not None and self.mode else frozenset()
         return Tier(compiled, frozenset(filter(self.allows, draws)))
-
-    def draws_ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
-        """The plans, or the one given, with the kinds of arguments for which drawing is compiled; for subclasses."""
-        return frozenset()
 
     def compiles(self, several: bool) -> bool:
         """Whether the next pass over one row, or over `several`, may run compiled."""
@@ -262,7 +277,7 @@ class Tiers:
                 "the mixed forward pass", lambda: with_piece.compile(*regions.mixed_examples(target, count))
             )
             return tier
-        plain, compile_beside = self.regional or regions.regional_forward(target), self.compiling_beside()
+        plain, compile_beside = self.regional or regions.regional_forward(target), self.beside.compiling(target)
         self.regional = plain
 
         def work() -> None:
@@ -271,10 +286,6 @@ class Tiers:
 
         tier.job = BackgroundCompile("the forward pass", work)
         return tier
-
-    def compiling_beside(self) -> Callable[[int, int], object]:
-        """Returns the function that compiles a subclass's other parts of a step for so many rows and nodes."""
-        return lambda rows, count: None
 
     def runs_single(self, rows: int) -> bool:
         """Whether the next pass may have one node in each of its rows: uncompiled, or with a graph of its own.

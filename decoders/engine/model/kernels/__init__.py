@@ -1,4 +1,4 @@
-"""Our kernels: attention and products of few rows, for CUDA in Triton, for CPUs in C++."""
+"""Kernels of this package: attention and products of few rows, in Triton for CUDA, in C++ for CPUs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-#: Most matrices of one product. On CUDA the outputs of each are a multiple of the largest block, so that a block is of one matrix.
+#: Greatest number of matrices of a product. On CUDA each has whole largest blocks of outputs, so that a block belongs to one matrix.
 MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm: its weight ``[H]`` and :class:`~decoders.engine.model.weights.same_bits.Formula`; weight None: none."""
+    """A root-mean-square norm: its weight ``[H]`` and :class:`~decoders.engine.model.weights.same_bits.Formula`. No norm if weight is
+    None."""
 
     weight: Tensor | None = None
     epsilon: float = 0.0
@@ -26,7 +27,7 @@ class Norm(NamedTuple):
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on tensors of any device. Tests without a GPU use it."""
+    """Whether Triton's interpreter runs the kernels on any device, for tests without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1" and _installed()
 
 
@@ -36,23 +37,23 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether kernels run on `device`: on CUDA if Triton is installed, which is part of CUDA builds of torch on Linux."""
+    """Whether Triton kernels run on `device`: on CUDA if Triton is installed (CUDA builds of torch on Linux include it)."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
-#: The functions that launch kernels, by the names of their operators.
+#: Name of an operator → function that launches its kernels.
 LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 
 
 def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which launches kernels for CUDA, as an operator of torch.
+    """Registers `function`, which launches CUDA kernels, as an operator of torch.
 
-    The operator is opaque to compilers: they call it, and CUDA graphs record its kernels. Otherwise they would make a graph for each
-    size for which a kernel is launched differently.
+    The operator is opaque to compilers: they call it, and CUDA graphs record its kernels. Otherwise they would compile a graph for each
+    size with another launch.
 
     Args:
-        schema: its name in ``torch.ops.decoders``, arguments and result. Arguments that it writes to are the last ones.
+        schema: its name in ``torch.ops.decoders``, arguments and result. Arguments that it writes come last.
         fake: returns a result without values.
     """
     name = schema.partition("(")[0]
@@ -60,13 +61,14 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
-        _library.impl(name, _without_bfloat16(function, schema.count("!")), "CPU")
+        computes = not schema.endswith("-> ()")  # what has no result copies numbers of any type
+        _library.impl(name, _without_bfloat16(function, schema.count("!")) if computes else function, "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Any], getattr(torch.ops.decoders, name).default)
 
 
 def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the device of its first argument as the current one, on which Triton launches."""
+    """`function` with its first argument's device as the current device, because Triton launches there."""
 
     def guarded(first: Tensor, *more: Any) -> Any:
         with torch.cuda.device(first.device):
@@ -76,10 +78,9 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_bfloat16(function: Callable[..., Any], written: int) -> Callable[..., Any]:
-    """`function` with float32 instead of bfloat16, which Triton's interpreter multiplies as if it were integers.
+    """`function` in float32 instead of bfloat16, which Triton's interpreter multiplies as integers.
 
-    Args:
-        written: how many of the last arguments are written to.
+    written: number of last arguments that `function` writes.
     """
 
     def widened(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Compiling the kernels for CUDA side by side, before a model's first pass: one after the other they take more than ten seconds.
+"""Compiles the CUDA kernels in parallel before a model's first pass: in sequence they take more than ten seconds.
 
-What calls will launch is found by passes over tensors without memory. The launching code then runs on such tensors and compiles only.
-Triton keeps the results on disk, so that later processes compile nothing.
+Passes over tensors without memory find the kernels that calls launch. Then the launching code runs on tensors without memory, and
+compiles without running kernels. Triton keeps the results on disk for later processes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _log = logging.getLogger("decoders")
 
 
 class Noted(TorchDispatchMode):
-    """Notes calls of our operators. Each kind of call is noted once: arguments on the "meta" device, with their sizes and strides.
+    """Notes calls of this package's operators, one per combination of sizes, strides and dtypes of the arguments.
 
     Attributes:
-        calls: names of operators with their arguments.
+        calls: names of operators with their arguments on the "meta" device.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ def _kind(value: Any) -> Hashable:
 
 
 def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
-    """The calls of our operators that `passes` makes, as far as they come; it computes nothing, and must not keep tensors."""
+    """The calls of this package's operators in `passes`, up to an error. `passes` runs on fake tensors and must not keep them."""
     noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
-    uncached = Topology.tensors.__wrapped__  # what it keeps would be no tensors, and serve every later call
-    # Noted comes before FakeTensorMode, which answers the calls.
+    uncached = Topology.tensors.__wrapped__  # its cache would keep fake tensors for later calls
+    # Noted gets calls before FakeTensorMode, which answers them.
     with (
         mock.patch.object(Topology, "tensors", uncached),
         mock.patch.object(fakes, "disabled", True),
@@ -71,14 +71,14 @@ def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
     ):
         try:
             passes()
-        except Exception as error:  # a module that reads values; the layers before it are known
+        except Exception as error:  # a module reads values; the calls of the layers before it are noted
             _log.info("some kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
     return list(noted.calls.values())
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Kernels that this thread launches are compiled, and not run."""
+    """Compiles the kernels that this thread launches, and does not run them."""
     from triton.runtime.jit import JITFunction
 
     launch, ours = JITFunction.run, threading.get_ident()
@@ -90,12 +90,12 @@ def compiling_only() -> Iterator[None]:
         yield
 
 
-#: What is replaced in Triton and torch meanwhile is the whole process's.
+#: Held while functions of Triton and torch are replaced for the whole process.
 _alone = threading.Lock()
 
 
 def compile_kernels(passes: Callable[[], Any]) -> int:
-    """Compiles what `passes` would launch, side by side; returns how many kinds of calls that are. What fails is left to the launch."""
+    """Compiles the kernels that `passes` launches, in parallel; returns the number of noted calls. Failures are left to the launch."""
     try:
         from triton import AsyncCompileMode
 

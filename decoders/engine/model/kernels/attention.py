@@ -1,13 +1,12 @@
 """Attention of a block of nodes to the slot cache. Its cost depends on each row's length, and it needs no mask over all slots.
 
-What layers need to know about the block is passed as a small 4-D tensor in place of the mask (:func:`pack_mask`), which model code
-passes on unchanged. The operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
+A small 4-D tensor in place of the mask describes the block (:func:`pack_mask`); model code passes it on unchanged. The operators are
+opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
 
-On CUDA keys are split among programs at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/) and the parts are
-added in a fixed order, so that a query's result depends neither on the number of queries or rows nor on the capacity of the cache.
-Text has splits of its own, longer ones.
-On the CPU (:mod:`.cpu`) keys are added in the order of their places on the query's path, so that it does not depend on the slots that
-the path is in either: a branch of a tree has the bits of the same tokens as a chain, and as text.
+On CUDA, programs split the keys at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/; longer splits for text) and
+add the parts in a fixed order: a query's result depends neither on the number of queries or rows nor on the capacity of the cache.
+On the CPU (:mod:`.cpu`), keys are added in the order of the query's path, so that the result does not depend on the path's slots
+either: a branch of a tree has the same bits as the same tokens in a chain or in text.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from ..attention import LayerKind, kind_of, refuse_position_bias, register
 from ..cache import LayerSpec, Levels
 from . import cpu, operator, runs_kernels
 
-#: With transformers the kernel for CUDA is registered as NAME, the one for CPUs as CPU_NAME.
+#: Names in transformers' registry of the CUDA kernel and of the CPU kernel.
 NAME, CPU_NAME = "decoders_kernel", "decoders_cpu_kernel"
 #: Bits per word of visibility.
 WORD = 64
-#: The widest heads that the kernel takes. Narrower ones than 16 are padded.
+#: The widest heads that the kernel supports. Heads narrower than 16 are padded.
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: The kernels of a device: Triton's for CUDA, and the C++ ones for CPUs.
+#: Triton's kernels for CUDA, or the C++ kernels for CPUs.
 Kernel = Literal["triton", "cpu"]
 
-#: Slots of a split in the first two octaves, and splits per octave: of 32,768 slots, a split has at most 1,024.
+#: Slots of a split in the first two octaves, and splits per octave: up to 32,768 slots, a split has at most 1,024.
 FIRST_SPLIT, OCTAVE = 128, 16
-#: Likewise for text, whose queries are many: parts of shorter splits would take longer to add up than they save.
+#: Slots of a text's first splits: with many queries, adding the parts of shorter splits would take longer than it saves.
 FIRST_TEXT_SPLIT = 1024
-#: Rows of a tile: those of one tensor-core instruction, so that a query's products use the same instructions in every block.
+#: Rows of a tile: as many as in a tensor-core instruction, so that a query's products use the same instructions in every block.
 ROWS = 16
-#: Bytes of the parts of one launch; beyond that, rows are attended to one after the other.
+#: Greatest size in bytes of the parts of a launch; more rows need several launches.
 MOST_SCRATCH = 256 << 20
 
 
-#: The operator of the kernels for CPUs, once :func:`preferred` has found some: compiled code must not look for them.
+#: The CPU kernels' operator, set by :func:`preferred`, because compiled code must not look for kernels.
 _slot_attention: Callable[..., Tensor] | None = None
 
 
@@ -60,10 +59,9 @@ def preferred(device: torch.device) -> Kernel | None:
 
 
 def unfit(kernel: Kernel, layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
-    """Why a kernel cannot be used for a model whose cache has this `layout`; None if it can.
+    """Why a kernel cannot run a model whose cache has this `layout`; None if it can.
 
-    Args:
-        own_layers: number of layers that call the attention that their config names, and not their own.
+    own_layers: number of layers that call the attention function in their config.
     """
     with_keys = [spec for spec in layout if spec.key_heads]
     if kernel == "triton" and not runs_kernels(device):
@@ -86,13 +84,13 @@ def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
 
     Args:
         base: ``[B]`` int64, slot and position of node 0. It may be negative.
-        offsets: ``[B, K]`` int64, positions of the nodes behind `base`.
-        visible: ``[B, N, K]`` bool, for the last ``N`` nodes. None for text, whose tokens see all tokens in front of them: no words.
+        offsets: ``[B, K]`` int64, positions of the nodes relative to `base`.
+        visible: ``[B, N, K]`` bool, for the last ``N`` nodes. None for text, in which a token sees all tokens before it: no words.
     """
     rows, nodes = offsets.shape
     columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]
     if visible is not None:
-        # At least two words where sizes are dynamic in compiled code, which would otherwise be for one word alone.
+        # At least two words on the CPU, where compiled code with dynamic sizes would specialize on one word.
         queries, count = visible.shape[1], nodes // WORD + 2 if base.device.type == "cpu" else -(-nodes // WORD)
         bits = F.pad(visible, (0, count * WORD - nodes)).view(rows, queries, count, WORD).long()
         words = (bits << torch.arange(WORD, device=base.device)).sum(-1)
@@ -117,12 +115,12 @@ def attend(
 
     Args:
         query: ``[B, Hq, N, D]``.
-        key: ``[B, Hkv, view, D]``, with the block's own keys in their slots; on the CPU they may be quantized, and values with them.
+        key: ``[B, Hkv, view, D]``, the block's own keys in their slots included; on the CPU, keys and values may be quantized.
         value: ``[B, Hkv, view, Dv]``.
         mask: of :func:`pack_mask`.
-        sinks: ``[Hq]``, an additional score per head that has no value.
+        sinks: ``[Hq]``, an additional score per head without a value.
         kind: how far the layer looks back.
-        scale: of the scores; ``D ** -0.5`` by default.
+        scale: factor of the scores; ``D ** -0.5`` by default.
         softcap: bound of the scores, by tanh.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -134,7 +132,7 @@ def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     kernel: Kernel = "triton", **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """As :func:`decoders.engine.model.attention.tree_attention`, with a mask of :func:`pack_mask`."""
+    """:func:`decoders.engine.model.attention.tree_attention` by a kernel, with a mask of :func:`pack_mask`."""
     refuse_position_bias(module, given)
     sinks, softcap, kind = given.get("s_aux"), given.get("softcap"), kind_of(module)
 
@@ -148,14 +146,14 @@ def kernel_attention(
 
 
 class Tiles(NamedTuple):
-    """Sizes of the tiles that a program works on; they fit into 99 KB of shared memory, which every card since Ampere has.
+    """Sizes of the tiles of a program; they fit 99 KB of shared memory, which every GPU since Ampere has.
 
     Attributes:
-        rows: queries times heads of one group. More for text, because the time of prompts is that of their products.
+        rows: queries times heads of a group; more for text, where products take most of the time.
         keys: slots, at most :data:`WORD`.
-        stages: tiles of keys that are read ahead.
-        warps: that share the tile.
-        width: of keys, and `value_width` of values, rounded up to powers of two.
+        stages: tiles of keys to read ahead.
+        warps: number of warps per tile.
+        width, value_width: widths of keys and values, rounded up to powers of two.
     """
 
     rows: int
@@ -167,30 +165,29 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(width: int, value_width: int, dtype: torch.dtype, *, text: bool) -> Tiles:
-    """The tiles for heads of these widths. Products in float32 are loops that are written out, which compile slowly for large tiles."""
+    """The tiles for heads of these widths. Products in float32 are unrolled loops, which compile slowly for large tiles."""
     wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
     narrow = max(wide, value_wide) <= 128
     if dtype == torch.float32:
         rows, keys = (32, 16) if text else (ROWS, 32 if narrow else 16)
         return Tiles(rows, keys, 2, 4, wide, value_wide)
-    if text and not narrow:  # three stages are more than 99 KB, and the registers of four warps do not hold the sums
+    if text and not narrow:  # three stages exceed 99 KB, and sums exceed the registers of four warps
         return Tiles(64, 32, 2, 8, wide, value_wide)
     return Tiles(64 if text else ROWS, WORD if narrow else 32, 3, 4, wide, value_wide)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a layer may attend to, and how its queries and keys are distributed to programs.
+    """How far a layer looks back, and how its queries and keys are distributed to programs.
 
     Attributes:
         tile: the sizes of a tile.
         tiles: number of tiles per row of the batch and key head.
-        splits: number of splits of the keys, 0 if they are not split, which gives the same bits as one split.
-        first_split: slots of the first ones.
-        window: positions that each query looks back, 0: all.
-        chunk: length of the chunks beyond which queries do not look back, 0: none.
-        scale: of the scores.
-        softcap: bound of the scores, 0: none.
+        splits: number of splits of the keys; 0 if they are not split, with the same bits as one split.
+        first_split: slots of the first splits.
+        window: positions that each query looks back; 0: all.
+        chunk: length of the chunks within which queries look back; 0: unlimited.
+        scale, softcap: factor and bound of the scores; softcap 0: no bound.
     """
 
     tile: Tiles
@@ -229,7 +226,7 @@ def _tree_attention(
 def _launch(
     launch: Launch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, out: Tensor
 ) -> None:
-    """Attention of some rows, written to `out`."""
+    """Writes the attention of some rows to `out`."""
     from .attention_triton import attend_kernel, merge_kernel
 
     tile, tiles, splits, window, chunk = launch.tile, launch.tiles, launch.splits, launch.window, launch.chunk

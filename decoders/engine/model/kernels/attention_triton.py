@@ -1,8 +1,8 @@
-"""The device code of :mod:`.attention`: one program per query tile and split of the keys, and a second kernel that merges splits.
+"""The device code of :mod:`.attention`: a program per query tile and split of the keys, and a second kernel that merges splits.
 
-Queries of a GQA group are rows of one tile: row ``r`` is query ``r // G`` of head ``h * G + r % G``. A tile of keys begins at a fixed
-multiple of ``BN`` slots and a split at a fixed slot, so that a query's sums have the same order whatever else is in its block or batch.
-Tiles that a query does not see change nothing, since their probabilities are zero.
+Queries of a GQA group are rows of a tile: row ``r`` is query ``r // G`` of head ``h * G + r % G``. A tile of keys begins at a multiple
+of ``BN`` slots and a split at a fixed slot, so that the order of a query's sums does not depend on its block or batch. Invisible tiles
+change nothing, since their probabilities are zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VARYING = ("window", "chunk", "view", "nodes", "queries", "splits", "smb", "smn"
 
 @triton.jit
 def split_start(split, FIRST: tl.constexpr, OCTAVE: tl.constexpr):
-    """The slot at which a split begins: the first ``2 * OCTAVE`` splits have ``FIRST`` slots, each further octave twice as many."""
+    """The first slot of a split: the first ``2 * OCTAVE`` splits have ``FIRST`` slots, each further octave twice as many."""
     octave = split // OCTAVE
     doubled = tl.maximum(octave - 1, 0)
     return tl.where(octave == 0, 0, (FIRST * OCTAVE) << doubled) + (split % OCTAVE) * (FIRST << doubled)
@@ -27,7 +27,7 @@ def seen_slots(
     base, tile, view, nodes, queries, window, chunk, G: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, TEXT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The range of slots that some query of a tile may see: the first, rounded down to a multiple of ``BN``, and the end."""
+    """The range of slots that queries of a tile may see: the first, rounded down to a multiple of ``BN``, and the end."""
     earliest, end = base, base + nodes
     if TEXT:
         earliest = base + tile * M // G
@@ -49,10 +49,10 @@ def attend_kernel(
     WORDS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr, OCTAVE: tl.constexpr, TEXT: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, SINK: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of ``M`` rows to one split of the keys, or to all of them where ``SPLIT`` is false.
+    """Attention of a tile of ``M`` rows to a split of the keys, or to all keys if ``SPLIT`` is false.
 
     MASK: of :func:`decoders.engine.model.kernels.attention.pack_mask`. ``D``, ``DV``: widths of keys and values; ``WIDTH``, ``VWIDTH``:
-    powers of two that hold them. ``IEEE``: products are float32's, without TensorFloat-32.
+    the next powers of two. ``IEEE``: float32 products without TensorFloat-32.
     """
     split, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # 64 bits: 128 heads with 128 numbers in each of 131,072 slots are 2^31.
@@ -150,7 +150,7 @@ def merge_kernel(
     BN: tl.constexpr, FIRST: tl.constexpr, OCTAVE: tl.constexpr, TEXT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the results of the splits of one row, one octave at a time, from the first slots to the last."""
+    """Adds up the results of a row's splits, octave by octave, from the first slots to the last."""
     row, pair = tl.program_id(0), tl.program_id(1)
     b, h = (pair // HEADS).to(tl.int64), pair % HEADS
     base = tl.load(MASK + b * smb + WORDS + 1).to(tl.int32)

@@ -1,7 +1,7 @@
-"""Products together with what follows them in a layer: activations, residuals and norms, rotary positions and writes to the cache.
+"""Products with epilogues: activations, residuals and norms, rotary positions and writes to the cache.
 
-On CUDA what follows is computed where a product's stretches are added (:mod:`.epilogues_triton`), which saves most of a step's
-launches; on the CPU (:mod:`.cpu`) it is an operator of its own. Rows have the same bits for any number of rows on both.
+On CUDA, the kernel that adds a product's stretches computes the epilogue (:mod:`.epilogues_triton`), which saves most of a step's
+launches; on the CPU (:mod:`.cpu`), it is a separate operator. On both, a row has the same bits for any number of rows.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def gated_linear(
     x: Tensor, pair: Sequence[Tensor], biases: Sequence[Tensor], kind: int, gate_first: bool,
     activation: Callable[[Tensor, int, bool], Tensor] | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None where no kernel computes it.
+    """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None if no kernel computes it.
 
     Args:
         pair: both matrices ``[I, K]``, the gate's first if `gate_first`.
-        kind: of the activation, 0: silu, 1: gelu by tanh.
-        activation: the CPU's operator of what follows the product; None on CUDA, where one kernel computes both.
+        kind: the activation, 0: silu, 1: gelu by tanh.
+        activation: the CPU's operator of the epilogue; None on CUDA.
     """
     if operator_for(x) is few_rows_on_cuda:
         if not fit(x, pair, biases):
@@ -120,7 +120,7 @@ def gated_linear(
 def linear_to_residual(
     x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor, before: Norm = Norm(), after: Norm = Norm()
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual + before(x @ matrix.T + bias)`` and ``after`` of it, an empty tensor without such a norm; on CUDA, else None.
+    """``residual + before(x @ matrix.T + bias)``, and ``after`` of it (an empty tensor without this norm); on CUDA, else None.
 
     Args:
         x: ``[…, K]``.
@@ -139,18 +139,18 @@ def linear_rotated(
     x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor,
     slots: Tensor, keys: Tensor, values: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:  # fmt: skip
-    """Products with the matrices of queries, keys and values, the norms of the first two per head and their rotary positions.
+    """Queries, keys and values: products with their matrices, then norms per head and rotary positions of queries and keys.
 
     Args:
         x: ``[B, N, K]``.
-        norms: of queries and keys, with one formula.
+        norms: of queries and keys, with the same formula.
         cos, sin: ``[B or 1, N, D]``.
-        slots: ``[B, N]`` int64, negative ones counted from the end.
-        keys, values: the cache, ``[B, h, L, D]``. Uncompiled, new ones are written to their slots.
+        slots: ``[B, N]`` int64; negative slots count from the end.
+        keys, values: the cache, ``[B, h, L, D]``; uncompiled, the operator writes new keys and values to their slots.
 
     Returns:
-        Queries ``[B, N, H, D]``, and keys and values ``[B, h, N, D]`` where they are not written yet: regions of compiled code take no
-        operators that write. None where no kernel computes it.
+        queries ``[B, N, H, D]``; and in compiled code, whose regions accept no operators that write, keys and values ``[B, h, N, D]``,
+        else None twice. None if no kernel computes it.
     """
     if (
         operator_for(x) is not few_rows_on_cuda

@@ -1,11 +1,10 @@
-"""What follows a product on CUDA, in the kernel that adds up its stretches: activations, residuals, norms, rotary positions.
+"""Epilogues of products on CUDA, in the kernel that adds up stretches: activations, residuals, norms, rotary positions.
 
-A product comes as its parts, ``[stretches, rows, outputs]`` in float32, or finished, as ``[1, rows, outputs]``. A step of a small model
-is some hundred launches of two microseconds, each of which writes what the next one reads. Sums are rounded where a model's own tensors
-are.
+The input is a product's parts, ``[stretches, rows, outputs]`` in float32, or the product, ``[1, rows, outputs]``. Without epilogues, a
+step of a small model has some hundred launches more, of two microseconds each. Sums are rounded where the model's tensors are.
 
 PyTorch's mean distributes a row of a norm to threads depending on the number of rows, and inductor chooses the loops of a reduction by
-timing. Here each row, or head, is one program, and the order of its sum depends only on its width.
+timing. Here each row, or head, is a program, and the order of its sum depends on its width alone.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arg
     u = x
     if KIND == 1:
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(-tl.maximum(u, -80.0)))  # below it is nothing, and exp would overflow
+    return x / (1.0 + tl.exp(-tl.maximum(u, -80.0)))  # below -80 the result is 0, and exp would overflow
 
 
 @triton.jit
 def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's `values`, or some of them; squares: those of all, whose mean divides."""
+    """The norm of a row's `values`, or of some of them; squares: of all values of the row."""
     values *= tl.rsqrt(tl.sum(squares) / width + epsilon)
     if ROUNDED:
         values = values.to(weight.dtype.element_ty).to(tl.float32)
@@ -46,7 +45,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The parts at `place` added in order; size: of one part, a multiple of the outputs, so that several numbers are loaded at once."""
+    """The sum of the parts at `place`, in order; size: of a part, a multiple of the outputs, for wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)
@@ -55,7 +54,7 @@ def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _biases(bias, second_bias, third_bias, own, here, first_outputs, second_outputs, MATRICES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the outputs `own` of matrices that are multiplied as one."""
+    """The biases of the outputs `own` of up to three matrices in a product."""
     of = bias + own
     if MATRICES > 1:
         of = tl.where(own < first_outputs, of, second_bias + (own - first_outputs))
@@ -70,7 +69,7 @@ def _add_stretches(  # type: ignore[no-untyped-def]
     parts, bias, second_bias, third_bias, out, rows, outputs, inner, first_outputs, second_outputs,
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """``[STRETCHES, rows, outputs]`` → ``[rows, outputs]``; with an activation, of two matrices, ``[rows, inner]``."""
+    """``[STRETCHES, rows, outputs]`` → ``[rows, outputs]``; with an activation of two matrices, ``[rows, inner]``."""
     own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here, row, size = own < inner, tl.program_id(0).to(tl.int64), rows.to(tl.int64) * outputs
     total = _summed(parts, row * outputs + own, here, size, STRETCHES)
@@ -91,7 +90,7 @@ def _add_to_residual(  # type: ignore[no-untyped-def]
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_ADDED: tl.constexpr,
     BEFORE_ROUNDED: tl.constexpr, AFTER: tl.constexpr, AFTER_ADDED: tl.constexpr, AFTER_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """One row of ``[STRETCHES, rows, width]``: the sum, its norm if one comes before, added to the residual, and the norm of that."""
+    """A row of ``[STRETCHES, rows, width]``: the sum (or its norm) added to the residual, and an optional norm of the result."""
     place = tl.arange(0, BLOCK)
     here, first = place < width, tl.program_id(0).to(tl.int64) * width
     total = _summed(parts, first + place, here, rows.to(tl.int64) * width, STRETCHES)
@@ -116,8 +115,8 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one node: the sum, for queries and keys its norm and its rotary position. Keys and values go to the cache, if not to
-    tensors of their own."""
+    """A head of a node: the sum, and for queries and keys its norm and rotary position. Keys and values go to the cache, or to new
+    tensors."""
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     here, outputs = d < D, (HEADS + 2 * KEY_HEADS) * D
@@ -133,7 +132,7 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + row)
         slot = tl.where(slot < 0, slot + slots_length, slot)
     if head < HEADS + KEY_HEADS:
-        # A second time, for the numbers of the other half: halves of a row are in other threads.
+        # Sums the other half's numbers again, because they are in other threads.
         turned = tl.where(d < D // 2, d + D // 2, d - D // 2)
         other = _summed(parts, first + head * D + turned, here, size, STRETCHES)
         if BIAS:
@@ -167,12 +166,12 @@ def _normalize(x, weight, out, width, epsilon, BLOCK: tl.constexpr, ONE_ADDED: t
 
 
 def _three(biases: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...]:
-    """The kernels need some tensor for what there is not."""
+    """`biases` filled up with any tensor, because kernels need an argument for absent biases."""
     return (*biases, *[spare] * (MOST_MATRICES - len(biases)))
 
 
 def added(parts: Tensor, biases: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, kind: int = -1) -> Tensor:
-    """``[rows, outputs]``; with an activation of this `kind` ``[rows, outputs / 2]``, of gates and then what they multiply."""
+    """``[rows, outputs]``; with an activation (`kind`), of gates and then their factors, ``[rows, outputs / 2]``."""
     stretches, rows, outputs = parts.shape
     inner = outputs if kind < 0 else outputs // 2
     out = parts.new_empty((rows, inner), dtype=dtype)
@@ -191,7 +190,7 @@ def _warps(block: int) -> int:
 def added_to_residual(
     parts: Tensor, bias: Tensor | None, residual: Tensor, before: Norm, after: Norm
 ) -> tuple[Tensor, Tensor]:
-    """The new residual ``[rows, H]``, and its norm after, or nothing."""
+    """The new residual ``[rows, H]``, and its norm (an empty tensor without `after`)."""
     stretches, rows, width = parts.shape
     out = torch.empty_like(residual)
     first, second = before.weight is not None, after.weight is not None
@@ -210,7 +209,7 @@ def rotated_to_cache(
     parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
     keys: Tensor, values: Tensor, size: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes keys and values ``[B, h, L, d]``, without slots to the first ones, and returns queries ``[B, N, H, d]``; size: B, N."""
+    """Writes keys and values ``[B, h, L, d]`` to `slots`, or to the first slots, and returns queries ``[B, N, H, d]``. size: B, N."""
     (stretches, rows, outputs), (_, key_heads, _, width) = parts.shape, keys.shape
     heads = outputs // width - 2 * key_heads
     query = parts.new_empty((*size, heads, width), dtype=dtype)

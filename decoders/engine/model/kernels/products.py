@@ -1,7 +1,7 @@
 """Products of few rows, ``x @ matrix.T + bias``, and root-mean-square norms, in which a row has the same bits for any number of rows.
 
-Up to three matrices of one input (queries, keys and values; gate and up) are one product; each is read where it is. One interface for
-both devices: on the CPU the kernels are C++ (:mod:`.cpu`), on CUDA Triton's (:mod:`.products_triton`).
+Up to three matrices with the same input (queries, keys and values; gate and up) are one product, without copies. The interface is the
+same on both devices: C++ kernels on the CPU (:mod:`.cpu`), Triton's on CUDA (:mod:`.products_triton`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ few_rows_on_cuda = operator(
 )
 
 
-#: Per kind of device; the CPU's is that of its kernels, once :func:`multiplies` has found some.
+#: Operator per type of device; :func:`multiplies` sets the CPU's.
 _operators: dict[str, Callable[..., Tensor]] = dict.fromkeys(("cuda", "cpu"), few_rows_on_cuda)
 
 
@@ -43,22 +43,22 @@ def few_rows_linears(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Ten
 
     Args:
         x: ``[…, K]``.
-        matrices: up to :data:`MOST_MATRICES` of ``[O, K]``, of the same strides.
-        biases: as many of ``[O]``, or none; all of one type.
+        matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` of equal strides.
+        biases: as many biases ``[O]``, or none. All tensors have the same dtype.
     """
     return operator_for(x)(x, matrices, biases)
 
 
 def few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ matrix.T + bias``. x: ``[…, K]``, matrix: ``[O, K]`` of any strides, bias: ``[O]`` or None, all of one type."""
+    """``x @ matrix.T + bias``. x: ``[…, K]``, matrix: ``[O, K]`` of any strides, bias: ``[O]`` or None, of the same dtype."""
     return few_rows_linears(x, [matrix], [] if bias is None else [bias])
 
 
 def product_or_none(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor | None:
-    """:func:`few_rows_linears`; None where the kernel of this device does not take these matrices or biases."""
+    """:func:`few_rows_linears`; None if the device's kernel does not support these matrices or biases."""
     operator = operator_for(x)
     if operator is not few_rows_on_cuda and not torch.compiler.is_dynamo_compiling():
-        try:  # the CPU's operator checks what it is given, in a twentieth of the time that it takes here
+        try:  # the CPU's operator checks its arguments twenty times as fast as `fit`
             return operator(x, matrices, biases)
         except RuntimeError:
             if fit(x, matrices, biases):
@@ -68,7 +68,7 @@ def product_or_none(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tens
 
 
 def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
-    """Whether the operator of this device takes these."""
+    """Whether the device's operator supports these arguments."""
     if x.dtype != matrices[0].dtype or x.dtype not in cpu.TYPES or 1 not in matrices[0].stride():
         return False
     if any(bias.dtype != x.dtype or not bias.is_contiguous() for bias in biases):
@@ -77,10 +77,10 @@ def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool
 
 
 def multiplies(weight: Tensor, exact: bool = True) -> bool:
-    """Whether products by `weight` ``[out, in]`` are a kernel's on its device.
+    """Whether a kernel of this package multiplies by `weight` ``[out, in]``.
 
-    On CUDA only those that have to be `exact`, and in 16 bits alone: in float32 the order of a sum hardly matters, and the kernel would
-    be slow. On the CPU the kernels are the fastest there are.
+    On CUDA only if products must be `exact`, and in 16 bits: in float32 the order of a sum hardly matters, and kernels would be slow.
+    On the CPU, the kernels are faster than torch's.
     """
     if weight.device.type == "cpu":
         kernels = cpu.chosen().kernels
@@ -92,14 +92,14 @@ def multiplies(weight: Tensor, exact: bool = True) -> bool:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether Triton's kernels run on `device`; NVIDIA GPUs since Ampere have their instructions."""
+    """Whether the Triton kernels run on `device`: on AMD GPUs, and NVIDIA GPUs since Ampere."""
     if device.type != "cuda" or not runs_kernels(device):
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def are_one_product(matrices: Sequence[Tensor]) -> bool:
-    """Whether :func:`few_rows_linears` takes these matrices, no more than it takes at all, together."""
+    """Whether :func:`few_rows_linears` can multiply by these matrices (at most :data:`MOST_MATRICES`) in one product."""
     first = matrices[0]
     block = LARGEST_BLOCK if _operators[first.device.type] is few_rows_on_cuda else 1
     return not any(
@@ -130,11 +130,11 @@ rms_norm_on_cuda = operator(
 
 
 def rms_norm_for(weight: Tensor) -> Callable[..., Tensor] | None:
-    """The operator of norms with `weight` ``[H]`` on its device; None where the model's own modules compute them.
+    """The operator of norms with `weight` ``[H]`` on its device; None if the model's modules compute norms.
 
-    It takes x ``[…, H]`` of the weight's type, the weight, epsilon, one_added and rounded_first, and gives
+    It takes x ``[…, H]`` of the weight's dtype, the weight, epsilon, one_added and rounded_first, and returns
     ``x / sqrt(mean(x²) + epsilon) * weight`` along the last dimension, computed in float32. one_added: the factor is ``1 + weight``;
-    rounded_first: the quotient is rounded to the type of `x` before it is multiplied.
+    rounded_first: the quotient is rounded to the dtype of `x` before the multiplication.
     """
     if weight.device.type == "cpu":
         kernels = cpu.chosen().kernels

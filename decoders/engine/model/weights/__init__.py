@@ -1,1 +1,1 @@
-"""The weights of a model: read where they are, multiplied as one, quantized; and how changes to them are noticed."""
+"""The weights of a model: products without copies, joint products, quantization, and detection of changes."""

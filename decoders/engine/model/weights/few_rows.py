@@ -1,6 +1,6 @@
-"""Linear layers that multiply by the kernels of :mod:`~decoders.engine.model.kernels.products`, which read weights where they are.
+"""Linear layers that multiply by the kernels of :mod:`~decoders.engine.model.kernels.products`.
 
-Nothing is copied: a changed weight counts because it is read. Layers that read the same input are one product (:mod:`.fused`).
+The kernels read the model's own weights, so changes take effect at once. Layers with the same input are one product (:mod:`.fused`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class FewRows(Joint):
 
 
 def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
-    """``[…, out]`` of all `layers`; None where they are no one product, or none that a kernel computes.
+    """``[…, out]`` of all `layers`; None if no kernel computes it as one product.
 
-    Found out every time: a weight may have been given other data since, of another type or of other strides.
+    Checked in every call, because a weight may get data of another dtype or other strides.
     """
     matrices = [layer.matrix() for layer in layers]
     biases = [] if layers[0].bias is None else [layer.bias for layer in layers]
@@ -41,7 +41,7 @@ def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
 
 
 class FewRowsLinear(FewRows, nn.Linear):
-    """An ``nn.Linear`` that multiplies few rows by our kernel."""
+    """An ``nn.Linear`` that multiplies few rows by a kernel."""
 
 
 class FewRowsConv1D(FewRows, Conv1D):
@@ -51,29 +51,29 @@ class FewRowsConv1D(FewRows, Conv1D):
         return super().matrix().t()
 
 
-#: Per kind of layer, the class that replaces it.
+#: Class of a layer → class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
 
 
 def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_products: bool = True) -> int:
-    """Makes the plain linear layers of `model`, a private tree, multiply by our kernels where there are some for their weights; returns
-    how many there are.
+    """Makes the plain linear layers of `model`, a private copy, multiply by kernels if there are kernels for their weights; returns the
+    number of these layers.
 
     Args:
-        groups: layers that read the same input. Those of a group that are stored alike are multiplied as one.
-        exact_products: whether layers on CUDA do, too, in which a row then has the same bits for any number of rows.
+        groups: layers with the same input. Layers of a group with the same storage are one product.
+        exact_products: whether to do so on CUDA, where a row then has the same bits for any number of rows.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     weights = {path: plain_weight(module) for path, module in modules.items()}
     chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
     join(modules, groups, lambda path: _product_kind(chosen[path]) if path in chosen else None)
     for module in chosen.values():
-        module.__class__ = KINDS.get(type(module), type(module))  # one module may have two names
+        module.__class__ = KINDS.get(type(module), type(module))  # a module may have two names
     return len(chosen)
 
 
 def _product_kind(layer: Any) -> Hashable:
-    """A value that is equal for layers that a kernel multiplies as one; None for one that it multiplies alone."""
+    """A value that is equal for layers that a kernel can multiply as one; None for layers that it multiplies alone."""
     matrix: Tensor = KINDS[type(layer)].matrix(layer)  # type: ignore[attr-defined]
     alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
     return alike if are_one_product([matrix]) else None

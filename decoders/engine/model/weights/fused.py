@@ -1,7 +1,7 @@
-"""Linear layers that read the same input, multiplied as one: queries, keys and values; gate and up.
+"""Joint products of linear layers with the same input: queries, keys and values; gate and up.
 
-A kernel call costs some microseconds whatever it multiplies, and its threads wait for each other at the end. A model of 30 small
-layers makes 211 calls per step; fusing saves 90 of them.
+A kernel call costs some microseconds for any size, and its threads wait for each other at the end. A model of 30 small layers makes
+211 calls per step; joint products save 90 of them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from .. import torch_compat
 from ..kernels import MOST_MATRICES
 
 Product = TypeVar("Product", Tensor, Tensor | None)
-#: Paths of layers that read the same input, in the order in which they are called.
+#: Paths of layers with the same input, in the order of their calls.
 Group = tuple[str, ...]
 
 
 class SharedInputs:
-    """While entered, layers of a module tree return zeros without computing, and which layer reads which tensor is noted.
-
-    Args:
-        layers: by path; each has one input, and an output per row of its weight, or per column (``Conv1D``).
-    """
+    """While entered, linear layers return zeros without computing, and their inputs are noted. layers: by path."""
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
         self._layers = layers
@@ -50,7 +46,7 @@ class SharedInputs:
         return x.new_zeros((*x.shape[:-1], outputs))
 
     def groups(self) -> list[Group]:
-        """Layers that read the same tensor. Layers that ran twice are in no group, and the calls of two groups do not interleave."""
+        """Groups of layers with the same input tensor. Layers that ran twice are in no group, and calls of groups do not interleave."""
         times = Counter(path for path, _ in self._calls)
         readers: dict[int, list[int]] = {}
         for place, (_, x) in enumerate(self._calls):
@@ -66,10 +62,8 @@ class SharedInputs:
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:
-    """The dense weight of a plain linear layer; None for other modules.
-
-    Subclasses, layers with a ``forward`` of their own, parametrized and pruned ones, and weights that are quantized or distributed are
-    not plain.
+    """The dense weight of a plain linear layer; None for other modules: subclasses, layers with another ``forward``, parametrized or
+    pruned layers, and quantized or distributed weights.
     """
     weight = torch_compat.own_parameters(module).get("weight")  # parametrized and pruned layers have none
     if type(module) not in (nn.Linear, Conv1D) or weight is None or "forward" in vars(module):
@@ -86,7 +80,7 @@ def outputs_of(layer: nn.Module) -> int:
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
     """The parts of groups that can be multiplied as one: layers whose `kind` is equal and not None.
 
-    Others may be called between them, such as the first layer of an adapter, but the calls of two parts do not interleave.
+    Other layers may run between them, an adapter's first layer for example, but calls of two parts do not interleave.
     """
     for group in groups:
         parts: dict[object, list[int]] = {}
@@ -101,7 +95,7 @@ def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterato
 
 
 def join(modules: Mapping[str, nn.Module], groups: Iterable[Group], kind: Callable[[str], object]) -> None:
-    """Makes layers of the same group and :func:`kind <same_kind>` one product, of up to :data:`MOST_MATRICES` matrices."""
+    """Joins layers of the same group and :func:`kind <same_kind>` to a product of up to :data:`MOST_MATRICES` matrices."""
     for paths in same_kind(groups, kind):
         for begin in range(0, len(paths), MOST_MATRICES):
             group = tuple(modules[path] for path in paths[begin : begin + MOST_MATRICES])
@@ -112,18 +106,18 @@ def join(modules: Mapping[str, nn.Module], groups: Iterable[Group], kind: Callab
 
 
 class Joint:
-    """Base of layers that may be multiplied as one.
+    """Base of layers that may have a joint product.
 
     Attributes:
-        group: the layers that read the same input and are multiplied as one, this one among them; None: it alone.
-        columns: this layer's columns of their product.
+        group: the layers of the joint product, itself included; None: no joint product.
+        columns: the layer's columns of the product.
     """
 
     group: tuple[Any, ...] | None = None
     columns: tuple[int, int] = 0, 0
 
     def product(self, x: Tensor, multiply: Callable[[Tensor, tuple[Any, ...]], Product]) -> Product:
-        """This layer's columns of what `multiply` returns for `x` and the layers of its group."""
+        """The layer's columns of the product that `multiply` returns for `x` and the layers of its group."""
         group = self.group
         if group is None:
             return multiply(x, (self,))
@@ -131,7 +125,7 @@ class Joint:
 
 
 class Latest(threading.local):
-    """Keeps each thread's last result for a tensor, so that layers that read the same tensor compute it once."""
+    """Keeps each thread's last result for a tensor, so that layers with the same input compute it once."""
 
     source: Tensor | None = None
     writes = -1
@@ -139,32 +133,32 @@ class Latest(threading.local):
     result: Any = None
 
     def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
-        """``compute(x)``, or the last result if `x` and `by` are the same objects as then and `x` was not written to since."""
+        """``compute(x)``, or the last result if `x` and `by` are the same objects and `x` was not written since."""
         if self.source is not x or self.by is not by or self.writes != torch_compat.writes_counted(x):
             self.keep(x, by, compute(x))
         return self.result
 
     def keep(self, x: Tensor, by: object, result: Any) -> None:
-        """Makes `result` the one of `x` and `by`."""
+        """Stores the result of `x` and `by`."""
         self.source, self.writes, self.by, self.result = x, torch_compat.writes_counted(x), by, result
 
     def forget(self) -> None:
         self.source = self.by = self.result = None
 
 
-#: The joint product of several layers, until the last of them has taken its columns.
+#: The joint product of several layers, until the last layer has taken its columns.
 _products = Latest()
 
 
 def share_of(x: Tensor, by: object, columns: tuple[int, int], multiply: Callable[[Tensor], Product]) -> Product:
-    """One layer's columns of the joint product of several layers, which the first of them computes.
+    """A layer's columns of the joint product of several layers, which the first layer computes.
 
     Args:
         by: identifies the product.
-        columns: the first, and the one behind the last.
-        multiply: ``[…, in]`` → ``[…, out]`` of all layers; None where there is no such product.
+        columns: begin and end (exclusive).
+        multiply: ``[…, in]`` → ``[…, out]`` of all layers, or None.
     """
-    if torch.compiler.is_dynamo_compiling():  # the compiler merges the equal products
+    if torch.compiler.is_dynamo_compiling():  # the compiler merges equal products
         product = multiply(x)
         return product if product is None else product[..., columns[0] : columns[1]]
     joint: Product = _products.of(x, by, multiply)

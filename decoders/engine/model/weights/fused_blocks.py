@@ -1,7 +1,7 @@
-"""Decoder layers on CUDA whose sums, residuals, norms, rotary positions and writes to the cache are parts of a product's last kernel.
+"""Fused decoder layers on CUDA: a product's last kernel also computes residuals, norms, rotary positions and writes to the cache.
 
-What a layer computes is read off one pass over a few tokens: which of its modules reads what another one returned, and that a residual
-is the sum of two of these, bit for bit. Then it is tried: a layer that computes more than this has other results, and is left alone.
+A pass over a few tokens shows what a layer computes: which module reads another module's result, and that a residual is the sum of two
+results, bit for bit. Then the fused layer runs on trial: if the layer computes more, results differ, and it stays unfused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .same_bits import Formula
 
 _log = logging.getLogger("decoders")
 Result = TypeVar("Result")
-#: A norm's module, if there is a norm, and what it computes.
+#: A norm's module and its formula; None without a norm.
 NormOf = tuple[nn.Module | None, Formula | None]
 NO_NORM: NormOf = (None, None)
 
@@ -36,13 +36,13 @@ class Attention(NamedTuple):
     """What an attention module computes.
 
     Attributes:
-        group: its layers of queries, keys and values, multiplied as one.
-        out: the last one.
+        group: its layers of queries, keys and values, with a joint product.
+        out: its last layer.
         norms: of the heads of queries and keys.
-        names: of the arguments for its input, cos and sin, the mask and the cache.
+        names: names of the arguments for its input, cos and sin, the mask and the cache.
         layer: its number in the cache.
         scaling, softcap: of scores.
-        sinks: the name of such a parameter.
+        sinks: the name of the parameter with sinks, or None.
     """
 
     group: tuple[Any, ...]
@@ -56,7 +56,7 @@ class Attention(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One half of a decoder layer: a module, and norms of its result before and after it is added to the residual."""
+    """Half of a decoder layer: a module, a norm of its result before the sum with the residual, and a norm of the sum."""
 
     module: nn.Module
     before: NormOf
@@ -67,9 +67,9 @@ class Layer(NamedTuple):
     """What a decoder layer computes.
 
     Attributes:
-        first: the norm that it begins with.
+        first: the first norm.
         steps: attention and feed-forward layers.
-        names: of the arguments for its input, cos and sin, the mask and the cache.
+        names: names of the arguments for its input, cos and sin, the mask and the cache.
     """
 
     first: NormOf
@@ -77,17 +77,15 @@ class Layer(NamedTuple):
     names: tuple[Name, Name, Name, Name]
 
 
-#: The norm that a layer begins with, computed by the layer in front of it.
+#: The result of a layer's first norm, computed by the layer before it.
 _normed = Latest()
 
 
 @torch.no_grad()
 def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache], None]], Any]) -> int:
-    """Makes `layers`, of a private twin whose attention is our kernel for CUDA, run fused where they compute what is known; returns how
-    many do.
+    """Fuses the `layers` of a private copy that runs the CUDA attention kernel, if their structure is known; returns their number.
 
-    Args:
-        run: runs the model for a few tokens, and calls its argument with the cache first.
+    run: calls its argument with the cache, then runs the model on a few tokens.
     """
     if any(
         any(hooks_of(module)) or "forward" in vars(module)
@@ -114,18 +112,18 @@ def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache]
         fused.append(call if computes else None)
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
-            # Apart: what a region reads of another layer's would become its input.
+            # Stored separately, because a compiled region would take another layer's values as inputs.
             vars(one.module)["decoders_following"] = vars(other.module)["decoders_block"].first
     return sum(call is not None for call in fused)
 
 
 def _tried(function: Callable[..., Result], *given: Any) -> Result | None:
-    """``function(*given)``, None where it fails: a part that runs as it is loses time only."""
+    """``function(*given)``, or None if it fails: an unfused part only loses time."""
     try:
         return function(*given)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a design of another shape, or a kernel that does not fit a card
+    except Exception as error:  # another design, or a kernel that exceeds the GPU
         _log.info("part of a layer runs unfused: %s: %s", type(error).__name__, error)
         return None
 
@@ -162,7 +160,7 @@ def _attention(
     names = tuple(map(call.name_of, (reads, turns, mask, cache)))
     same = key_states.shape[3] == value_states.shape[3] == width and key_states.shape[1] == value_states.shape[1]
     sizes = [len(m.matrix()) for m in group]
-    # What reads positions, say, may do so beyond a length that no trial reaches.
+    # An attention with further tensor arguments (positions) may use them beyond the length of the trial.
     named = inspect.signature(type(module).forward).parameters
     more = [value for name, value in call.options.items() if name in named and name not in names]
     if any(isinstance(value, Tensor) for value in (*more, *(v for i, v in enumerate(call.given) if i not in names))):
@@ -193,7 +191,7 @@ def _attention(
         return None
     if not all(close(own, other) for own, other in zip(written(), (key_states, value_states), strict=True)):
         return None
-    # A clamp shows in what a loud text writes.
+    # Large inputs show whether the module clamps keys or values.
     loud = LOUD * reads
     module(
         *(loud if v is reads else v for v in call.given),
@@ -209,7 +207,7 @@ def _attention(
 def attend(
     module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any
 ) -> Tensor | None:
-    """What an attention module's last layer is given, ``[B, N, H D]``; None where the kernels do not compute it."""
+    """The input of an attention module's last layer, ``[B, N, H D]``; None if the kernels do not compute it."""
     if type(cache) is not SlotCache or cache.buffers.key_scales or cache.view > cache.buffers.slots:
         return None
     keys, values = cache.buffers.keys[plan.layer], cache.buffers.values[plan.layer]
@@ -231,7 +229,7 @@ def attend(
 
 
 def _taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[Any]:
-    """Arguments by their names, None for one that is not there."""
+    """Arguments by name, None for absent arguments."""
     return [
         options.get(name) if isinstance(name, str) else given[name] if name < len(given) else None
         for name in cast(Any, names)
@@ -251,7 +249,7 @@ def _attention_class(plain: Any) -> type[nn.Module]:
 
 
 def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tuple[Tensor | None, Any]:
-    """What the last layer of half a decoder layer is given, and this layer."""
+    """The input of the last linear layer of attention or a feed-forward layer, and this linear layer."""
     if (gated := vars(module).get("decoders_gated")) is not None:
         return type(module).inner(gated, x), gated[1]
     plan = module.decoders_block
@@ -259,7 +257,7 @@ def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tupl
 
 
 def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer | None, Call | None]:
-    """What a decoder layer computes, and its call; None where it is something else."""
+    """The structure of a decoder layer, and its call; None twice if the structure is unknown."""
     call, children = once(calls, layer), set(layer.children())
     order = [each for each in calls[ORDER] if each.module in children]
     nothing = None, None
@@ -327,7 +325,7 @@ def _layer_class(plain: Any) -> type[nn.Module]:
         first: Any = plan.first[0]
         reads = x if first is None else first(x) if traced else _normed.of(x, first, first)
         if not traced:
-            _normed.forget()  # it may be a recording's
+            _normed.forget()  # it may belong to a recording
         for step in plan.steps:
             inner, last = _inner(step.module, reads, turns, mask, cache)
             if inner is None:

@@ -1,7 +1,7 @@
-"""Parts of layers that a kernel computes in one call: gated feed-forward layers, and on CPUs rotary positions.
+"""Fused parts of layers: gated feed-forward layers, and rotary positions on CPUs.
 
-What surrounds the products of a small layer costs as much as they do, most of it in calls. A part is recognized by what it computes:
-it is tried on random numbers, and left alone where the result differs by more than rounding.
+In a small layer, the operations around the products cost as much as the products, mostly in calls. A part is recognized by its
+results: the kernel runs on random numbers, and the part stays unfused if results differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..torch_compat import hooks_of
 from .few_rows import FewRows, product_of
 from .fused import outputs_of
 
-#: First parameters of functions for rotary positions.
+#: First parameters of functions that apply rotary positions.
 _ROTATED = ["q", "k", "cos", "sin"]
-#: Trials are repeated with inputs so many times as large, at which bounds of a design show.
+#: Trials are repeated with inputs this many times as large, to detect clamps.
 LOUD = 64
-#: Activations by their number in the kernel.
+#: Activations in the order of their numbers in the kernel.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
 
 
 @torch.no_grad()
 def fuse_layers(model: nn.Module) -> None:
-    """Makes parts of the layers of `model`, a private twin whose linear layers are replaced already, run fused where kernels are."""
+    """Fuses parts of the layers of `model`, a private copy whose linear layers are already replaced, if there are kernels."""
     devices = {parameter.device for parameter in model.parameters()}
     kernels = cpu.chosen().kernels if all(device.type == "cpu" for device in devices) else None
     if kernels is None and not all(map(has_kernel, devices)):
@@ -53,14 +53,13 @@ def fuse_layers(model: nn.Module) -> None:
 def _gated(module: nn.Module, activation: Callable | None) -> tuple[type[nn.Module], tuple] | None:
     """The class that replaces a gated feed-forward layer, ``down(activation(gate(x)) * up(x))``, and its linear layers.
 
-    Args:
-        activation: as of :func:`~decoders.engine.model.kernels.epilogues.gated_linear`.
+    activation: see :func:`~decoders.engine.model.kernels.epilogues.gated_linear`.
     """
     children = list(module.children())
     linear: list[Any] = [child for child in children if isinstance(child, FewRows)]
     others = [child for child in children if not isinstance(child, FewRows)]
     pair: tuple[Any, ...] = next((child.group for child in linear if child.group is not None), ())
-    # The two of a group have the same inputs and are stored alike.
+    # gate and up are a group: same input, same storage.
     if len(linear) != 3 or len(pair) != 2 or sum(child.group is pair for child in linear) != 2 or len(others) != 1:
         return None
     if any(True for _ in others[0].parameters()) or any(any(hooks_of(child)) for child in children):
@@ -72,7 +71,7 @@ def _gated(module: nn.Module, activation: Callable | None) -> tuple[type[nn.Modu
     x = torch.randn(1, 4, inputs, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)
     try:
         expected, loud = module(x), module(LOUD * x)
-    except Exception:  # it has other arguments
+    except Exception:  # other arguments
         return None
     if not isinstance(expected, Tensor) or not isinstance(loud, Tensor):
         return None
@@ -99,7 +98,7 @@ def _gated_class(plain: Any, activation: Callable | None, kind: int, gate_first:
         return None if middle is None else product_of(middle, (parts[1],))
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-        # The parts' own calls are left out, and with them what hooks on them would do: a model with such is not fused.
+        # Skips the calls of the parts, and so their hooks: a layer whose parts have hooks is not fused.
         out = None if more or options else compute(self.decoders_gated, x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
@@ -113,7 +112,7 @@ def _activation(module: nn.Module) -> int | None:
     x = torch.linspace(-12, 12, 1001, device="cpu")
     try:
         out = module(x)
-    except Exception:  # it is none
+    except Exception:  # not an activation
         return None
     if not isinstance(out, Tensor):
         return None
@@ -121,7 +120,7 @@ def _activation(module: nn.Module) -> int | None:
 
 
 def close(ours: Tensor | None, other: Tensor) -> bool:
-    """Whether these differ by no more than rounding."""
+    """Whether `ours` and `other` differ by rounding only."""
     if ours is None or ours.shape != other.shape:
         return False
     error = (ours.float() - other.float()).abs().max()
@@ -129,9 +128,9 @@ def close(ours: Tensor | None, other: Tensor) -> bool:
 
 
 def _rotating(plain: Any, rotary: Callable) -> type[nn.Module] | None:
-    """The class that replaces one whose ``forward`` calls a function for rotary positions: the same code with our function.
+    """The class that replaces a class whose ``forward`` calls a function for rotary positions: the same code with the kernel's.
 
-    It is made anew for every model, since it has the functions that the code refers to now.
+    Created for every model, since it has the functions that the code refers to at that time.
     """
     function = inspect.unwrap(plain.forward)
     if not isinstance(function, FunctionType):
@@ -144,7 +143,7 @@ def _rotating(plain: Any, rotary: Callable) -> type[nn.Module] | None:
     forward.__kwdefaults__ = function.__kwdefaults__
 
     def either(self: Any, *given: Any, **options: Any) -> Any:
-        # Dynamo looks for a function's globals in the module that they came from. The bits are the same.
+        # Dynamo looks up a function's globals in their module, so compiled code runs the original. The bits are the same.
         run = plain.forward if torch.compiler.is_dynamo_compiling() else forward
         return run(self, *given, **options)
 
@@ -152,7 +151,7 @@ def _rotating(plain: Any, rotary: Callable) -> type[nn.Module] | None:
 
 
 def _is_rotary(function: Any) -> bool:
-    """Whether ``function(q, k, cos, sin)`` turns the halves of every head against each other."""
+    """Whether ``function(q, k, cos, sin)`` applies rotary positions to the two halves of every head."""
     if not isinstance(function, FunctionType) or list(inspect.signature(function).parameters)[:4] != _ROTATED:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -162,7 +161,7 @@ def _is_rotary(function: Any) -> bool:
     cos, sin = angles.cos(), angles.sin()
     try:
         turned = function(q, k, cos, sin)
-    except Exception:  # it does something else
+    except Exception:  # another function
         return False
     if not isinstance(turned, tuple) or len(turned) != 2:
         return False

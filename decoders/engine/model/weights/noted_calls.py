@@ -1,4 +1,4 @@
-"""Which modules of decoder layers read what others returned, while a model runs once."""
+"""Notes the calls of the modules in decoder layers during a pass: which module reads another module's result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..cache import SlotCache
 from ..kernels import attention
 
-#: While a model runs its attention is noted, the whole process's.
+#: Held while the whole process's attention function is replaced.
 _alone = threading.Lock()
-#: An argument: its place, or its keyword.
+#: An argument: its index, or its keyword.
 Name = int | str | None
 
 
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     result: Any
 
     def name_of(self, value: Any) -> Name:
-        """The argument that is this object, None if none is."""
+        """The name of the argument that is `value`, or None."""
         named: list[tuple[int | str, Any]] = [*enumerate(self.given), *self.options.items()]
         return next((name for name, own in named if own is value and value is not None), None)
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def noted_calls(
     layers: Sequence[nn.Module], run: Callable
 ) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """The calls of all modules in `layers` while the model runs; and per attention module what our kernel and the cache were given."""
+    """The calls of all modules in `layers` in a run; and per attention module, the arguments of the kernel and the cache."""
     calls: dict[nn.Module, list[Call]] = {}
     attended: dict[nn.Module, tuple] = {}
     order: list[Call] = []
@@ -78,7 +78,7 @@ def noted_calls(
     yield calls, attended
 
 
-#: The place of all calls, in their order.
+#: The key of the list of all calls, in order.
 ORDER = nn.Module()
 
 

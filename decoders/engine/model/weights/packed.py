@@ -1,7 +1,7 @@
-"""The formats in which other libraries store matrices of 4 and 8 bits in words of 32, recognized by what a layer holds.
+"""Formats of other libraries for matrices of 4 and 8 bits in words of 32 bits, recognized by a layer's tensors.
 
-A row of :data:`FORMATS` says where levels, scales and zeros are, and how they are packed. What it says of a layer is believed where the
-layer's own output for a random input agrees.
+An entry of :data:`FORMATS` describes where levels, scales and zeros are, and how they are packed. It is used for a layer if the layer's
+own output for a random input agrees.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Format:
     """How a library packs a matrix.
 
     Attributes:
-        levels, scales, zeros: names of the layer's tensors. Without zeros it is the middle of the levels.
-        inputs_first: whether they are ``[in, out]`` and ``[groups, out]``, and not ``[out, in]`` and ``[out, groups]``.
-        packed, zeros_packed: the dimension along which a word holds several.
-        order: which of its numbers a word has in each place, from the lowest bits on.
-        less: what is subtracted from zeros before they are stored.
+        levels, scales, zeros: names of the layer's tensors. Without zeros, zero is the middle of the levels.
+        inputs_first: True for ``[in, out]`` and ``[groups, out]``, False for ``[out, in]`` and ``[out, groups]``.
+        packed, zeros_packed: the dimension along which a word has several numbers.
+        order: the order of a word's numbers, from the lowest bits on.
+        less: subtracted from zeros before they are stored.
     """
 
     levels: str
@@ -52,7 +52,7 @@ class Format:
     less: int = 0
 
     def bits(self, layer: nn.Module) -> int | None:
-        """Bits per level of a layer that holds these tensors, 4 or 8; None: it holds others."""
+        """Bits per level, 4 or 8, of a layer in this format; None for other layers."""
         words, scales = (getattr(layer, name, None) for name in (self.levels, self.scales))
         sizes = getattr(layer, "in_features", 0), getattr(layer, "out_features", 0)
         if (
@@ -70,18 +70,17 @@ class Format:
         return next((bits for bits in known if grouped and words.shape[self.packed] * 32 == along * bits), None)
 
     def sources(self, layer: nn.Module) -> list[Tensor]:
-        """The layer's tensors."""
         named = (getattr(layer, name, None) for name in (self.levels, self.scales, self.zeros))
         return [each for each in named if isinstance(each, Tensor)]
 
     def unpacked(self, bits: int, words: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Levels:
-        """The matrix that :meth:`sources` hold."""
+        """The matrix in the tensors of :meth:`sources`."""
         levels = self._numbers(words, bits, self.packed).to(torch.uint8)
         steps, middles = scales.float(), self.middles(bits, scales, zeros)
         return Levels(*(each.t().contiguous() if self.inputs_first else each for each in (levels, steps, middles)))
 
     def middles(self, bits: int, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        """The zeros as float32, of the sizes of `scales`."""
+        """The zeros as float32, in the shape of `scales`."""
         if zeros is None:
             return torch.full_like(scales, 1 << (bits - 1), dtype=torch.float32)
         return self._numbers(zeros, bits, self.zeros_packed).float() + self.less
@@ -94,7 +93,7 @@ class Format:
         return numbers.flatten(-2).movedim(-1, dim)
 
 
-#: GPTQ, its older form, in which zeros are one less; AWQ; compressed-tensors.
+#: GPTQ; its older form, in which zeros are one less; AWQ; compressed-tensors.
 FORMATS = (
     Format("qweight", "scales", "qzeros", True, 0, 1),
     Format("qweight", "scales", "qzeros", True, 0, 1, less=1),
@@ -106,15 +105,14 @@ FORMATS = (
 def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
     """The format of a layer's matrix, and its bits; None for other layers.
 
-    Args:
-        hooks: run on a copy of a layer that does not compute without; one of compressed-tensors unpacks models before their first pass.
+    hooks: the model's pre-hooks, run on a copy of a layer that needs them: compressed-tensors unpacks before the first pass.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):
         return None
     dtype = getattr(layer, fitting[0][0].scales).dtype
     x = torch.randn(4, cast(int, layer.in_features), generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
-    x[0] = 1  # shows zeros that are off by one
+    x[0] = 1  # to detect zeros that are off by one
     tolerance = max(2 * torch.finfo(dtype).eps, 1e-3)
     try:
         expected = _output(layer, hooks, x).float()
@@ -140,7 +138,7 @@ def _output(layer: nn.Module, hooks: Sequence[Callable[..., object]], x: Tensor)
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Format, int]]:
-    """Layers of `model`, a private tree that did not run yet, in one of :data:`FORMATS`: path, layer, format and bits."""
+    """Layers of `model`, a private copy that has not run yet, in a format of :data:`FORMATS`: path, layer, format and bits."""
     hooks = [*hooks_of(model)[1].values()]
     for path, layer in model.named_modules(remove_duplicate=False):
         if (found := format_of(layer, hooks)) is not None:

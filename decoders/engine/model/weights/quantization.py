@@ -1,4 +1,4 @@
-"""Chooses the matrices that are quantized: those that a library has quantized, and all others if the setting asks for it."""
+"""Chooses the matrices with quantized products: matrices that a library has quantized, and all others if the setting says so."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from .quantized import GROUP, KINDS, QuantizedLinear, has_kernels, product_kind,
 from .state import values_of
 
 Scheme = Literal["int8", "int4"]
-#: Dense matrices with fewer elements are left alone: calling a kernel costs more than it saves.
+#: Dense matrices with fewer elements are not quantized: calling a kernel costs more than it saves.
 SMALLEST = 128 * 128
-#: Seconds from which on the log says what took them.
+#: Quantization is logged if it takes longer than this (seconds).
 LONG = 2.0
-#: Types of dense matrices that are quantized.
+#: Dtypes of dense matrices that can be quantized.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _log = logging.getLogger("decoders")
 
 
 def scheme_of(weights: str) -> Scheme | None:
-    """The quantization that the setting `weights` asks for; None: none."""
+    """The quantization for a value of the setting `weights`, or None."""
     return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of what an engine holds for a model; None: the model's own.
+    """The precision of an engine; None keeps the model's.
 
     Attributes:
-        weights: of the matrices.
-        cache: of keys and values.
+        weights: precision of matrices.
+        cache: precision of keys and values.
         exact_products: on CUDA, whether products of few rows have the same bits for any number of rows (:mod:`.same_bits`).
     """
 
@@ -54,11 +54,11 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """Whether it is lower than the model's."""
+        """Whether the precision is lower than the model's."""
         return self.weights is not None or self.cache is not None
 
     def check(self, device: torch.device, weights: str = "weights") -> None:
-        """Raises UnsupportedError if `device` has no kernels for it. weights: name of the setting in the message."""
+        """Raises UnsupportedError if `device` has no kernels for it. weights: name of the setting in the error."""
         for setting, value in ((weights, self.weights), ("kv_cache", self.cache)):
             if value is not None and device.type != "cpu":
                 raise UnsupportedError(
@@ -73,12 +73,12 @@ class Precision:
 
 
 class QuantizedWeight:
-    """A copy of a matrix in the form that a kernel takes.
+    """A quantized copy of a matrix in a kernel's form.
 
     Attributes:
-        sources: the parameter, or the parts of one that a library has quantized. They are kept, and thereby their memory.
-        made: attributes of the layer that multiplies by it; the tensors are always the same objects, which graphs hold.
-        of: the values that it was made of.
+        sources: the parameter, or the parts of a parameter that a library has quantized; kept alive.
+        made: attributes for the layer; the tensors stay the same objects, because graphs hold them.
+        of: the state of the sources (:func:`values_of`) when it was made.
     """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Any]]) -> None:
@@ -90,10 +90,10 @@ class QuantizedWeight:
         return [value for value in self.made.values() if isinstance(value, Tensor)]
 
     def renew(self) -> None:
-        """Quantizes the sources' present values into the same tensors, if they have changed."""
+        """Quantizes the sources again into the same tensors, if they have changed."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-                if own.data_ptr() != new.data_ptr():  # a library's levels are read where they are
+                if own.data_ptr() != new.data_ptr():  # a library's levels may be used without a copy
                     own.copy_(new)
             self.of = present
 
@@ -104,18 +104,18 @@ _in_use: weakref.WeakValueDictionary[tuple, QuantizedWeight] = weakref.WeakValue
 
 @dataclass
 class Quantized:
-    """What :func:`quantize` did to a module tree. layers: every replaced module, by path, with its matrix."""
+    """The result of :func:`quantize`. layers: every replaced module, by path, with its matrix."""
 
     layers: dict[str, tuple[nn.Module, QuantizedWeight]] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[QuantizedWeight]:
-        """One per distinct matrix."""
+        """The matrices without duplicates."""
         return list({id(weight): weight for _, weight in self.layers.values()}.values())
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Quantizes weights that were written to again, in place."""
+        """Quantizes changed weights again, in place."""
         with torch.inference_mode(False):
             for weight in self.weights:
                 weight.renew()
@@ -123,17 +123,16 @@ class Quantized:
 
 @torch.no_grad()
 def take_packed(model: nn.Module) -> Quantized:
-    """Makes layers of `model`, a private tree, multiply by the very levels that a library packed (:mod:`.packed`), where a kernel
-    takes them.
+    """Makes layers of `model`, a private copy, multiply by the levels that a library packed (:mod:`.packed`), if there is a kernel.
 
-    It comes before the first pass, in which a library may unpack its weights.
+    Called before the first pass, in which a library may unpack its weights.
     """
     quantized = Quantized()
     for path, module, form, bits in packed_layers(model) if has_kernels() else ():
         if (weight := _packed(module, form, bits)) is not None:
             quantized.layers[path] = (module, weight)
     for module, weight in quantized.layers.values():
-        for name in ("forward", "quantization_scheme"):  # of compressed-tensors, which would unpack it
+        for name in ("forward", "quantization_scheme"):  # compressed-tensors would unpack by them
             vars(module).pop(name, None)
         vars(module).update(weight.made)
         module.__class__ = QuantizedLinear
@@ -141,7 +140,7 @@ def take_packed(model: nn.Module) -> Quantized:
 
 
 def _packed(module: nn.Module, form: Format, bits: int) -> QuantizedWeight | None:
-    """The weight of a layer in a format of another library, if there is a kernel for its levels."""
+    """The weight of a layer in another library's packed format, if there is a kernel for its levels."""
     sources = form.sources(module)
     scales, rest = sources[1], sources[2] if len(sources) > 2 else None
     groups = scales.shape[0 if form.inputs_first else 1]
@@ -172,16 +171,15 @@ def quantize(
     groups: Sequence[Group] = (),
     given: Quantized | None = None,
 ) -> Quantized:
-    """Makes layers of `model`, a private tree, multiply by quantized matrices.
+    """Makes layers of `model`, a private copy, multiply by quantized matrices.
 
-    Layers that a library has quantized keep its very values and get a kernel for them, if there is one. With a `scheme`, dense layers
-    get quantized copies of their weights. ``int8`` applies to all of them; ``int4`` to all but the output `head` and those whose
-    sizes the kernel does not take, which get ``int8``.
+    Layers that a library has quantized keep their values and get a kernel, if there is one. With a `scheme`, dense layers get quantized
+    copies of their weights: ``int8``, or ``int4`` except for the output `head` and sizes that the kernel lacks, which get ``int8``.
 
     Args:
-        smallest: matrices with fewer elements are left alone; None: :data:`SMALLEST`.
-        groups: layers that read the same input. Those that are quantized alike are multiplied as one.
-        given: of :func:`take_packed`.
+        smallest: matrices with fewer elements are not quantized; None: :data:`SMALLEST`.
+        groups: layers with the same input. Layers of a group with the same quantization are one product.
+        given: the result of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest
     quantized, started = given or Quantized(), time.perf_counter()
@@ -194,7 +192,7 @@ def quantize(
         if weight is None:
             continue
         quantized.layers[path] = (module, weight)
-        if id(module) not in by_module:  # one module may have two names
+        if id(module) not in by_module:  # a module may have two names
             by_module[id(module)] = weight
             module.__dict__.update(weight.made)
             module.__class__ = KINDS[type(module)]
@@ -205,7 +203,7 @@ def quantize(
 
 
 def rounds_activations(model: nn.Module) -> bool:
-    """Whether layers of `model` that a library has quantized round their inputs, to int8 for instance."""
+    """Whether layers that a library has quantized round their inputs, to int8 for example."""
     quantized = ("act_quant_kwargs", "activation_quantization")
     for module in model.modules():
         weight = torch_compat.own_parameters(module).get("weight")
@@ -217,7 +215,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]]) -> QuantizedWeight:
-    """The copy of `sources` that is in use, else a new one by `make`. key: distinguishes different copies of the same sources."""
+    """The quantized copy of `sources` that is in use, or else a new copy by `make`. key: the kind of copy."""
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
     copy = _in_use.get(key)
@@ -228,7 +226,7 @@ def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]
 
 
 def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWeight | None:
-    """The quantized weight of a plain dense layer; None for others."""
+    """The quantized weight of a plain dense layer; None for other layers."""
     weight = plain_weight(module)
     if (
         weight is None
@@ -256,10 +254,8 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:
-    """The weight of a layer that a library has quantized, if there is a kernel for its format.
-
-    The format is recognized by attributes of the weight: ``qdata``, ``scale`` and ``block_size``, as in torchao, and no quantized
-    activations.
+    """The weight of a layer that torchao or a library alike has quantized, if there is a kernel for its format: recognized by the
+    weight's attributes ``qdata``, ``scale`` and ``block_size``, without quantized activations.
     """
     weight: Any = torch_compat.own_parameters(module).get("weight") if isinstance(module, nn.Linear) else None
     levels, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
@@ -276,7 +272,7 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
     zeros = zero is None or not bool(zero.any())
     sources = [t for t in (levels, scale, zero) if isinstance(t, Tensor)]
     dtype, target = weight.dtype, str(getattr(weight, "target_dtype", torch.int8))
-    digits = 2 if dtype == torch.float32 else 1  # one is as fine as types of 16 bits
+    digits = 2 if dtype == torch.float32 else 1  # one digit is as precise as 16-bit dtypes
 
     def int8() -> dict[str, Any]:
         after = scale.reshape(-1).expand(rows).to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Layers that multiply by quantized weights, by kernels of ours (:mod:`~decoders.engine.model.kernels.cpu`).
+"""Layers that multiply by quantized weights with the CPU kernels (:mod:`~decoders.engine.model.kernels.cpu`).
 
 ========  ======================================================  ==================================================
 weights   levels                                                  scales
@@ -7,9 +7,9 @@ weights   levels                                                  scales
 ``int4``  0 … 15, two per byte, in the order that a kernel reads  a step and an offset per output and group of inputs
 ========  ======================================================  ==================================================
 
-Activations are rounded to 16 bits, with a scale per row: with one byte each, outliers leave few levels for the other numbers
-(SmolLM2-135M: a KL divergence of 0.045 per token, where 4 bits per weight cost 0.013); with two it is 0.002. Products of integers are
-added exactly, and those of a group have one order: a row has the same bits for any number of rows.
+Activations are rounded to 16 bits with a scale per row: with 8 bits, outliers leave few levels for other numbers (SmolLM2-135M: a KL
+divergence of 0.045 per token, more than the 0.013 of 4 bits per weight); with 16 bits it is 0.002. Products of integers are added
+exactly, and groups in a fixed order: a row has the same bits for any number of rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..kernels import cpu
 from ..kernels.cpu import four_bits
 from .fused import Joint
 
-#: Weights of one row that share a step and an offset where we quantize: the smallest number that the kernels support.
+#: Weights of a row that share a step and an offset in this package's int4: the smallest number that the kernels support.
 GROUP = 32
 
 _operators: dict[str, Callable[..., Tensor]] = {}
 
 
 def has_kernels() -> bool:
-    """Whether there are kernels for quantized weights on this machine; layers can be made then."""
+    """Whether this machine has kernels for quantized weights; must be called before a layer runs."""
     kernels = cpu.chosen().kernels
     if kernels is not None:
         _operators["multiply"] = kernels.quantized_linear
@@ -44,9 +44,9 @@ class _Quantized(Joint):
 
     Attributes:
         levels: ``[out, in]`` int8, or ``[out, …]`` uint8 of :func:`~decoders.engine.model.kernels.cpu.four_bits.packed`.
-        scales: ``[out, groups]`` float32 of int8, ``[out, 2, groups]`` float32 or bfloat16 of 4 bits.
-        after: ``[out]`` of the type of the activations: scales applied after rounding to that type, as in torchao; None: none.
-        digits: numbers of 16 bits per activation: two for a library's float32 results.
+        scales: ``[out, groups]`` float32 for int8, ``[out, 2, groups]`` float32 or bfloat16 for 4 bits.
+        after: ``[out]`` in the dtype of the activations: scales applied after rounding to this dtype, as in torchao, or None.
+        digits: 16-bit numbers per activation: two for a library's float32 results, else one.
     """
 
     levels: Tensor
@@ -71,7 +71,7 @@ def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor:
 
 
 def product_kind(layer: Any) -> Hashable:
-    """A value that is equal for layers that are multiplied as one if they read the same input."""
+    """A value that is equal for layers that can be multiplied as one if they have the same input."""
     inputs, bias = layer.levels.shape[1], None if layer.bias is None else layer.bias.dtype
     scales = layer.scales.dtype, layer.scales.shape[1:]
     return type(layer), inputs, layer.levels.dtype, scales, layer.digits, layer.after is None, bias
@@ -82,24 +82,23 @@ class QuantizedLinear(_Quantized, nn.Linear):
 
 
 class QuantizedConv1D(_Quantized, Conv1D):
-    """GPT-2's linear layer, likewise."""
+    """GPT-2's linear layer with quantized weights."""
 
 
-#: Per kind of layer, the class that replaces it.
+#: Class of a layer → class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: QuantizedLinear, Conv1D: QuantizedConv1D}
 
 
 def rounded_to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`matrix` ``[out, in]`` as int8, and one scale per output, ``[out, 1]`` float32."""
+    """`matrix` ``[out, in]`` as int8, and a scale per output, ``[out, 1]`` float32."""
     wide = matrix.float()
     scale = wide.abs().amax(1, keepdim=True).clamp_min(1e-20) / 127
     return (wide / scale).round_().to(torch.int8), scale
 
 
 def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """`matrix` ``[out, in]`` as 0 … 15, uint8, and ``[out, 2, in / group]`` bfloat16: steps of groups, and what their 8 stands for.
-
-    The share of a group's range that the levels cover is that of the least squared error: cutting off outliers may reduce it.
+    """`matrix` ``[out, in]`` as levels 0 … 15, uint8, and ``[out, 2, in / group]`` bfloat16: the steps of groups, and the values of
+    level 8. The levels cover the part of a group's range with the least squared error: cutting off outliers may reduce it.
     """
     kernels = cpu.chosen().kernels
     assert kernels is not None

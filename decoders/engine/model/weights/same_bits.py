@@ -1,4 +1,4 @@
-"""Norms and activations that replace a model's own so that a row has the same bits whatever else is in its block."""
+"""Norms and activations that replace a model's own, so that a row's bits do not depend on its block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import torch_compat
 from ..kernels.products import rms_norm_for
 from .twin import share_weights
 
-#: ATen gives each thread at least GRAIN elements, and never computes whole multiples of TWO_VECTORS with scalar code.
+#: ATen gives each thread at least GRAIN elements, and computes whole multiples of TWO_VECTORS without scalar code.
 GRAIN, TWO_VECTORS = 32768, 64
 #: Elementwise activations of torch whose vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
@@ -32,7 +32,7 @@ class Formula(NamedTuple):
     Attributes:
         epsilon: the constant.
         one_added: whether the factor is ``1 + weight``, as in Gemma.
-        rounded_first: whether the quotient is rounded to the type of `x` before it is multiplied, as in Llama, or after, as in OLMo 2.
+        rounded_first: whether the quotient is rounded to the dtype of `x` before the multiplication (Llama) or after it (OLMo 2).
     """
 
     epsilon: float
@@ -48,7 +48,7 @@ class Formula(NamedTuple):
 
 
 def norm_kind(module: nn.Module) -> type[nn.Module] | None:
-    """The class that replaces a root-mean-square norm where there is a kernel for it; None for other modules."""
+    """The class that replaces a root-mean-square norm, if there is a kernel; None for other modules."""
     own, epsilons = (
         torch_compat.own_parameters(module),
         [vars(module)[name] for name in EPSILONS if name in vars(module)],
@@ -68,7 +68,7 @@ def norm_kind(module: nn.Module) -> type[nn.Module] | None:
 
 @torch.no_grad()
 def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
-    """The formula with the same bits as `module` on random numbers. It is tried with a random weight, since its own may be ones."""
+    """The formula that gives the same bits as `module` on random numbers with a random weight, or None."""
     weight = torch_compat.own_parameters(module)["weight"]
     assert weight is not None
     generator = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
     torch_compat.own_parameters(tried)["weight"] = nn.Parameter(scale[0])
     try:
         out = type(module).forward(tried, x)
-    except Exception:  # it has other arguments
+    except Exception:  # other arguments
         return None
     formulas = (Formula(epsilon, one_added, first) for one_added in (False, True) for first in (True, False))
     return next((f for f in formulas if isinstance(out, Tensor) and torch.equal(out, f(x, scale[0]))), None)
@@ -95,13 +95,13 @@ def _stand_in(plain: Any, formula: Formula, rms_norm: Callable[..., Tensor]) -> 
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Makes root-mean-square norms of a private twin run our kernel, which gives a row the same bits for any number of rows."""
+    """Makes root-mean-square norms of a private copy run a kernel that gives a row the same bits for any number of rows."""
     for module in model.modules():
         module.__class__ = norm_kind(module) or type(module)
 
 
 def align_activations(model: nn.Module) -> None:
-    """Makes the activations of a private twin give an element the same bits wherever it is in its tensor."""
+    """Makes the activations of a private copy give an element the same bits at any place of its tensor."""
     for module in model.modules():
         plain = type(module)
         elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
@@ -119,7 +119,7 @@ def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
         count = x.numel()
         threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
         spare = -count % (TWO_VECTORS * threads)
-        # Strided inputs are computed row by row.
+        # torch computes strided inputs row by row.
         if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
             return plain.forward(self, x)
         return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)

@@ -1,7 +1,7 @@
-"""Notices changes to a model between two calls: to its weights, its modules and their attributes, hooks, and the values of its config.
+"""Detects changes of a model between two calls: of its weights, modules and their attributes, hooks, and config.
 
-Weights are read where they are, so a changed one counts by itself. What has to go is what was computed before: keys and values of kept
-texts, quantized copies, and code and recordings that hold values or addresses.
+The loop reads the model's own weights, so a changed weight takes effect at once. Results of the old weights must be dropped: keys and
+values of kept texts, quantized copies, and code and recordings that hold values or addresses.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .twin import INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 #: Attributes that are not part of a model's state.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-#: How deep containers are looked into, and how many entries those may have that are.
+#: How deep containers are searched, and the greatest number of entries of a searched container.
 _DEPTH, _ENTRIES = 4, 1000
-#: Packages whose hooks hold nothing of the user's.
+#: Packages whose hooks do not read values of the user.
 _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
-#: A sample of a tensor on the CPU has this many stretches of so many bytes (a stretch is a cache line), the first and the last among
-#: them; elsewhere it has so many entries.
+#: A sample of a CPU tensor has _STRETCHES stretches of _BYTES bytes (a cache line), the first and the last included; of a tensor on
+#: another device, about _SAMPLED entries.
 _STRETCHES, _BYTES, _SAMPLED = 4, 64, 64
 
 
@@ -61,7 +61,7 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
-        # Some rotary modules write a table for the length of each text, which a private tree has for itself.
+        # Some rotary modules write a table for the length of each text; private copies have their own.
         fixed = [part for part in parts if not has_varying_table(part)]
         tensors: list[Tensor] = [*parameters_in(parts), *buffers_in(fixed)]
         kinds: dict[Any, None] = dict.fromkeys(map(type, parts))
@@ -103,13 +103,13 @@ class WeightState:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Those of a dense tensor; compiled code is for them."""
+    """The strides of a dense tensor, for which code is compiled."""
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """A key that changes when one of `tensors` gets other memory or is written to: by PyTorch's counter, and by samples of the contents
-    for writes that it does not count (through ``.data``, through numpy, in inference mode).
+    """A key that changes when any of `tensors` gets other memory or is written: by PyTorch's counter, and by samples of the contents
+    for writes that the counter misses (through ``.data``, through numpy, in inference mode).
     """
     own = [local_part(tensor) for tensor in with_parts(tensors)]
     host: list[object] = []
@@ -128,14 +128,14 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
             step = span // _SAMPLED + 1
             entries = tensor.detach().view(bits).as_strided((span // step,), (step,))
             elsewhere.setdefault((tensor.device, bits), []).append(entries)
-    # Compared on the host, with one copy per device and size of entries.
+    # One copy to the host per device and size of entries.
     copied = [torch.cat(entries).tolist() for entries in elsewhere.values()]
     return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in own], host, copied
 
 
-#: Devices whose memory is read where it is.
+#: Devices whose memory the host reads directly.
 _READABLE = {"cpu"}
-#: Bits are compared, not numbers, so that NaNs equal themselves and signed zeros differ.
+#: Compares bits, not numbers, so that NaNs equal themselves and signed zeros differ.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -150,18 +150,18 @@ def _sample(tensor: Tensor) -> object:
 
 
 def _span(tensor: Tensor) -> int:
-    """Entries between the first and the last one of a strided tensor, both included."""
+    """Number of entries from the first to the last of a strided tensor, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-#: :data:`PLAIN` for exact types, which is quicker: a config is slow to say what it is an instance of.
+#: :data:`PLAIN` for exact types: faster, because ``isinstance`` of a config is slow.
 _PLAIN = frozenset(PLAIN)
 
 
 def content(value: Any, depth: int = _DEPTH) -> object:
-    """A key that changes with the entries of containers and with the values of configs, those in `value` among them.
+    """A key that changes with the entries of containers and the values of configs, also inside `value`.
 
-    It is computed before every call, so it makes no copy and calls no ``to_dict``.
+    Computed before every call, so it makes no copy and does not call ``to_dict``.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -181,8 +181,8 @@ def content(value: Any, depth: int = _DEPTH) -> object:
 
 
 def _read_by(hook: Any) -> Iterator[object]:
-    """The plain values and tensors that a user's hook reads: in its closure, defaults and globals, and as attributes of the object that
-    it is or is a method of. Of dicts there, their plain values.
+    """The plain values and tensors that a user's hook reads: in its closure, defaults and globals, as attributes of its object, and in
+    dicts there (plain values only).
     """
     held: list[Any] = []
     while isinstance(hook, functools.partial):

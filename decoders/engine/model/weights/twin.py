@@ -1,4 +1,4 @@
-"""A model's private twin, with other modules over the same weights; and a twin that has only the first layers."""
+"""A model's private copy ("twin") with the same weights; and a twin of the first layers only."""
 
 from __future__ import annotations
 
@@ -21,34 +21,32 @@ from ....errors import SettingsError, UnsupportedError
 INTERNAL = frozenset(vars(nn.Module()))
 #: Attributes that ``generate`` sets, which are not part of the network.
 OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_config"}
-#: Prefix of attributes that our tools set.
+#: Prefix of attributes that this package sets.
 OURS = "decoders_"
-#: Types of values that hold no other objects.
+#: Types of values that do not hold other objects.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-#: How deep containers are searched, and how deep helper objects of a closure may be nested.
+#: How deep containers and nested helper objects of a closure are searched.
 DEPTH, HELPERS = 6, 3
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
 
 def share_weights(model: Tree, quantized: Sequence[Tensor] = ()) -> Tree:
-    """A copy of the module tree with its own config, in evaluation mode. Everything else is shared.
-
-    Parameters, buffers, `quantized` weights, and what modules keep in attributes (tensors, dicts, helper objects) are the same objects,
-    so that later writes to them have effect in both trees.
+    """A copy of the modules with a separate config, in evaluation mode. All other objects are shared: parameters, buffers, `quantized`
+    weights, and attributes of modules (tensors, dicts, helper objects), so that later writes take effect in both.
     """
     twin = _Twin(model, quantized).of(model)
-    # Attributes that other tools have set on the instance (an overridden generate, a lock) are not part of the network.
+    # Attributes that tools have set on the instance (generate, locks) are not part of the network.
     for name in [name for name in vars(twin) if name in OF_GENERATION or name.startswith(OURS)]:
         del vars(twin)[name]
-    # For autocast in a trainer, accelerate wraps `forward`; our calls compute in the model's own precision.
+    # accelerate wraps `forward` for autocast in a trainer; the loop computes in the model's own precision.
     if (forward := vars(twin).pop("_original_forward", None)) is not None:
         vars(twin)["forward"] = forward
     return twin.eval()
 
 
 class _Twin:
-    """Copies a tree of modules. Containers are copied only if they hold modules, configs or bound methods of the tree."""
+    """Copies modules. Copies containers only if they hold modules, configs or bound methods of the model."""
 
     def __init__(self, model: nn.Module, quantized: Sequence[Tensor]) -> None:
         self.own = {id(module) for module in model.modules()}
@@ -78,7 +76,7 @@ class _Twin:
         return value
 
     def _handle(self, handle: RemovableHandle) -> RemovableHandle:
-        """The counterpart of a hook's handle, which removes the twin's hook and not the model's."""
+        """The twin's handle of a hook; it removes the twin's hook and not the model's."""
         hooks = self.memo.get(id(handle.hooks_dict_ref()))
         if hooks is None:
             return handle
@@ -97,21 +95,21 @@ class _Twin:
         return twin
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """The counterpart of a function whose closure holds parts of the tree, such as a ``forward`` of tensor parallelism."""
+        """The twin's copy of a function whose closure holds parts of the model, a ``forward`` of tensor parallelism for example."""
         cells = [types.CellType() for _ in function.__closure__ or ()]
         twin = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
         )
         twin.__kwdefaults__ = function.__kwdefaults__
         vars(twin).update(vars(function))
-        self.memo[id(function)] = twin  # a function may hold itself
+        self.memo[id(function)] = twin  # a closure may hold its function
         for cell, held in zip(cells, function.__closure__ or (), strict=True):
             if held != _EMPTY:
                 cell.cell_contents = self._captured(held.cell_contents)
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The counterpart of a value in a closure. Helper objects in closures are copied, unlike those in attributes of modules."""
+        """The twin's counterpart of a value in a closure. Copies helper objects, unlike in attributes of modules."""
         if not self._captures(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # not copy.copy: accelerate's wrapper of a forward refuses it
@@ -119,7 +117,7 @@ class _Twin:
         return twin
 
     def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
-        """Whether a helper object holds part of the tree, searched as deep as `within` in containers and functions."""
+        """Whether a helper object holds a part of the model. within: depth of the search in containers and functions."""
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False
@@ -138,7 +136,7 @@ class _Twin:
         return {key: self.of(entry) for key, entry in value.items()}
 
     def _touches(self, value: Any, depth: int = DEPTH) -> bool:
-        """Whether `value` holds part of the tree that the twin has its own copy of."""
+        """Whether `value` holds a part of the model that the twin copies."""
         if isinstance(value, nn.Module):
             return id(value) in self.own
         if isinstance(value, PreTrainedConfig):
@@ -170,7 +168,7 @@ def captured(function: types.FunctionType) -> Iterator[Any]:
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """`model` with only its first `count` decoder layers, followed by its last norm and output head. Only weights are shared.
+    """A twin of the first `count` decoder layers of `model`, followed by its last norm and output head.
 
     Raises:
         UnsupportedError: its decoder layers are not found. SettingsError: it does not have more layers than `count`.

@@ -101,7 +101,7 @@ def measure(
                 float((own.argmax(-1) == torch.cat(rows).argmax(-1)).float().mean()),
                 float((difference - difference.mean(-1, keepdim=True)).square().mean(-1).sqrt().mean()),
                 _matrix_bytes(target), slot,
-                target.invariance.holds if target.invariance is not None else None,
+                target.checks.invariance.holds if target.checks.invariance is not None else None,
                 {count: times[name, count] for count in nodes},
             )
         )  # fmt: skip
@@ -110,7 +110,7 @@ def measure(
 
 def _matrix_bytes(target: Target) -> int:
     """Bytes of the quantized matrices, and of the linear layers that have none."""
-    quantized = {id(module) for module, _ in target.quantized.layers.values()}
+    quantized = {id(module) for module, _ in target.products.quantized.layers.values()}
     linear = [
         part for part in target.model.modules() if isinstance(part, (nn.Linear, Conv1D)) and id(part) not in quantized
     ]
@@ -137,7 +137,7 @@ def _times(
     report = Report("")
     for forward in forwards.values():
         if compile:
-            forward.compile(False, report)
+            forward.tiers.compile(False, report)
     buffers = {
         name: CacheBuffers.allocate(f.target.layout, 1, view_bucket(length + max(nodes)) + 64)
         for name, f in forwards.items()
@@ -151,7 +151,7 @@ def _times(
                     Topology.chain(count - 1).tensors(1, tokens.device),
                     torch.arange(view_bucket(length + count)),
                 )
-                with forward.during("auto" if compile else False, report):
+                with forward.tiers.during("auto" if compile else False, report):
                     started = time.perf_counter()
                     forward(PassInput(tokens, torch.tensor([length]), tree, buffers[name], view))
                     seconds[name, count].append(time.perf_counter() - started)

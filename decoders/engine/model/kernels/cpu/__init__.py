@@ -1,8 +1,7 @@
-"""Kernels for CPUs in C++: products that read matrices where they are, attention over the slot cache, and what surrounds them.
+"""CPU kernels in C++: products without copies of matrices, attention over the slot cache, norms, activations, rotary positions.
 
-A variant per kind of processor is a shared object of its own. It is taken from the package where a wheel brought it, else from the
-folder of kept results, where the first process on a machine puts it, in 10 to 20 seconds. Without a compiler there are none, and torch
-multiplies.
+Each variant, for a kind of processor, is a shared object: from the package if a wheel has it, else from the cache folder, for which the
+first process on a machine compiles it in 10 to 20 seconds. Without a compiler there are no kernels, and torch multiplies.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .....errors import SettingsError
 from ...torch_compat import has_instructions
 from . import build, four_bits
 
-#: Names a variant, or "off", instead of the best one that the processor has.
+#: Environment variable that names a variant, or "off"; by default the best variant for the processor.
 VARIABLE = "DECODERS_CPU_KERNELS"
 #: Types of matrices.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,16 +38,15 @@ _log = logging.getLogger("decoders")
 
 @dataclass(frozen=True)
 class Kernels:
-    """The operators of one variant.
+    """The operators of a variant.
 
     Attributes:
-        variant: its name.
-        path: of the shared object.
+        path: the shared object.
         few_rows_linear, rms_norm: see :mod:`~decoders.engine.model.kernels.products`.
-        gated_activation, rotary, write_to_cache: see ``elementwise.cpp``.
+        gated_activation, rotary, write_to_cache: see ``elementwise.h``.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
-        round_to_four_bits: the levels of a matrix, and its scales.
+        round_to_four_bits: returns the levels and scales of a matrix.
     """
 
     variant: str
@@ -70,11 +68,11 @@ class Kernels:
         operators: Any = getattr(torch.ops, namespace)
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake)
-        # Rounding is no part of a graph, and needs no fake.
+        # Rounding is never in a graph, so it needs no fake.
         return cls(variant, path, *(getattr(operators, name).default for name in (*_FAKES, "round_to_four_bits")))
 
 
-#: Per operator, in the order of :class:`Kernels`: a result without values.
+#: Per operator, in the order of :class:`Kernels`: a function that returns a result without values.
 _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "few_rows_linear": lambda x, matrices, biases: x.new_empty(
         (*x.shape[:-1], sum(len(matrix) for matrix in matrices))
@@ -92,11 +90,11 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for this process, and why.
+    """The kernels of this process.
 
     Attributes:
-        kernels: None where torch multiplies.
-        refused: per variant that was tried and not taken, the reason; or why none was tried.
+        kernels: None if torch multiplies.
+        refused: per rejected variant, the reason; or why none was tried.
     """
 
     kernels: Kernels | None
@@ -114,9 +112,9 @@ def chosen() -> Choice:
     """The kernels of this process; the first call may compile them.
 
     Raises:
-        SettingsError: the environment variable names none of this machine's variants.
+        SettingsError: the environment variable does not name a variant of this machine.
     """
-    with _lock:  # two threads would compile
+    with _lock:  # else two threads may compile
         return _chosen()
 
 
@@ -139,7 +137,7 @@ def _chosen() -> Choice:
         try:
             kernels = loaded(variant)
         except OSError as error:
-            return Choice(None, {variant: str(error)})  # what hinders one hinders all
+            return Choice(None, {variant: str(error)})  # the same error would hinder all variants
         if (wrong := check(kernels)) is None:
             return Choice(kernels, refused)
         refused[variant] = wrong
@@ -149,17 +147,13 @@ def _chosen() -> Choice:
 
 @functools.cache
 def loaded(variant: str) -> Kernels:
-    """A variant, which is not checked. It may have to be compiled first.
-
-    Raises:
-        OSError: it is not there, and cannot be compiled.
-    """
+    """Loads a variant, unchecked; compiles it if necessary. Raises OSError if it cannot be compiled."""
     name, kept = build.file_name(variant), cache_folder() / "kernels"
     path = kept / name
     if (build.FOLDER / name).exists():
         path = build.FOLDER / name
     elif not path.exists():
-        with build.alone(path):  # compiled by another process meanwhile, it may be
+        with build.alone(path):  # another process may compile it meanwhile
             if not path.exists():
                 _compile(kept, variant)
     return Kernels.load(variant, path)
@@ -175,7 +169,7 @@ def _compile(folder: Path, variant: str) -> None:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares results with those in float64 for several sizes; what is wrong, None if nothing is."""
+    """Compares results with float64 for several sizes; returns a description of a wrong result, or None."""
     found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
     return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 
@@ -229,7 +223,7 @@ def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
 
 
 def _check_attention(kernels: Kernels) -> str | None:
-    """Two branches behind 70 tokens, ``70 71 72`` and ``70 73 74 75``, for two heads of the keys and six of the queries."""
+    """Checks two branches after 70 tokens, ``70 71 72`` and ``70 73 74 75``, for two key heads and six query heads."""
     generator = torch.Generator().manual_seed(0)
     committed, parents, window, softcap = 70, (-1, 0, 1, 0, 3, 4), 40, 3.0
     paths: list[list[int]] = []
@@ -265,7 +259,7 @@ def _check_attention(kernels: Kernels) -> str | None:
 
 
 def _check_quantized(kernels: Kernels) -> str | None:
-    """Likewise of products by 8 and 4 bits."""
+    """Checks products by 8 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
     for bits, inputs, groups in ((8, 77, 1), (8, 192, 2), (4, 416, 13), (4, 512, 4)):
         x, outputs = torch.randn(11, inputs, generator=generator, device="cpu"), 27
@@ -288,5 +282,5 @@ def _check_quantized(kernels: Kernels) -> str | None:
 
 
 def takes(matrix: Tensor) -> bool:
-    """Whether the kernels multiply by a matrix ``[out, in]``, stored by rows or by columns."""
+    """Whether the kernels can multiply by a matrix ``[out, in]``: stored by rows or by columns."""
     return matrix.dtype in TYPES and matrix.dim() == 2 and 1 in matrix.stride()

@@ -7,7 +7,7 @@ namespace {
 Slots slots(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
 // query: [B, heads, N, D], key and value: [B, kv_heads, view, D or Dv], mask: [B, 1, nodes, columns] int64, sinks: [heads],
-// scales: [B, kv_heads, view, 1] if keys and values are int8. The last dimension of each has no gaps.
+// scales: [B, kv_heads, view, 1] if keys and values are int8. Each is contiguous along the last dimension.
 Tensor slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, std::optional<Tensor> sinks, std::optional<Tensor> key_scales,
                       std::optional<Tensor> value_scales, int64_t window, int64_t chunk, double scale, double softcap) {
     using torch::headeronly::ScalarType;

@@ -1,10 +1,10 @@
-// Attention of a block of nodes to the slot cache. Keys and values are read where they are, once for the queries of all heads of a
-// group, and what does not count is not read at all.
+// Attention of a block of nodes to the slot cache. Reads keys and values once for the queries of all heads of a group, and reads no
+// invisible slots.
 //
-// Sums over keys are ordered by place. A committed slot s, before the block, has place s; the k-th node of the block that a query may
-// see has place base + k. On a path a token's place is its position, in whichever slots the path is, so that it has the same bits on
-// a branch of a tree, in a chain, and as text. Within a block of places the lanes of a vector add places modulo their number, blocks
-// follow each other, and stretches of blocks are added in order. Tiles and threads change what is computed together, never an order.
+// Sums over keys are ordered by place. A committed slot s, before the block, has place s; the k-th visible node of the block has place
+// base + k. On a path, a token's place is its position, for any slots of the path, so that it has the same bits on a branch of a tree,
+// in a chain, and in text. Within a block of places, lane l of a vector adds places l, l + LANES, …; blocks, and stretches of blocks,
+// are added in order. Tiles and threads never change an order.
 #pragma once
 #include <atomic>
 #include <bit>
@@ -22,7 +22,7 @@ constexpr long LEAST_SHARED = 200000;  // products for which several threads are
 
 struct Attention {
     Type type;  // of queries, scales, sinks and the result
-    Slots query, key, value, key_scales, value_scales;  // scales: where keys and values are int8
+    Slots query, key, value, key_scales, value_scales;  // scales: if keys and values are int8
     const void* sinks;                                   // [heads], null: none
     void* out;                                           // [rows, queries, heads, value_width]
     long rows, heads, kv_heads, queries, width, value_width, view;
@@ -32,8 +32,8 @@ struct Attention {
     float scale, softcap;
 };
 
-// What a query sees: the slots first … straight - 1, whose places are their numbers, and then, at places straight + i, the slots
-// gathered[i], of which those that are out of its reach are -1.
+// The slots that a query sees: first … straight - 1, whose places are their numbers, and then slots gathered[i] at places straight + i;
+// -1 for slots beyond the window or chunk.
 struct Seen {
     long first, straight, count, gathered;
     long end() const { return straight + count; }
@@ -41,7 +41,7 @@ struct Seen {
 
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
-// Appends the slots of the query's branch to `slots`. in_order: how many nodes, from the first, are at the depth of their number.
+// Appends the slots of the query's branch to `slots`. in_order: number of first nodes whose depth is their number.
 inline Seen seen_by(const Attention& a, long row, long query, long in_order, std::vector<int>& slots) {
     const int64_t *nodes = a.mask + row * a.mask_of_row, *own = nodes + (a.nodes - a.queries + query) * a.mask_of_node;
     const long words = a.columns - 2, base = own[words + 1], depth = own[words], position = base + depth;
@@ -74,7 +74,7 @@ inline Seen seen_by(const Attention& a, long row, long query, long in_order, std
     return seen;
 }
 
-// Queries of one row and head of the keys: query n of `count` is head `(begin + n) % group` of node `(begin + n) / group`.
+// Queries of a row and key head: query n of `count` is head `(begin + n) % group` of node `(begin + n) / group`.
 template <class C>
 struct Queries {
     const Attention& a;
@@ -114,7 +114,7 @@ struct Queries {
         for (long n = 0; n < count; n++) m.tops[n] = -INFINITY;
     }
 
-    // What all queries together see.
+    // The union of the slots that the queries see.
     void range(long& first, long& straight, long& end) const {
         first = LONG_MAX, straight = end = 0;
         for (long node = begin / group; node <= (begin + count - 1) / group; node++) {
@@ -169,7 +169,7 @@ struct Queries {
         }
     }
 
-    // Scores for what is not straight, of queries of one node.
+    // Scores for gathered slots, of queries of a node.
     void score_branch(long block, long tile, long n, int size) {
         const Seen& s = of(n);
         long from = std::max(s.straight, block), to = std::min(s.end(), block + PLACES);
@@ -237,12 +237,12 @@ struct Queries {
             total = total * factor + power_of_two(sink - highest);
         }
         long to = ((row * a.queries + (begin + n) / group) * a.heads + own) * a.value_width;
-        float share = total == 0 ? 0 : 1 / total;  // a query in front of its row sees nothing
+        float share = total == 0 ? 0 : 1 / total;  // a query before its row sees nothing
         for (long d = 0; d < a.value_width; d++) narrow(sums[d] * share, a.type, a.out, to + d);
     }
 };
 
-// Calls `body(thread, number)` for every number below `count`; who is ready takes the next, the last numbers first.
+// Calls `body(thread, number)` for every number below `count`, from the last down; a thread that is ready takes the next.
 template <class Body>
 inline void take_turns(long count, int threads, Body body) {
     std::atomic<long> left = count;

@@ -1,4 +1,4 @@
-// What attention does with a block of places and a few queries: scores, weights, weighted sums of values.
+// Attention of a few queries to a block of places: scores, weights, weighted sums of values.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -17,7 +17,7 @@ constexpr int SUMS = 12;
 constexpr int SUMS = 6;
 #endif
 
-// A tensor [rows, heads, slots, width] of which `width` has no gaps.
+// A tensor [rows, heads, slots, width], contiguous along `width`.
 struct Slots {
     const void* data;
     long of_row, of_head, of_slot;
@@ -50,7 +50,7 @@ inline void with_count(int count, Body body) {
     }
 }
 
-// Calls `body(constant number of vectors, first vector)` until all of begin … end - 1 were in a call.
+// Calls `body(constant number of vectors, first vector)` for all vectors of begin … end - 1.
 template <int QUERIES, class Body>
 inline void in_vectors(long begin, long end, Body body) {
     constexpr int MOST = std::min(SUMS / QUERIES, 4);
@@ -86,8 +86,8 @@ inline void score_tile(const float* queries, long width, const float* keys, floa
     });
 }
 
-// Adds the values of `count` places times their weights [N, PLACES] to V vectors of the sums of N queries. slots: null if the places
-// are neighbours.
+// Adds the values of `count` places times their weights [N, PLACES] to V vectors of the sums of N queries. slots: null for consecutive
+// slots.
 template <int N, int V, class C>
 [[gnu::noinline]] void value_tile(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide) {
     Vec own[N][V];
@@ -129,7 +129,7 @@ template <class C>
     });
 }
 
-// A part of the keys of one row and head, transposed: to[d * PLACES + i] is number d of the key at slot i.
+// Transposes keys of a row and head: to[d * PLACES + i] is number d of the key at slot i.
 template <class C>
 struct Transposed {
     const C* keys;
@@ -139,7 +139,7 @@ struct Transposed {
     long first_scale;
     float* rows;  // [LANES, width rounded up to 4]
 
-    // count: at most LANES; slots: null if they are neighbours from `slot` on, -1 for none.
+    // count: at most LANES; slots: null for consecutive slots from `slot` on, -1 for none.
     [[gnu::noinline]] void some(long slot, const int* slots, long count, float* to) const {
         const float* from = rows;
         long length = (width + 3) / 4 * 4, ld = length;
@@ -177,7 +177,7 @@ struct Transposed {
         }
     }
 
-    // Pairs of 16-bit numbers are transposed as one, and taken apart then.
+    // Transposes pairs of 16-bit numbers as one number, then separates them.
     void pairs(long slot, float* to) const {
         const float* from = (const float*)(keys + slot * stride);
         long ld = stride / 2;
@@ -215,11 +215,11 @@ struct Transposed {
     }
 };
 
-// A weighted mean in the making.
+// A weighted mean under construction.
 struct Mean {
     float* sums;    // [queries, wide], weighted values
     float* totals;  // [queries, LANES], weights by places modulo LANES; [queries, 1] once `closed`
-    float* tops;    // [queries], the largest score, of which powers are taken relatively
+    float* tops;    // [queries], the largest score, subtracted before exp
 };
 
 inline float total_of(const float* lanes) {
@@ -232,7 +232,7 @@ inline void multiply_all(float* numbers, long count, float factor) {
     for (long i = 0; i < count; i += LANES) store(numbers + i, load(numbers + i) * broadcast(factor));
 }
 
-// Turns the scores of one query for places begin … end - 1 of a block into weights, relative to its largest score so far.
+// Turns the scores of a query for places begin … end - 1 of a block into weights, relative to its largest score so far.
 inline void weigh(float* scores, long begin, long end, float* sums, long wide, float* total, float& top) {
     const float none = -INFINITY;
     long first = begin / LANES * LANES, last = (end + LANES - 1) / LANES * LANES;
@@ -258,7 +258,7 @@ inline void weigh(float* scores, long begin, long end, float* sums, long wide, f
     store(total, sum);
 }
 
-// Adds a stretch to those before it.
+// Adds a stretch to the stretches before it.
 inline void merge(float* sums, float& total, float& top, const float* more_sums, float more_total, float more_top, long wide) {
     float highest = std::max(top, more_top);
     if (highest == -INFINITY) return;

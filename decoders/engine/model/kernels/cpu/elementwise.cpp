@@ -1,4 +1,4 @@
-// The operators of what surrounds products in a layer.
+// The operators around the products of a layer.
 #include "elementwise.h"
 #include "tensors.h"
 
@@ -17,7 +17,7 @@ Tensor norm(Tensor x, Tensor weight, double epsilon, bool one_added, bool rounde
     return out;
 }
 
-// x: [..., 2 I], gates and what they multiply side by side. Returns [..., I].
+// x: [..., 2 I], gates and their factors side by side. Returns [..., I].
 Tensor gated_activation(Tensor x, int64_t kind, bool gate_first) {
     int64_t width = x.size(x.dim() - 1) / 2;
     STD_TORCH_CHECK(kind == SILU || kind == GELU_TANH, "activation 0 or 1, not ", kind);
@@ -52,7 +52,7 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin) {
     return out;
 }
 
-// keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative ones counted from the end, new ones: [B, h, N, d].
+// keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
 void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, Tensor new_values) {
     STD_TORCH_CHECK(slots.scalar_type() == torch::headeronly::ScalarType::Long && slots.is_contiguous(), "slots are int64 without gaps");
     for (auto [buffer, states] : {std::pair(&keys, &new_keys), std::pair(&values, &new_values)}) {

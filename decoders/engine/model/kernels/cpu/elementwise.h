@@ -1,4 +1,5 @@
-// What surrounds products in a layer, each read and written once: norms, gated activations, rotary positions, writes to the cache.
+// Operations around the products of a layer, each with one pass over its data: norms, gated activations, rotary positions, writes to
+// the cache.
 #pragma once
 #include <cmath>
 
@@ -26,7 +27,7 @@ inline float rounded(float value) {
     return widen(narrowed);
 }
 
-constexpr int RUNNING = 16;  // running sums of a norm, whatever the vectors of the processor are
+constexpr int RUNNING = 16;  // running sums of a norm, for any size of vectors
 
 // x / sqrt(mean(x^2) + epsilon) * weight, or * (1 + weight); rounded_first: the quotient is rounded to T before it is multiplied.
 template <class T>
@@ -57,7 +58,7 @@ void rms_norm(const T* x, long rows, long width, const T* weight, float epsilon,
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
-// x sigmoid(u), where u is x, or what makes it the tanh-gelu.
+// x sigmoid(u): silu with u = x, tanh-gelu with another u.
 template <int KIND>
 inline Vec activated(Vec x) {
     Vec u = KIND == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x), small = exponential(absolute(u) * -1.0f);
@@ -76,7 +77,7 @@ void gated(const T* x, long rows, long width, bool gate_first, T* out, int threa
             const T* up = x + row * 2 * width + (gate_first ? width : 0) + from;
             long i = 0;
             for (; i + LANES <= count; i += LANES) store(activations + i, activated<KIND>(load(gate + i)));
-            if (i < count) {  // what is left is not read past its end
+            if (i < count) {  // the rest, without reading past the end
                 T rest[LANES] = {};
                 memcpy(rest, gate + i, (count - i) * sizeof(T));
                 store(activations + i, activated<KIND>(load(rest)));
@@ -87,7 +88,7 @@ void gated(const T* x, long rows, long width, bool gate_first, T* out, int threa
     });
 }
 
-// x [B, h, N, d] of any strides but the last.
+// x [B, h, N, d], contiguous along d.
 struct Heads {
     void* values;
     long rows, heads, nodes, width;
@@ -118,7 +119,7 @@ void rotate(const Heads& x, const T* cos, const T* sin, long turned, long positi
     });
 }
 
-// buffer[b, :, slots[b, n]] = states[b, :, n]; buffer: [B, h, L, d], slots: [B, N], negative ones counted from the end.
+// buffer[b, :, slots[b, n]] = states[b, :, n]; buffer: [B, h, L, d], slots: [B, N], negative slots count from the end.
 template <class T>
 void write_slots(const Heads& states, const int64_t* slots, const Heads& buffer, int threads) {
     by_rows(states.rows * states.nodes, states.heads * states.width, threads, [&](long begin, long end) {

@@ -1,4 +1,4 @@
-"""Matrices of 4 bits as the kernels for CPUs read them (``quantized.h``)."""
+"""Packs matrices of 4 bits for the CPU kernels (``quantized.h``)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Inputs of a block, to which a row of a matrix is filled up.
+#: Inputs of a block; a row of a matrix is filled up to whole blocks.
 BLOCK = 128
-#: Numbers behind the scales that a kernel may read: it reads whole vectors.
+#: Numbers after the scales that a kernel may read, because it reads whole vectors.
 ROOM = 16
 
 
@@ -22,9 +22,9 @@ def packed(levels: Tensor) -> Tensor:
 
 
 def with_room(steps: Tensor, middles: Tensor) -> Tensor:
-    """Scales ``[out, 2, groups]``: the steps of groups ``[out, groups]``, and the values that their 8 stands for.
+    """Scales ``[out, 2, groups]``: the steps of groups ``[out, groups]``, and the values of level 8 (`middles`).
 
-    float32, or bfloat16 where that loses nothing.
+    float32, or bfloat16 if it loses nothing.
     """
     scales = torch.stack([steps, middles], 1).float()
     short = scales.bfloat16()
@@ -32,7 +32,7 @@ def with_room(steps: Tensor, middles: Tensor) -> Tensor:
 
 
 def roomy(scales: Tensor) -> Tensor:
-    """A copy of `scales` with :data:`ROOM` behind it."""
+    """A copy of `scales` with :data:`ROOM` numbers of memory after it."""
     whole = scales.new_zeros(scales.numel() + ROOM)
     copy = whole[: scales.numel()].view(scales.shape)
     return copy.copy_(scales)

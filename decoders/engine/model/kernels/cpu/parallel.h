@@ -1,4 +1,4 @@
-// Threads of the OpenMP library that torch has loaded, so that its number of threads counts and no second pool of threads exists.
+// Threads of the OpenMP library that torch has loaded: uses torch's number of threads, and no second pool.
 #pragma once
 #include <algorithm>
 
@@ -16,14 +16,14 @@ inline int omp_get_num_threads() { return 1; }
 
 namespace {
 
-// Calls `body(thread, threads)` in up to so many threads; without OpenMP in this one alone.
+// Calls `body(thread, threads)` in up to this many threads; without OpenMP, in the calling thread.
 template <class Body>
 void in_threads(int threads, Body body) {
     if (threads <= 1 || !HAS_OPENMP) return body(0, 1);
     GOMP_parallel([](void* given) { (*static_cast<Body*>(given))(omp_get_thread_num(), omp_get_num_threads()); }, &body, threads, 0);
 }
 
-// A thread's share of `count` things, whose borders are multiples of `unit`.
+// A thread's share of `count` items; its borders are multiples of `unit`.
 inline void share_of(long count, long unit, int thread, int threads, long& begin, long& end) {
     long units = (count + unit - 1) / unit;
     begin = std::min(count, units * thread / threads * unit);

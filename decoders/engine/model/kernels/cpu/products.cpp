@@ -4,10 +4,10 @@
 
 namespace {
 
-// From so many rows on torch multiplies by float32, faster by a third. In 16 bits it is slower, and the bits of a row would be others.
+// From this many rows on, torch multiplies in float32, a third faster. In 16 bits it is slower, and a row would have other bits.
 constexpr int64_t MANY_ROWS = 96;
 
-// The same by torch's products. x: [R, K], out: [R, all outputs].
+// Products by torch. x: [R, K], out: [R, all outputs].
 void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& biases, Tensor& out) {
     int64_t rows = x.size(0), outputs = out.size(1), first = 0;
     for (size_t m = 0; m < matrices.size(); m++) {

@@ -1,7 +1,7 @@
-// y = x @ W.T + bias for few rows of x. W is read where it is, once, and every sum has the same order for any number of rows.
+// y = x @ W.T + bias for few rows of x. Reads W once, without a copy; the order of a sum does not depend on the number of rows.
 //
-// Lane l of a vector adds the products of inputs l, l + LANES, l + 2 LANES, … in this order, and then the lanes are added as a tree.
-// Tiles, blocks and threads change which sums are computed together, never the order within one.
+// Lane l of a vector adds the products of inputs l, l + LANES, l + 2 LANES, … in this order; then the lanes are added as a tree.
+// Tiles, blocks and threads never change the order of a sum.
 #pragma once
 #include <memory>
 #include <type_traits>
@@ -16,13 +16,13 @@ struct Matrix {
     const void* weights;
     const void* bias;  // null: none
     long outputs;
-    long stride;        // elements from one output's weights to the next's; one where `input_stride` is not
-    long input_stride;  // elements from one input's weights to the next's
-    const void* scales = nullptr;  // of quantized weights, as quantized.h has them
-    long groups = 0;               // and how many an output has
+    long stride;        // elements between the weights of successive outputs; this or `input_stride` is 1
+    long input_stride;  // elements between the weights of successive inputs
+    const void* scales = nullptr;  // of quantized weights, see quantized.h
+    long groups = 0;               // groups of scales per output
 };
 
-// How the weights of one type are multiplied: STEP inputs of one output at once, by rows of x in the form that `prepare` gives them.
+// Products by weights of a type: STEP inputs of an output at once, by rows of x in the form of `prepare`.
 template <class T>
 struct Steps {
     using Weight = T;
@@ -64,7 +64,7 @@ struct Steps<bfloat16> {
     static inline void prepare(const bfloat16* from, bfloat16* to) { memcpy(to, from, STEP * sizeof *from); }
 };
 #else
-// Of a vector of pairs the first numbers are widened by a shift and the second by a mask: rows have them apart, too.
+// In a vector of pairs, a shift widens the first numbers and a mask the second; so rows separate first and second numbers, too.
 template <>
 struct Steps<bfloat16> {
     using Weight = bfloat16;
@@ -93,7 +93,7 @@ struct Steps<bfloat16> {
 
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int MOST_ROWS = 6;  // rows of x in a tile of four outputs, so that all sums are in registers
-constexpr int FEW_ROWS = 3;   // the same for eight outputs: more weights are on their way from memory at a time
+constexpr int FEW_ROWS = 3;   // rows of x in a tile of eight outputs, which loads more weights at a time
 constexpr int COLUMNS = 4;    // vectors of outputs in a tile of four rows
 #elif defined(__AVX2__)
 constexpr int MOST_ROWS = 3;
@@ -105,9 +105,9 @@ constexpr int FEW_ROWS = 1;
 constexpr int COLUMNS = 1;
 #endif
 constexpr long MOST_ROWS_AT_ONCE = 192;
-constexpr long CACHE = 512 << 10;  // bytes of rows of x that stay in the second-level cache while all weights pass by
+constexpr long CACHE = 512 << 10;  // bytes of rows of x that stay in the L2 cache while all weights are read
 
-// Outputs whose weights stay in the first-level cache while all rows pass by.
+// Outputs whose weights stay in the L1 cache while all rows are read.
 template <class T>
 constexpr long PANEL = sizeof(T) == 4 ? 8 : 16;
 
@@ -117,7 +117,7 @@ inline long rows_at_once(long bytes_of_row) {
     return rows - rows % MOST_ROWS;
 }
 
-// The lanes of every sum are added.
+// Adds the lanes of every sum.
 template <int R, int N>
 inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
     for (int n = 0; n < N; n++) {
@@ -131,8 +131,7 @@ inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
     }
 }
 
-// N rows of x times R outputs of a matrix, from `output` on. FIRST: the weights come from memory, and those of the next outputs are asked
-// for.
+// N rows of x times R outputs of a matrix, from `output` on. FIRST: the weights come from memory, so prefetch the next outputs'.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     using T = typename S::Weight;
@@ -150,7 +149,7 @@ inline void multiply_dense_tile(const Matrix& matrix, long output, const typenam
             w[r] += S::STEP;
         }
     }
-    if (k < inputs) {  // what is left is not read past its end
+    if (k < inputs) {  // the rest, without reading past the end
         T rest[R][S::STEP] = {};
         for (int r = 0; r < R; r++) {
             memcpy(rest[r], w[r], (inputs - k) * sizeof(T));
@@ -169,7 +168,7 @@ inline void multiply_tile(const Matrix& matrix, long output, const typename S::R
         multiply_dense_tile<S, R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
 }
 
-// Up to N rows of x times R outputs, in a tile of just that many rows.
+// Up to N rows of x times R outputs, in a tile of exactly this many rows.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_rows(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
     if constexpr (N > 0) {
@@ -184,7 +183,7 @@ constexpr int most_rows() {
     else return MOST_ROWS;
 }
 
-// All rows times some outputs, R at a time. The rows of a tile are used for all outputs while they are in the first-level cache.
+// All rows times some outputs, R at a time. Uses the rows of a tile for all outputs while they are in the L1 cache.
 template <class S, int R>
 void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, long outputs, float* y, long ldy) {
     constexpr int MOST = most_rows<S>();
@@ -201,14 +200,14 @@ void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* 
     }
 }
 
-// Rounds outputs of all rows and puts them where they belong.
+// Rounds outputs of all rows and stores them.
 template <class T>
 void finish(const float* y, long ldy, long outputs, const T* bias, long rows, T* out, long ldo) {
     for (long row = 0; row < rows; row++, y += ldy, out += ldo)
         for (long o = 0; o < outputs; o++) narrow(bias ? y[o] + widen(bias[o]) : y[o], out[o]);
 }
 
-// Matrices that are stored as [inputs, outputs]: a vector holds weights of neighbouring outputs, and a sum has the order of the inputs.
+// Matrices stored as [inputs, outputs]: a vector holds weights of neighbouring outputs, and a sum has the order of the inputs.
 template <int V, int N, class T>
 inline void multiply_columns(const T* weights, long stride, const float* x, long ldx, long inputs, float* y, long ldy) {
     Vec sums[V][N];
@@ -245,7 +244,7 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
             long wide = std::min(end - o, WIDE);
             if (wide == WIDE) {
                 multiply_column_rows<COLUMNS>(w, matrix.input_stride, x, ldx, rows, inputs, y, WIDE);
-            } else {  // what is left is not read past its end
+            } else {  // the rest, without reading past the end
                 for (long row = 0; row < rows; row++) {
                     for (long c = 0; c < wide; c++) {
                         float sum = 0;
@@ -259,7 +258,7 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     });
 }
 
-// All rows times some outputs of a matrix, by the vectors of one processor.
+// All rows times some outputs of a matrix, by vectors.
 template <class S>
 struct VectorPanels {
     static constexpr long WIDE = PANEL<typename S::Weight>;
@@ -268,7 +267,7 @@ struct VectorPanels {
 
     void begin() const {}
     void end() const {}
-    // Up to WIDE of the `left` outputs from `o` on; y: [rows, WIDE]. Returns how many they were.
+    // Up to WIDE of the `left` outputs from `o` on; y: [rows, WIDE]. Returns their number.
     long operator()(const Matrix& matrix, long o, long left, float* y) const {
         if (left >= 8 && rows <= FEW_ROWS) {
             multiply_rows<S, 8, FEW_ROWS, true>(matrix, o, x, ldx, rows, inputs, y, WIDE);
@@ -296,7 +295,7 @@ struct TilePanels : Tiles {
 };
 #endif
 
-// rows: at most MOST_ROWS_AT_ONCE, in all `parts`, each of which has as many. Products of parts are added.
+// rows: at most MOST_ROWS_AT_ONCE in all `parts` together, equally many in each. The products of parts are added.
 template <class T, class Panels>
 void multiply_block(const Panels& panels, long rows, int parts, const Matrix* matrices, int count, T* out, long ldo, int threads) {
     constexpr long WIDE = Panels::WIDE;
@@ -332,7 +331,7 @@ inline void* workspace(size_t bytes) {
     return (void*)(((uintptr_t)kept.get() + 63) & ~uintptr_t(63));
 }
 
-// Some rows in the form that `prepare` gives STEP numbers, padded with zeros to whole steps; as they are where that is the form.
+// Rows in the form of `prepare`, padded with zeros to whole steps; without a copy if the form is the rows' own.
 template <class Row, int STEP, bool AS_GIVEN, class T, class Prepare>
 const Row* prepare_rows(const T* x, long rows, long inputs, long& ldx, int threads, Prepare prepare) {
     ldx = (inputs + STEP - 1) / STEP * STEP;

@@ -5,7 +5,7 @@
 
 namespace {
 
-// Bytes behind the last element of a contiguous tensor.
+// Bytes of memory after the last element of a contiguous tensor.
 int64_t storage_behind(const Tensor& tensor) {
     int64_t size, offset;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &size));
@@ -13,8 +13,8 @@ int64_t storage_behind(const Tensor& tensor) {
     return size - (offset + tensor.numel()) * tensor.element_size();
 }
 
-// x: [..., K]. levels: up to three of int8 [O, K], with scales of float32 [O, groups]; or of uint8 [O, K / 2], whose numbers of 4 bits are
-// in the order of `Fours`, K being rounded up to 128, with scales of float32 or bfloat16 [O, 2, groups].
+// x: [..., K]. levels: up to three matrices of int8 [O, K], with scales of float32 [O, groups]; or of uint8 [O, K / 2] in the order of
+// `Fours`, with K rounded up to 128, and scales of float32 or bfloat16 [O, 2, groups].
 Tensor quantized_linear(Tensor x, std::vector<Tensor> levels, std::vector<Tensor> scales, std::vector<Tensor> biases, int64_t digits) {
     using torch::headeronly::ScalarType;
     constexpr size_t MOST = 3;

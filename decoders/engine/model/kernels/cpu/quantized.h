@@ -1,13 +1,13 @@
 // y = x @ W.T + bias with W of 8 or 4 bits and a scale per output, or per output and group of inputs.
 //
-// Rows of x are rounded to 16-bit integers with a scale per row, products of integers are added exactly, and only what a scale belongs
-// to becomes float32. A row that must be finer is two rows, the second of what the first one's rounding left over.
+// Rows of x are rounded to 16-bit integers with a scale per row. Products of integers are added exactly; the sum of a group becomes
+// float32. A row that needs more precision is two rows, the second of the rounding errors of the first.
 #pragma once
 #include "products.h"
 
 namespace {
 
-// Vectors of 2 LANES integers of 16 bits, and of LANES sums of 32.
+// Vectors of 2 LANES 16-bit integers, and of LANES 32-bit sums.
 using Shorts = int16_t __attribute__((vector_size(4 * LANES)));
 using Sums = int32_t __attribute__((vector_size(4 * LANES)));
 
@@ -32,7 +32,7 @@ inline Shorts four_bits(Shorts packed) {
     return (Shorts)(PLACE == 3 ? shifted : shifted & 15);
 }
 
-// The products of two neighbours are added.
+// Adds the products of two neighbours.
 inline Sums multiply_pairs(Shorts a, Shorts b) {
 #if defined(__AVX512F__)
     return (Sums)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -47,7 +47,7 @@ inline Sums multiply_pairs(Shorts a, Shorts b) {
 }
 inline Sums add_products(Shorts a, Shorts b, Sums sums) {
 #if defined(__AVX512VNNI__)
-    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));  // as an intrinsic it makes GCC 12 copy all sums in every step
+    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));  // with the intrinsic, GCC 12 copies all sums in every step
     return sums;
 #elif defined(__ARM_NEON)
     return vmlal_s16(vmlal_s16(sums, vget_low_s16(a), vget_low_s16(b)), vget_high_s16(a), vget_high_s16(b));
@@ -57,12 +57,12 @@ inline Sums add_products(Shorts a, Shorts b, Sums sums) {
 }
 
 constexpr long SHORTS = 2 * LANES;
-constexpr long HEADER = 32;   // in front of a row of 16-bit integers: its scale, and then nothing, so that it begins a cache line
-constexpr long SIXTEENS = 16; // numbers of groups are rounded up to whole vectors of any variant
+constexpr long HEADER = 32;   // before a row of 16-bit integers: its scale and padding, so that the row begins a cache line
+constexpr long SIXTEENS = 16; // numbers of groups are rounded up to this, whole vectors in every variant
 
 inline long rounded_up(long number, long unit) { return (number + unit - 1) / unit * unit; }
 
-// The products become those of the rows themselves.
+// Multiplies the products by the rows' scales.
 template <int N>
 inline void scale_rows(const int16_t* x, long ldx, float* y, long ldy, int outputs) {
     for (int n = 0; n < N; n++) {
@@ -72,7 +72,7 @@ inline void scale_rows(const int16_t* x, long ldx, float* y, long ldy, int outpu
     }
 }
 
-// Weights [outputs, inputs] as they lie. Scales are [outputs, groups], float32, of groups that are whole vectors unless there is one.
+// int8 weights [outputs, inputs]. Scales are [outputs, groups], float32; groups are whole vectors unless there is a single group.
 struct Bytes {
     using Weight = int8_t;
     using Row = int16_t;
@@ -82,7 +82,7 @@ struct Bytes {
     static constexpr bool HAS_OFFSETS = false;
     static constexpr long MOST = 256 * LANES;  // inputs whose products fit sums of 32 bits: 256 pairs in a lane
 
-    // A function of its own, so that the sums are in registers. inputs: whole steps; next: bytes to the weights of the next outputs.
+    // A separate function, so that the sums are in registers. inputs: whole steps; next: bytes to the weights of the next outputs.
     template <int R, int N, bool FIRST>
     __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], long next, const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
         Sums sums[R][N];
@@ -116,7 +116,7 @@ struct Bytes {
                 long some = std::min(left, MOST), whole = some / STEP * STEP;
                 add_chunk<R, N, FIRST>(w, R * matrix.stride, row, ldx, whole, part);
                 for (int r = 0; r < R; r++) {
-                    if (whole < some) {  // what is left is not read past its end; x has zeros there
+                    if (whole < some) {  // the rest, without reading past the end; x has zeros there
                         int8_t rest[STEP] = {};
                         memcpy(rest, w[r] + whole, some - whole);
                         for (int n = 0; n < N; n++) part[r][n] = add_products(widen(rest), load_shorts(row + n * ldx + whole), part[r][n]);
@@ -132,13 +132,13 @@ struct Bytes {
         scale_rows<N>(x, ldx, y, ldy, R);
     }
 
-    // Where the inputs from 8 i on are in a row.
+    // The place in a row of the inputs from 8 i on.
     static inline long place(long i) { return 8 * i; }
 };
 
 // Weights of 4 bits, 0 to 15. A block is 128 inputs in 64 bytes: the four places of the 16-bit word 8 g + c have inputs
-// 32 g + c, 32 g + 8 + c, 32 g + 16 + c, 32 g + 24 + c, so that a lane of the sums has inputs of one group, the smallest one being 32.
-// Scales are [outputs, 2, groups] of float32 or bfloat16: a group's step and the value that its 8 stands for. SIXTEENS more may be read.
+// 32 g + c, 32 g + 8 + c, 32 g + 16 + c, 32 g + 24 + c, so that a lane of the sums has inputs of one group (of at least 32 inputs).
+// Scales are [outputs, 2, groups] of float32 or bfloat16: a group's step and the value of level 8. SIXTEENS more may be read.
 template <class Scale>
 struct Fours {
     using Weight = uint8_t;
@@ -149,7 +149,7 @@ struct Fours {
     static constexpr bool HAS_OFFSETS = true;
     static constexpr int PARTS = 32 / SHORTS;
 
-    // The steps of four groups of 32, each in the lanes of its inputs. `shift`: how often 32 is doubled by a group.
+    // The steps of four groups of 32, each in the lanes of its inputs. `shift`: a group has 32 << shift inputs.
     struct Spread {
 #if defined(__AVX512F__)
         __m512i lanes;
@@ -214,10 +214,10 @@ struct Fours {
                 }
             }
         }
-        const int16_t* of_groups = row + blocks * STEP;  // zeros where there is no group
+        const int16_t* of_groups = row + blocks * STEP;  // zeros after the last group
         for (long g = 0; g < groups; g += LANES) {
             for (int r = 0; r < R; r++) {
-                Vec zero = multiply_add(load(steps[r] + g), broadcast(-8), load(steps[r] + groups + g));  // what 0 stands for
+                Vec zero = multiply_add(load(steps[r] + g), broadcast(-8), load(steps[r] + groups + g));  // the value of level 0
                 for (int n = 0; n < N; n++) sums[r][n] = multiply_add(zero, load((const float*)(of_groups + n * ldx) + g), sums[r][n]);
             }
         }
@@ -228,7 +228,7 @@ struct Fours {
     static inline long place(long i) { return i / 16 * STEP + i % 4 * 32 + i / 4 % 4 * 8; }
 };
 
-// A row as 16-bit integers, a scale in front of it and sums of groups behind it where weights have offsets. Returns the scale.
+// Writes a row as 16-bit integers, its scale before it, and sums of groups after it if weights have offsets. Returns the scale.
 template <class S>
 float round_row(const float* from, long inputs, long groups, int16_t* to) {
     uint32_t most = 0;
@@ -260,7 +260,7 @@ float round_row(const float* from, long inputs, long groups, int16_t* to) {
     return scale;
 }
 
-// digits: one or two integers per number of x; two are as exact as float32.
+// digits: one or two integers per number of x; two are as precise as float32.
 template <class S, class T>
 void multiply_quantized(const T* x, long rows, long inputs, int digits, const Matrix* matrices, int count, T* out, int threads) {
     long outputs = 0, padded = rounded_up(inputs, S::STEP), groups = matrices[0].groups;

@@ -1,12 +1,12 @@
-// Dense weights rounded to levels of 4 bits.
+// Rounds dense weights to levels of 4 bits.
 #pragma once
 #include "parallel.h"
 #include "vectors.h"
 
 namespace {
 
-// Levels of 4 bits for a group of weights, and the step and the value of 8 that have the least squared error: cutting off outliers of a
-// group may reduce it. Everything is done for eight numbers at once.
+// Levels of 4 bits for a group of weights, with the step and value of level 8 of the least squared error: cutting off outliers of a
+// group may reduce it. Processes eight numbers at once.
 constexpr int EIGHT = 8;
 
 inline float level_of(float value, float per_step, float eight) {
@@ -30,7 +30,7 @@ void round_group(const T* from, long group, uint8_t* levels, bfloat16& best_step
     }
     float low = *std::min_element(lows, lows + EIGHT), high = *std::max_element(highs, highs + EIGHT), least = 0;
     for (float cut : CUTS) {
-        bfloat16 step, middle;  // rounded first, so that the levels fit them
+        bfloat16 step, middle;  // rounded before the levels are computed
         narrow(std::max((high - low) * cut / 15, 1e-20f), step);
         narrow((high + low) / 2 + widen(step) / 2, middle);
         float unit = widen(step), eight = widen(middle), per_step = 1 / unit, errors[EIGHT] = {}, error = 0;

@@ -1,4 +1,4 @@
-// Tensors of torch by its stable ABI, and how operators are made known: one object works with every version from 2.11 on.
+// torch's tensors by its stable ABI, and registration of operators: one object works with every version from 2.11 on.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -7,7 +7,7 @@
 
 #include "vectors.h"
 
-// The name of the variant is part of the namespace, so that a process can compare several.
+// The variant's name is part of the namespace, so that a process can load several variants.
 #define DECODERS_FRAGMENT(name, m) STABLE_TORCH_LIBRARY_FRAGMENT(name, m)
 #define DECODERS_IMPL(name, m) STABLE_TORCH_LIBRARY_IMPL(name, CPU, m)
 
@@ -15,7 +15,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// A new contiguous tensor of the type of `x`. torch's own wrapper takes twice as long, by its dispatcher.
+// A new contiguous tensor of the dtype of `x`. torch's wrapper takes twice as long, because of its dispatcher.
 inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) {
     std::vector<int64_t> strides(sizes.size());
     int64_t elements = 1;
@@ -27,7 +27,7 @@ inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) {
     return Tensor(made);
 }
 
-// A new contiguous tensor with the sizes of `x` but the last.
+// A new contiguous tensor with the sizes of `x` except the last.
 inline Tensor with_last_size(const Tensor& x, int64_t last) {
     STD_TORCH_CHECK(x.dim() > 0, "a tensor of one dimension or more is needed");
     std::vector<int64_t> sizes(x.dim());

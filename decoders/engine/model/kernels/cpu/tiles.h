@@ -1,6 +1,6 @@
-// y = x @ W.T of bfloat16 by AMX. A tile of 16 outputs and 32 inputs of W is an operand as it lies in memory. Rows of x are arranged
-// once: groups of up to 16 rows, of each group steps of 32 inputs, of each step 16 pairs of inputs, and of each pair the rows.
-// A sum adds its steps in order, in any tile and for any number of rows.
+// y = x @ W.T of bfloat16 by AMX. A tile of 16 outputs and 32 inputs of W is an operand in its memory layout. Rows of x are arranged
+// once: by groups of up to 16 rows, steps of 32 inputs, 16 pairs of inputs, and rows. A sum adds its steps in order, in any tile and
+// for any number of rows.
 #pragma once
 #include "parallel.h"
 #include "vectors.h"
@@ -17,7 +17,7 @@ struct Tiles {
 
     long of_group() const { return steps * PAIRS * columns; }
 
-    // to: [groups, steps, PAIRS, columns] pairs; zeros for what is no number of x.
+    // to: [groups, steps, PAIRS, columns] pairs, padded with zeros.
     void arrange(const bfloat16* x, long rows, uint32_t* to, int threads) const {
         in_threads(rows * inputs > 32768 ? threads : 1, [&](int thread, int of) {
             long begin, end;
@@ -33,7 +33,7 @@ struct Tiles {
         });
     }
 
-    // For this thread, until it is released: tiles 0 to 3 are sums, 4 is W's, 5 to 7 are x's.
+    // For this thread, until release: tiles 0 to 3 are sums, 4 is W's, 5 to 7 are x's.
     void configure() const {
         struct alignas(64) {
             uint8_t palette = 1, rest[15] = {};
@@ -45,7 +45,7 @@ struct Tiles {
         _tile_loadconfig(&tiles);
     }
 
-    // Compilers do not know that tiles are loaded from what is stored here.
+    // Compilers do not know that tiles are loaded from the memory written here.
     static void written(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
 
     // Up to 16 outputs times N groups; y: [rows, 16].
@@ -62,7 +62,7 @@ struct Tiles {
             if (long left = std::min(inputs - step * INPUTS, INPUTS); left == INPUTS && outputs == OUTPUTS) {
                 _tile_loadd(4, w, stride * sizeof *w);
                 if (first) for (long o = OUTPUTS; o < 2 * OUTPUTS; o++) prefetch(w + o * stride);
-            } else {  // what is left is not read past its end
+            } else {  // the rest, without reading past the end
                 memset(rest, 0, sizeof rest);
                 for (long o = 0; o < outputs; o++) memcpy(rest[o], w + o * stride, left * sizeof *w);
                 written(rest);

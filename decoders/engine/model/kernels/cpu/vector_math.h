@@ -1,4 +1,4 @@
-// What is computed with vectors besides products: maxima, powers, and the transposition of rows.
+// Vector functions besides products: maxima, exponentials, and the transposition of rows.
 #pragma once
 #include <cmath>
 #include <utility>
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Numbers of every four lanes of two vectors: 0 to 3 are those of the first, 4 to 7 those of the second.
+// Shuffles every four lanes of two vectors: 0 to 3 are numbers of the first, 4 to 7 of the second.
 template <int A, int B, int C, int D, size_t... LANE>
 inline Vec mixed_lanes(Vec v, Vec w, std::index_sequence<LANE...>) {
     constexpr int FROM[] = {A, B, C, D};
@@ -67,7 +67,7 @@ inline float widen(int8_t value) { return value; }
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to integers, which are then the last bits
 
-// 2^(n + rest) for the integer n in the last bits of `n`, and a rest of at most 1/2.
+// 2^(n + rest) for the integer n in the last bits of `n`, and |rest| of at most 1/2.
 inline Vec power(Vec n, Vec rest) {
     Vec power = broadcast(1.546144469e-04f);
     for (float factor : {1.340042818e-03f, 9.618056679e-03f, 5.550327227e-02f, 2.402265092e-01f, 6.931472067e-01f, 1.0f})
@@ -82,7 +82,7 @@ inline Vec power_of_two(Vec x) {
 }
 inline float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
-// e^x for x <= 0, likewise; 0 for x < -86. What is left of the exponent is taken from the exact product, by log2(e) in two parts.
+// e^x for x <= 0, as precise; 0 for x < -86. The rest of the exponent comes from the exact product, with log2(e) in two parts.
 inline Vec exponential(Vec x) {
     Vec shifted = multiply_add(x, broadcast(LOG2_E), broadcast(MAGIC)), rest = multiply_add(x, broadcast(LOG2_E), MAGIC - shifted);
     rest = multiply_add(x, broadcast(1.92596303e-8f), rest);

@@ -1,4 +1,4 @@
-// Vectors of float32 for one kind of processor, chosen by what the compiler is told to target.
+// Vectors of float32 for the compiler's target processor.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,7 +21,7 @@ struct float16 {
     uint16_t bits;
 };
 
-// Vectors are the compiler's own; an instruction is named only where no operator means it.
+// Uses the compiler's vector types, and intrinsics only if no operator gives the instruction.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 using Vec = __m512;
@@ -34,7 +34,7 @@ using Vec = float __attribute__((vector_size(16)));
 #endif
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 
-// A vector at any address. Copied by memcpy it would pass through registers of integers.
+// A vector at any address. memcpy would copy it through integer registers.
 template <class V>
 struct [[gnu::packed, gnu::may_alias]] Anywhere {
     V vector;
@@ -46,7 +46,7 @@ inline V load_as(const void* from) {
 
 inline Vec zeros() { return Vec{}; }
 inline Vec broadcast(float value) { return value - Vec{}; }
-// By instructions: with assignments GCC 12 keeps the sums of loops in memory, too.
+// By intrinsics: with assignments, GCC 12 also keeps the sums of loops in memory.
 #if defined(__AVX512F__)
 inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
@@ -108,7 +108,7 @@ inline float widen(float16 value) {
 #else
     uint32_t sign = uint32_t(value.bits & 0x8000) << 16, rest = value.bits & 0x7fff;
     if (rest >= 0x7c00) return as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    // Shifted into place the exponent is too small by 112; subnormal numbers become right by the same multiplication.
+    // After the shift, the exponent is too small by 112; the multiplication also corrects subnormal numbers.
     return as_float(sign | as_bits(as_float(rest << 13) * as_float(uint32_t(127 + 112) << 23)));
 #endif
 }
@@ -132,7 +132,7 @@ inline void narrow(float value, float16& to) {
         to.bits = sign | (size != size ? 0x7e00 : 0x7c00);
         return;
     }
-    // Adding a number whose last bit is worth what the result's last bit is rounds to that bit.
+    // Adding a number whose last bit has the value of the result's last bit rounds to this bit.
     uint32_t exponent = as_bits(size) >> 23;
     float unit = as_float(((exponent < 113 ? 113 : exponent) + 13) << 23);
     float rounded = (size + unit) - unit;
@@ -153,7 +153,7 @@ inline Vec load(const float16* from) {
 #endif
 }
 
-// As a lane of vectors computes it.
+// The same for a single number.
 inline float multiply_add(float a, float b, float c) {
 #if defined(__AVX2__) || defined(__ARM_NEON)
     return __builtin_fmaf(a, b, c);
@@ -162,7 +162,7 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// The sum of each of four vectors. Always the same additions, so that a sum does not depend on its neighbours.
+// The sum of each of four vectors, by the same additions, so that a sum does not depend on its neighbours.
 inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
 #if defined(__AVX512F__)
     Vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));

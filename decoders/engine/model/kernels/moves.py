@@ -1,0 +1,36 @@
+"""Moving the keys and values of an accepted path into place: on CUDA all layers in one launch, by a table of their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..torch_compat import is_fake
+from . import operator
+
+
+def places_of(buffers: Sequence[Tensor]) -> Tensor:
+    """``[M, 3]`` int64, per buffer and head: the address of row 0's first slot, and the bytes from row to row and of a slot.
+
+    Args:
+        buffers: ``[B, heads, L, dim]`` each, views of rows of contiguous ones.
+    """
+    places = []
+    for buffer in buffers:
+        row, head, slot = (stride * buffer.itemsize for stride in buffer.stride()[:3])
+        begin = 0 if is_fake(buffer) else buffer.data_ptr()  # those are launched nowhere
+        places += [(begin + own * head, row, slot) for own in range(buffer.shape[1])]
+    return torch.tensor(places, dtype=torch.int64).view(-1, 3).to(buffers[0].device)
+
+
+def move_in_place(places: Tensor, base: Tensor, path: Tensor, buffers: Sequence[Tensor]) -> None:
+    from .moves_triton import move
+
+    move(places, base, path.contiguous(), buffers[0].shape[2], {b.shape[3] * b.itemsize for b in buffers})
+
+
+move_in_one_launch = operator(
+    "move_slots(Tensor places, Tensor base, Tensor path, Tensor(a!)[] buffers) -> ()", move_in_place, lambda *_: None
+)

@@ -1,0 +1,56 @@
+"""The requests of a scheduler that wait for a row, in the order in which they get one."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+
+from .generation import Generation
+from .lanes import is_over
+
+
+class Waiting:
+    """Waiting requests, the next one first: by priority, then as they came. Its owner holds a lock.
+
+    Attributes:
+        expiry: no deadline of theirs passes before this time.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Generation]] = []
+        self._serial = itertools.count()
+        self.expiry = math.inf
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def put(self, generation: Generation, priority: int) -> None:
+        heapq.heappush(self._heap, (-priority, next(self._serial), generation))
+        self.expiry = min(self.expiry, generation.expires)
+
+    def next(self) -> Generation:
+        """Takes the next one."""
+        return heapq.heappop(self._heap)[2]
+
+    def remove(self, generation: Generation) -> bool:
+        """Takes a request out; whether it was there."""
+        place = next((i for i, entry in enumerate(self._heap) if entry[2] is generation), None)
+        if place is not None:
+            del self._heap[place]
+            heapq.heapify(self._heap)
+        return place is not None
+
+    def take_over(self, now: float) -> list[Generation]:
+        """Takes out those that were cancelled or whose time is over."""
+        over = [entry[2] for entry in self._heap if is_over(entry[2], now)]
+        self._heap = [entry for entry in self._heap if not is_over(entry[2], now)]
+        heapq.heapify(self._heap)
+        self.expiry = min((entry[2].expires for entry in self._heap), default=math.inf)
+        return over
+
+    def all(self) -> list[Generation]:
+        return [entry[2] for entry in self._heap]
+
+    def clear(self) -> None:
+        self._heap.clear()
