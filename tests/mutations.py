@@ -174,7 +174,7 @@ MUTATIONS = (
     Mutation(
         "accepted-path-is-not-moved", "decoders/engine/decode/core.py",
         "            move_slots(rows.buffers, rows.length - summary[0] - 1, path)\n",
-        "",
+        "            pass\n",
         ("exactness/test_architectures.py",),
     ),
     Mutation(

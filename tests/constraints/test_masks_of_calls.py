@@ -29,6 +29,8 @@ from decoders.constraints import (
 from decoders.constraints.tags.thinking import KNOWN, ThinkingMarkers
 from decoders.errors import GrammarError
 
+from ..turns import slow_but
+
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, "a"]}}, "required": ["n"]}
 FUNCTIONS = tuple(Called.of(name, SCHEMA, True) for name in ("walk", "walk_far"))
 #: Names that tokenizers have as special tokens.
@@ -188,29 +190,25 @@ def walk(grammar: CompiledGrammar, vocabulary: Vocabulary, texts: Sequence[str],
             break
 
 
-def compare(format: CallFormat, seeds: range) -> None:
-    for seed in seeds:
-        for required, several, thought in itertools.product((False, True), (False, True), THOUGHTS):
-            case = f"{seed} {format.name} {required} {several} {thought}"
-            rng, texts = random.Random(case), texts_of(format)
-            vocabulary = vocabulary_of(texts, rng, stopping=rng.random() < 0.3)
-            try:
-                grammar = grammar_of(format, required, several, thought, vocabulary, rng)
-            except GrammarError as error:
-                assert "has to be written" in str(error) and len(vocabulary.stops) > 1, case
-                continue
-            walk(grammar, vocabulary, texts, rng)
-
-
+@pytest.mark.in_turns
+@pytest.mark.parametrize("walks", slow_but([1], [1, 25]))
+@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
-def test_masks_and_matchers_agree_at_every_token(format: CallFormat) -> None:
-    compare(format, range(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
-def test_masks_and_matchers_agree_at_every_token_of_many_walks(format: CallFormat) -> None:
-    compare(format, range(1, 25))
+def test_masks_and_matchers_agree_at_every_token(
+    format: CallFormat, required: bool, several: bool, thought: int | str | None, walks: int
+) -> None:
+    for seed in range(walks):
+        case = f"{seed} {format.name} {required} {several} {thought}"
+        rng, texts = random.Random(case), texts_of(format)
+        vocabulary = vocabulary_of(texts, rng, stopping=rng.random() < 0.3)
+        try:
+            grammar = grammar_of(format, required, several, thought, vocabulary, rng)
+        except GrammarError as error:
+            assert "has to be written" in str(error) and len(vocabulary.stops) > 1, case
+            continue
+        walk(grammar, vocabulary, texts, rng)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["in one token", "in two"])

@@ -20,6 +20,8 @@ from decoders.engine.model.weights.twin import share_weights
 from decoders.testing import prompts, tiny_model
 from decoders.testing.exactness import decode
 
+from ..turns import slow_but
+
 pytestmark = pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are no kernels for this CPU")
 
 
@@ -145,7 +147,7 @@ def test_changed_weights_count_in_the_next_pass_of_a_twin(name: str) -> None:
     torch.testing.assert_close(logits(twin), logits(model), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", slow_but([False], [False, True]))
 @pytest.mark.usefixtures("traced_only")
 def test_changed_weights_count_in_the_next_call_and_nothing_is_compiled_anew(compile: bool) -> None:
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1))

@@ -29,6 +29,7 @@ from decoders.engine.model.weights import few_rows, same_bits
 from decoders.sampling import SamplingPlan
 from decoders.testing.models import tiny_model
 
+from ..turns import slow_but
 from .triton_code import unaligned, written_for_triton
 
 if not interpreted():
@@ -79,7 +80,7 @@ def read(target: Target, count: int = 5) -> tuple[Tensor, list[Tensor]]:
     return out.logits, [*buffers.keys, *buffers.values]
 
 
-@pytest.mark.parametrize("design", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", "gemma3"])
+@pytest.mark.parametrize("design", slow_but(["qwen3"], DESIGNS))
 def test_layers_are_known_by_what_they_compute_and_computed_likewise(
     design: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ class Shifted(modeling_llama.LlamaDecoderLayer):
         return super().forward(*given, **options) * 1.5
 
 
+@pytest.mark.slow  # as the attention below
 def test_a_layer_that_computes_more_is_left_alone() -> None:
     model = made("llama")
     model.model.layers[0].__class__ = Shifted
@@ -138,6 +140,7 @@ class Positioned(modeling_llama.LlamaAttention):
         return super().forward(hidden_states * far.to(hidden_states.dtype), *given, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Positioned, Bounded])
 def test_attention_that_computes_more_for_other_texts_is_left_alone(kind: type) -> None:
     model = made("llama")
@@ -152,6 +155,7 @@ def test_layers_with_a_hook_on_a_part_are_left_alone() -> None:
     assert not any(fused(Target(model, "triton")))
 
 
+@pytest.mark.slow
 def test_layers_are_traced_without_their_neighbours_and_give_the_same() -> None:
     target = Target(made("llama"), "triton")
     tokens, base, tree = torch.arange(10).view(2, 5), torch.tensor([4, 0]), causal_block(2, 5, target.device)
@@ -229,6 +233,7 @@ def of_a_layer(two_layers: list[str], one_layer: list[str]) -> list[str]:
     return two_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(made(design), "triton")

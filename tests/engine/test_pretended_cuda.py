@@ -72,7 +72,11 @@ def test_a_function_of_tensors_of_both_devices_is_refused_as_on_cuda() -> None:
             ours[torch.tensor([0])]
 
 
-@pytest.mark.parametrize(("strategy", "config"), STRATEGIES, ids=lambda value: str(value or ""))
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    slow_but([("prompt_lookup", {}), ("speculative", {"tree": "dynamic"})], STRATEGIES),  # .ci/run runs all
+    ids=lambda value: str(value or ""),
+)
 def test_strategies_write_the_tokens_of_the_cpu(
     cuda: TapeRecorder, expected: Any, strategy: str, config: dict[str, Any]
 ) -> None:
@@ -96,6 +100,7 @@ NETWORKS: list[tuple[Any, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "strategy"), NETWORKS, ids=["a head", "P-EAGLE"])
 def test_networks_write_the_tokens_of_the_cpu(cuda: TapeRecorder, target: Any, strategy: Any) -> None:
     options: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, decoders_config=CONFIG)
@@ -111,10 +116,7 @@ def test_networks_write_the_tokens_of_the_cpu(cuda: TapeRecorder, target: Any, s
     assert cuda.replayed
 
 
-QUICK = ("lfm2", "gemma3", "mixtral")
-
-
-@pytest.mark.parametrize("name", slow_but(QUICK, (*ARCHITECTURES, *RECURRENT)))
+@pytest.mark.parametrize("name", slow_but(["lfm2"], (*ARCHITECTURES, *RECURRENT)))
 @pytest.mark.filterwarnings("ignore:a step could not be recorded")  # of models that make tensors of the host's data
 def test_architectures_write_the_tokens_of_the_cpu(cuda: TapeRecorder, name: str) -> None:
     options = dict(max_new_tokens=10, pad_token_id=0, do_sample=False)
@@ -126,6 +128,7 @@ def test_architectures_write_the_tokens_of_the_cpu(cuda: TapeRecorder, name: str
         assert out.tolist() == expected, strategy
 
 
+@pytest.mark.slow
 def test_heads_grammars_and_calls_of_many_kinds_write_the_tokens_of_the_cpu(cuda: TapeRecorder) -> None:
     written: list[list[Any]] = []
     for device in (False, True):

@@ -169,6 +169,7 @@ class Costs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "strategy, copies",
     # A draft that is merged on the device is not one buffer.

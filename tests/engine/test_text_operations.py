@@ -17,6 +17,7 @@ from decoders.testing import Replay, decode, prompts, reference, tiny_draft, tin
 from decoders.testing.models import VOCAB
 from decoders.testing.tape import TapeRecorder
 
+from ..turns import slow_but
 from .pretended_cuda import OnDevice, moved, pretended_cuda
 
 #: What each option does to the texts of :func:`prompts` is in tests/hf/test_processors.py.
@@ -46,6 +47,7 @@ def never_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "choose_along_path", refused)
 
 
+@pytest.mark.in_turns
 @pytest.mark.usefixtures("never_on_host")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("strategy", ["autoregressive", PromptLookup(branches=3), TREE, Lookahead(window=4)], ids=str)
@@ -103,7 +105,9 @@ def test_whole_steps_are_recorded_once_for_all_values(device: TapeRecorder, stra
 
 
 @pytest.mark.parametrize(
-    "strategy", ["autoregressive", PromptLookup(branches=3), "lookahead", "suffix", "speculative"], ids=str
+    "strategy",
+    slow_but(["autoregressive"], ["autoregressive", PromptLookup(branches=3), "lookahead", "suffix", "speculative"]),
+    ids=str,
 )
 def test_on_a_device_nothing_is_the_hosts(monkeypatch: pytest.MonkeyPatch, strategy: Any) -> None:
     recorder, config = TapeRecorder(), {"compile": False, "attention": "sdpa", "memory": False}

@@ -79,11 +79,12 @@ def test_prompt_lookup_is_accepted_on_these_texts(name):
     assert out.report.steps < 120
 
 
-# One with layers of two kinds. The plainest is traced in tests/engine; the most awkward ones, with experts and sinks, are slow.
+# The plainest design is traced in tests/engine, and one with layers of two kinds in .ci/run.
 # The compiler itself warns about deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("rows", slow_but([1], [1, 4]))
-@pytest.mark.parametrize("name", slow_but(["gemma3"], ARCHITECTURES))
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_compiled_loop_gives_the_same_tokens_and_compiles_once(name, rows, traced_or_compiled):
     model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
     decoders.release(model)  # what the other way has compiled

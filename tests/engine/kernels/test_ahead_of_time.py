@@ -50,6 +50,7 @@ def check(kernels: list[dict[str, Any]], capability: int) -> None:
             assert kernel["products"] == ["mma.sync"] and kernel["order"] == [[0, 16, 32, 48]], said
 
 
+@pytest.mark.slow  # .ci/run runs it
 def test_wide_heads_fit_on_a_card_of_little_memory_and_nothing_spills_much() -> None:
     kernels = compiled(86, *QUICK)
     kinds = {"attend_kernel", "merge_kernel", "_multiply", "_rotate_to_cache", "_move_slots"}

@@ -13,6 +13,8 @@ from torch import Tensor
 from decoders.engine.model.kernels import Norm, epilogues, interpreted, products
 from decoders.engine.model.weights.same_bits import Formula
 
+from ...turns import slow_but
+
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
@@ -84,9 +86,10 @@ def half_turned(x: Tensor) -> Tensor:
     return torch.cat([-second, first], -1)
 
 
-@pytest.mark.parametrize("formula", [None, *FORMULAS])
+@pytest.mark.parametrize("formula", slow_but([None, "gemma"], [None, *FORMULAS]))
 @pytest.mark.parametrize(
-    ("rows", "nodes", "dtype"), [(2, 5, torch.float32), (1, 3, torch.bfloat16), (1, 130, torch.float32)]
+    ("rows", "nodes", "dtype"),
+    slow_but(SHORT := [(2, 5, torch.float32), (1, 3, torch.bfloat16)], [*SHORT, (1, 130, torch.float32)]),
 )
 @pytest.mark.in_turns
 def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
