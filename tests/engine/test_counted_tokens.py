@@ -24,12 +24,12 @@ def sharpening(**options: Any) -> Any:
 
 
 def test_where_the_number_begins_to_matter_is_found() -> None:
-    counted = target_of(sharpening()).counted
+    counted = target_of(sharpening()).lengths.counted
     assert counted == CountedTokens(harmless=15, by_node=True)
-    later = target_of(tiny_model("llama4", floor_scale=300, attn_scale=0.5)).counted
+    later = target_of(tiny_model("llama4", floor_scale=300, attn_scale=0.5)).lengths.counted
     assert later == CountedTokens(harmless=299, by_node=True)
-    assert target_of(tiny_model("llama4")).counted is None  # it begins behind the last position
-    assert target_of(tiny_model("opt")).counted is None  # it asks and does not mind
+    assert target_of(tiny_model("llama4")).lengths.counted is None  # it begins behind the last position
+    assert target_of(tiny_model("opt")).lengths.counted is None  # it asks and does not mind
 
 
 @pytest.mark.parametrize("branches", [1, 3])

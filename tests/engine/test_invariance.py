@@ -74,7 +74,7 @@ def test_bits_are_compared_where_sizes_are_buckets(
     dtype: torch.dtype, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "static_shapes", lambda device: True)
-    found = target_of(tiny_model("llama").to(dtype)).invariance
+    found = target_of(tiny_model("llama").to(dtype)).checks.invariance
     assert (found and found.holds) is expected
 
 

@@ -41,7 +41,7 @@ def passed(model: nn.Module, folder: Path) -> Path:
 
 
 def day_of(model: Any, **options: Any) -> str:
-    return target_of(model, **options).checked
+    return target_of(model, **options).checks.day
 
 
 @pytest.mark.parametrize("name, dtype", [("llama", torch.float32), ("gemma3", torch.bfloat16), ("lfm2", torch.float32)])
@@ -49,8 +49,8 @@ def test_the_same_model_is_checked_once(name: str, dtype: torch.dtype, kept: Pat
     first = target_of(tiny_model(name).to(dtype))
     passed(tiny_model(name).to(dtype), kept)
     again = target_of(tiny_model(name, seed=1).to(dtype))  # the values of weights do not count
-    assert again.checked == FIRST_DAY < first.checked
-    assert (again.longest, again.invariance) == (first.longest, first.invariance)
+    assert again.checks.day == FIRST_DAY < first.checks.day
+    assert (again.checks.longest, again.checks.invariance) == (first.checks.longest, first.checks.invariance)
     out = decode(decoders.enable(tiny_model(name).to(dtype)), prompts(), "prompt_lookup", max_new_tokens=2)
     assert out.report.checked == FIRST_DAY and f"(checked on {FIRST_DAY})" in str(out.report)
 

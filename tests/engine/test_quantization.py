@@ -258,8 +258,8 @@ def test_what_takes_long_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_two_engines_share_a_quantized_copy() -> None:
     model = tiny_model("llama")
     first, second = (target_of(model, precision=Precision("int8")) for _ in range(2))
-    weights: list[QuantizedWeight] = first.quantized.weights
-    assert weights and [id(w) for w in weights] == [id(w) for w in second.quantized.weights]
+    weights: list[QuantizedWeight] = first.products.quantized.weights
+    assert weights and [id(w) for w in weights] == [id(w) for w in second.products.quantized.weights]
 
 
 def test_attention_sees_a_blocks_own_keys_as_later_passes_see_them() -> None:
@@ -310,7 +310,7 @@ def test_attention_reads_a_quantized_cache_as_it_is_stored(name: str, dtype: tor
 
 def test_a_design_that_attends_to_other_keys_than_it_stores_gets_numbers() -> None:
     subject = target_of(tiny_model("deepseek_v3"), precision=Precision(cache="int8"))
-    assert subject.attends == "cpu" and not subject.in_levels
+    assert subject.attends == "cpu" and not subject.attending.in_levels
 
 
 def test_a_quantized_cache_is_a_quarter_or_half_as_large() -> None:

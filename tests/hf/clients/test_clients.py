@@ -160,7 +160,7 @@ def test_every_strategy_writes_the_same_with_a_torchao_model(
     sizes = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(dtype).eval()
     torchao.quantize_(model, config)
-    assert bool(target_of(model).quantized.layers) is (kernel and has_kernels())
+    assert bool(target_of(model).products.quantized.layers) is (kernel and has_kernels())
     decoders.enable(model)
     # Rounded to bfloat16 or int8 on the way, near-ties may turn out otherwise than with transformers' attention.
     same_as_plain = dtype == torch.float32 and name != "int8 activations"
