@@ -79,7 +79,7 @@ class Context:
             :func:`decoders.release` drop all. With the setting ``memory=False``, and for a draft model's strategies, every call
             gets a new object.
         texts: the texts given to :func:`decoders.remember`, for all calls and strategies, in a
-            :class:`~decoders.strategies.suffix_index.TextMemory`; None without texts, and for a draft model's strategies.
+            :class:`~decoders.text_memory.TextMemory`; None without texts, and for a draft model's strategies.
         embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, without later scaling (Gemma-2's factor).
         head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32, with
             a soft cap or scale after the head.
@@ -90,8 +90,8 @@ class Context:
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Processes that share the target all get the first
             process's clock, so each must call it as often as the others.
         first_layers: ``first_layers(count)`` returns the target's first layers with its last norm and head: a draft model for
-            :attr:`draft` that shares all weights and the target's slots, so that it reads no prompt. A round of one of these draft
-            models must end before a round of another begins.
+            :attr:`draft` that shares all weights and the target's slots, so that it reads no prompt. With several of them, a round
+            must end before another's begins.
     """
 
     model: PreTrainedModel

@@ -20,8 +20,8 @@ class Sequences:
 
     Attributes:
         tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined after a row's length. ``L`` covers the longest row and
-            may grow from step to step. -1 marks positions of a prompt that are not tokens: the caller's cache (``past_key_values``)
-            or vectors (``inputs_embeds``), or the soft prompt of an adapter.
+            may grow from step to step. -1 marks positions of a prompt without a token id: from the caller's cache
+            (``past_key_values``) or vectors (``inputs_embeds``), or from the soft prompt of an adapter.
         length: ``[B]`` int64, committed tokens per row.
         prompt_length: ``[B]`` int64, prompt tokens per row.
         finished: ``[B]`` bool, rows that have ended.

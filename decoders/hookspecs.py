@@ -62,6 +62,16 @@ def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
 
 
 @hookspec
+def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:  # type: ignore[empty-body]
+    """Types of objects that ``generate(grammar=…)`` is to take, each with the function that makes a grammar of such an object.
+
+    A key is a type, or its full name, ``"my_package.Form"``, which need not be imported for that. It holds for objects of derived
+    types; for classes that are given themselves it is their metaclass. A function returns anything else that ``grammar=`` takes. Called
+    once. A type that two plugins claim belongs to neither until one of them is blocked; this package keeps its types.
+    """
+
+
+@hookspec
 def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
     """Observer classes of the plugin; their methods are called at the start of a call, after every step, and at its end. Called once.
 
@@ -72,7 +82,8 @@ def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body
 
 @hookspec
 def decoders_commands() -> Mapping[str, Callable[..., None]]:  # type: ignore[empty-body]
-    """Commands that the plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` in the group ``bench`` or ``train``.
+    """Commands that this plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` in a group, one of this package or the
+    plugin's own.
 
     A value is a Typer function: its parameters are the arguments and options, its docstring is the help. It should import modules
     in its body, because ``decoders --help`` reads every function. Called once. This package's commands keep their names; if two plugins

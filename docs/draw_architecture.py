@@ -48,7 +48,7 @@ STATIONS = (
     ("engine.model.target", "Target.forward"),
     ("engine.model.cache", "SlotCache.update"),
     ("engine.model.kernels.attention", "kernel_attention"),
-    ("engine.decode.rules", "CoupledRule.verify"),
+    ("engine.decode.core", "CoupledRule.verify"),
     ("sampling.choice", "candidates"),
     ("sampling.choice", "Candidates.choose"),
     ("engine.decode.verify", "follow_matches"),

@@ -39,6 +39,7 @@ from decoders import (
     strategies,
     strategy,
     testing,
+    text_memory,
     tree,
     verifiers,
 )
@@ -74,7 +75,7 @@ BASES = ("draft_model", "draft_tree", "feature_drafter", "followed_text", "text_
 HEADS = {
     "decoders.heads.network_files": network_files.__all__,
     "decoders.heads.block_heads": ("BlockHead", "DraftedBlock", "HeadScores", "HeadFields"),
-    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length", "picture"),
+    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length"),
     "decoders.training.medusa": ("train_medusa",),
     "decoders.training.recipes": ("Recipe", "HeadsTraining"),
 }
@@ -114,6 +115,7 @@ def api() -> Iterator[str]:
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
     names = ("Trait", "merged_traits", "HostRows", "HostStep", "check_draft", "finish_all")
     yield from section("decoders.strategy", {n: getattr(strategy, n) for n in names})
+    yield from section("decoders.text_memory", {n: getattr(text_memory, n) for n in text_memory.__all__})
     yield from section("decoders.tree", {"NO_PARENT": tree.NO_PARENT})
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
     names = ("RuntimeSettings", "Table", "load_settings")

@@ -268,7 +268,7 @@ MUTATIONS = (
         ("engine/test_replays.py",),
     ),
     Mutation(
-        "wrong-noise-position", "decoders/engine/decode/rules.py",
+        "wrong-noise-position", "decoders/engine/decode/core.py",
         "+ block.tree.offsets\n        prefixes =",
         "+ block.tree.offsets.clamp(max=2)\n        prefixes =",
         ("exactness/test_architectures.py", "strategies/test_conformance.py"),

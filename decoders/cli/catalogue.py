@@ -80,7 +80,7 @@ def taken(kind: str) -> Items:
         ]
     else:
         entries: Iterable[Entry[Any]] = getattr(registry(), kind)().values()
-        if kind in ("grammars", "commands"):
+        if kind == "grammars":
             entries = [entry for entry in entries if entry.provider != DISTRIBUTION]
         items = [_facts(entry, kind) for entry in entries]
     return cast(Items, json.loads(json.dumps(items, default=str)))  # converted to the types that JSON returns
@@ -93,10 +93,26 @@ def added_commands() -> dict[str, Callable[..., None]]:
 
 def _commands_of_plugins() -> dict[str, Callable[..., None]]:
     from ..registry import registry
-    from ..registry.kinds import DISTRIBUTION
 
-    entries = registry().commands()
-    return {name: entry.cls for name, entry in entries.items() if entry.provider != DISTRIBUTION}
+    return {name: entry.cls for name, entry in registry().commands().items()}
+
+
+def _check_name(name: str, names: Iterable[str]) -> None:
+    """Raises PluginError if `name` cannot be typed because of a command of this package, or of one of plugins' other `names`."""
+    from . import app
+
+    command: Any = get_command(app)
+    for part in name.split():
+        if not hasattr(command, "commands"):
+            break
+        if part not in command.commands:
+            if name.split()[0] in names and name != part:
+                raise PluginError(f"command {name!r} cannot be used: {name.split()[0]!r} is a command, and no group")
+            return
+        command = command.commands[part]
+    raise PluginError(
+        f"command {name!r} cannot be used: {command.name!r} is a command of this package, which keeps its name"
+    )
 
 
 def as_command(function: Callable[..., None], name: str) -> Any:
@@ -116,8 +132,10 @@ def unusable_commands() -> dict[str, str]:
     wrong: dict[str, str] = {}
     for info in registry().plugins():
         for name in info.commands:
+            commands = _commands_of_plugins()
             try:
-                if (function := _commands_of_plugins().get(name)) is not None:
+                _check_name(name, commands)
+                if (function := commands.get(name)) is not None:
                     as_command(function, name)
             except PluginError as error:
                 wrong[info.key] = f"{wrong[info.key]}; {error}" if info.key in wrong else str(error)
@@ -129,17 +147,22 @@ class ExtensibleGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         prefix = self._prefix()
-        added = [name.removeprefix(prefix) for name in added_commands() if name.startswith(prefix)]
-        return [*super().list_commands(ctx), *(name for name in added if " " not in name)]
+        added = [name.removeprefix(prefix).partition(" ")[0] for name in added_commands() if name.startswith(prefix)]
+        return list(dict.fromkeys((*super().list_commands(ctx), *added)))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        if command is None and (function := added_commands().get(self._prefix() + cmd_name)) is not None:
+        if command is not None:
+            return command
+        added, name = added_commands(), self._prefix() + cmd_name
+        if (function := added.get(name)) is not None:
             try:
                 return as_command(function, cmd_name)
             except PluginError as error:
                 return as_command(_refusing(error), cmd_name)
-        return command
+        if any(other.startswith(f"{name} ") for other in added):
+            return ExtensibleGroup(name=cmd_name, help="Commands of plugins.", no_args_is_help=True)
+        return None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Typer's method, which also suggests names that begin with the given word."""
@@ -164,7 +187,7 @@ class ExtensibleGroup(TyperGroup):
             formatter.write_dl([(name, c.get_short_help_str(limit=200)) for name, c in commands if c and not c.hidden])
 
     def _prefix(self) -> str:
-        return f"{self.name} " if self.name in ("bench", "train") else ""
+        return "" if self.name == "decoders" else f"{self.name} "
 
 
 def _refusing(error: PluginError) -> Callable[..., None]:

@@ -16,8 +16,6 @@ from .catalogue import catalogue
 from .console import plain_console
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-#: This package's own plugin name.
-BUILTIN = "builtin"
 STYLES = {"loaded": "green", "blocked": "dim", "failed": "red", "conflict": "yellow"}
 
 
@@ -146,10 +144,10 @@ def plugins(
 
 
 def _provided(info: dict[str, Any]) -> Iterator[str]:
-    """What a plugin provides, one line per kind, without the library's grammars and our own commands, which other commands list."""
-    for kind in ("strategies", "verifiers", "grammar_backends", "grammars", "observers", "commands"):
+    """What a plugin provides, one line per kind, without the library's grammars, which another command lists."""
+    for kind in ("strategies", "verifiers", "grammar_backends", "grammars", "grammar_types", "observers", "commands"):
         names = info[kind]
-        if not names or (kind == "commands" and info["name"] == BUILTIN):
+        if not names:
             continue
         count = kind == "grammars" and len(names) > 8
         yield f"{len(names)} grammars" if count else f"{kind.replace('_', ' ')}: {', '.join(names)}"

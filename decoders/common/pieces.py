@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 #: A byte-fallback token.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: How tokenizers decode bytes that are no whole character.
+#: The text to which tokenizers decode an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: Tokens that are decoded again with the next ones. The window starts anew after so many, which costs one more decoding.
+#: Length of the window of tokens that are decoded again; after this many, a new window begins, at the cost of one decoding.
 AGAIN = 12
 
 

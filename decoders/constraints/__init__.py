@@ -9,7 +9,7 @@ from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated
 from .call_arguments import Progress, unfinished
 from .call_formats import FORMATS, Call, CallFormat, Written
 from .calls import Called, CallSpec
-from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
+from .coerce import TYPES, as_spec, as_specs, full_name, spec_of_file, spec_of_library, type_names, unknown_grammar
 from .compiling import Compilation, compiled
 from .constructors import choice, grammar, json_schema, regex
 from .llguidance import LLGuidance
@@ -26,9 +26,8 @@ BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 __all__ = [
     "BUILT_IN", "FORMATS", "LEFT_OUT", "After", "Auto", "Backend", "Call", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
     "CompiledGrammar", "JsonSchema", "Kinds", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Progress", "Regex",
-    "Spec", "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "TokenTable",
-    "Vocabulary", "Written",
-    "after", "as_spec", "as_specs", "begun", "choice", "compiled", "grammar", "json_schema", "known_markers", "library",
-    "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged", "unfinished", "unknown_grammar",
-    "unpack",
+    "Spec", "TYPES", "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers",
+    "TokenTable", "Vocabulary", "Written", "after", "as_spec", "as_specs", "begun", "choice", "compiled", "full_name", "grammar",
+    "json_schema", "known_markers", "library", "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged",
+    "type_names", "unfinished", "unknown_grammar", "unpack",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,8 @@ _READY = {dict: "json_object", list: "json_array", UUID: "uuid", IPv4Address: "i
 _STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
 
 
-def as_spec(value: Any, find: Callable[[str], Any] | None = None) -> Spec | CompiledGrammar | None:
+def as_spec(value: Any) -> Spec | CompiledGrammar | None:
     """The specification of one row; None for free text. A compiled grammar is returned as it is.
-
-    Args:
-        find: returns the grammar of a name; None: the library's.
 
     Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them) are
     written as in outlines, in Python's notation: ``True``, ``None``, ``"text"``. Structured types are JSON.
@@ -49,16 +46,24 @@ def as_spec(value: Any, find: Callable[[str], Any] | None = None) -> Spec | Comp
     if value is None or isinstance(value, (Spec, CompiledGrammar)):
         return value
     if isinstance(value, str):
-        return (find or spec_of_library)(value)
-    if isinstance(value, Path):
-        return spec_of_file(value)
-    if isinstance(value, re.Pattern):
-        return regex(value)
+        return spec_of_library(value)
+    if (read := next((TYPES[name] for name in type_names(value) if name in TYPES), None)) is not None:
+        return read(value)
     if isinstance(value, Mapping):
         return json_schema(dict(value))
     if isinstance(value, (bool, int, float, bytes, list, tuple)):
         raise GrammarError(f"grammar={shortened(repr(value))} is no grammar. What can be given: {_ALLOWED}")
     return _of_type(value)
+
+
+def full_name(cls: type) -> str:
+    """The name of a type with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def type_names(value: object) -> Iterator[str]:
+    """The full names of the types that an object is of, the nearest first; those of a class are its metaclasses."""
+    return map(full_name, type(value).__mro__)
 
 
 def spec_of_file(path: Path) -> Spec:
@@ -75,30 +80,30 @@ def spec_of_file(path: Path) -> Spec:
 
 
 def as_specs(
-    value: Any, prompts: int, per_prompt: int = 1, find: Callable[[str], Any] | None = None
+    value: Any, prompts: int, per_prompt: int = 1, read: Callable[[Any], Spec | CompiledGrammar | None] = as_spec
 ) -> list[Spec | CompiledGrammar | None]:
     """The specifications of all rows.
 
     Args:
-        value: a value that :func:`as_spec` takes, for all rows; or a list or tuple with one for each prompt, None for free text.
+        value: a value that `read` takes, for all rows; or a list or tuple with one for each prompt, None for free text.
         prompts: rows of the input.
         per_prompt: ``num_return_sequences``.
-        find: see :func:`as_spec`.
+        read: makes the specification of one row.
 
     Returns:
         ``prompts * per_prompt`` entries, those of a prompt side by side, as transformers orders them.
 
     Raises:
-        UnknownNameError, GrammarError: as :func:`as_spec`; or a list of another length.
+        UnknownNameError, GrammarError: as `read`; or a list of another length.
     """
     if not isinstance(value, (list, tuple)):
-        return [as_spec(value, find)] * (prompts * per_prompt)
+        return [read(value)] * (prompts * per_prompt)
     if len(value) != prompts:
         raise GrammarError(
             f"grammar= is a list of {len(value)} for {prompts} prompts: give one for each prompt (None for no grammar), or one "
             "without a list for all of them. decoders.choice([…]) chooses among texts"
         )
-    specs = {id(entry): as_spec(entry, find) for entry in value}
+    specs = {id(entry): read(entry) for entry in value}
     return [specs[id(entry)] for entry in value for _ in range(per_prompt)]
 
 
@@ -224,3 +229,11 @@ def _pattern(pattern: str) -> str:
     day, clock = library.read("iso_date"), named.time.pattern
     exact = {named.date.pattern: day, named.datetime.pattern: f"{day} {clock}", named.string.pattern: _STRING}
     return exact.get(pattern, pattern)
+
+
+#: Types by their full names, as some take seconds to import, each with what makes a specification of an object.
+TYPES: dict[str, Callable[[Any], Spec]] = {
+    full_name(Path): spec_of_file,
+    full_name(re.Pattern): regex,
+    "outlines.types.dsl.Term": _of_term,
+}

@@ -36,7 +36,7 @@ class Beginning(ABC):
     def prompts(
         self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
     ) -> list[Tensor]:
-        """The prompts' token ids without left padding; -1 at positions that are not tokens.
+        """The prompts' token ids without left padding; -1 at positions without a token id.
 
         Args:
             input_ids, mask: ``[B, P]``, as transformers prepared them.

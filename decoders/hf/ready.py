@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..common.devices import compiles
 from ..costs.curve import CostCurve, default_folder, path_of
 from ..engine.model.layout import embeddings_of
 from ..errors import DecodersError, SettingsError, UnsupportedError
@@ -81,7 +82,8 @@ def warm(
     for strategy in resolved:
         if strategy.needs_assistant and assistant_model is None:
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
-    compile = _runtime(generate, options).compile is not False
+    asked = _runtime(generate, options).compile
+    compile = asked is True or (asked == "auto" and compiles(generate.model.device))
     options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
     plans: list[dict[str, Any]] = [{"do_sample": False}]
     if sampling:

@@ -25,7 +25,7 @@ from ..engine.model.weights.quantization import Precision, scheme_of
 from ..errors import SettingsError, UnsupportedError
 from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
-from ..strategies.suffix_index import TextMemory
+from ..text_memory import TextMemory
 from .arguments import OWN, PLAIN, check_inputs, refuse_arguments, shown
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_ignored_adapters

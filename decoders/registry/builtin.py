@@ -1,4 +1,4 @@
-"""The built-in plugin: provides this package's strategies, verifiers and grammars by the hooks that all plugins use."""
+"""The built-in plugin: provides this package's strategies, verifiers, backends and grammars by the hooks that all plugins use."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from .. import constraints, strategies, verifiers
 from ..common import library
 from ..constraints import Backend, spec_of_library
 from ..hookspecs import hookimpl
+from ..strategies import merged
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 
-#: Reserved names of commands; the command line defines these commands without loading plugins.
-COMMANDS = (
-    "demo", "generate", "warmup", "calibrate", "advise", "strategies", "verifiers", "grammar-backends", "plugins", "grammars",
-    "config", "serve",
-    "new-plugin", "doctor", "bench", "bench load", "train", "train ngram", "train medusa", "train eagle3",
-    "train dflash", "train draft",
-)  # fmt: skip
+#: What a name such as ``"a+b"`` makes of strategies a and b.
+MERGED = merged.Merged
 
 
 @hookimpl
@@ -43,9 +39,5 @@ def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
 
 
 @hookimpl
-def decoders_commands() -> Mapping[str, Callable[[], None]]:
-    return dict.fromkeys(COMMANDS, _reserved)
-
-
-def _reserved() -> None:
-    """Reserves a name for a command of this package."""
+def decoders_grammar_types() -> Mapping[str, Callable[[Any], Any]]:
+    return constraints.TYPES

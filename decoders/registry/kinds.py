@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from ..constraints import Backend
+from ..constraints import Backend, full_name
 from ..errors import PluginError, UnknownNameError, canonical, suggest
 from ..report import Observer
 from ..settings import OWN_VARIABLES, Settings, variable_of
@@ -81,6 +81,24 @@ class GrammarKind(Kind[Any]):
         return dict(provided)
 
 
+class GrammarTypeKind(Kind[Any]):
+    """Types of objects that ``grammar=`` takes, by their full names, with functions instead of classes."""
+
+    def collect(self, provided: Any) -> dict[str, Any]:
+        if not isinstance(provided, Mapping):
+            raise PluginError(f"{self.hook} must return a dict of functions by type, not {type(provided).__name__}")
+        named: dict[str, Any] = {}
+        for cls, function in provided.items():
+            if not isinstance(cls, (type, str)) or "." not in (
+                name := full_name(cls) if isinstance(cls, type) else cls
+            ):
+                raise PluginError(f"{self.hook}: {cls!r} should be a type or its full name, such as 'my_package.Form'")
+            if not callable(function):
+                raise PluginError(f"{self.hook}: what makes a grammar of {name} must be a function, not {function!r}")
+            named[name] = function
+        return named
+
+
 class CommandKind(Kind[Any]):
     """Commands: functions by name instead of classes."""
 
@@ -89,9 +107,7 @@ class CommandKind(Kind[Any]):
             raise PluginError(f"{self.hook} must return a dict of functions by name, not {type(provided).__name__}")
         for name, value in provided.items():
             if not isinstance(name, str) or not COMMAND_NAME.fullmatch(name):
-                raise PluginError(
-                    f"a command is called like 'weigh' or 'bench weigh' (groups: bench, train), not {name!r}"
-                )
+                raise PluginError(f"a command is called like 'weigh', or 'bench weigh' in a group, not {name!r}")
             if not inspect.isroutine(value):
                 raise PluginError(f"command {name!r} must be a function, not {value!r}")
             if not inspect.getdoc(value):
@@ -106,8 +122,8 @@ def is_maker(value: object) -> bool:
 
 #: The form of all names except commands.
 SNAKE_CASE = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
-#: A command as typed, with its group if it has one.
-COMMAND_NAME = re.compile("((bench|train) )?[a-z][a-z0-9]*(-[a-z0-9]+)*")
+#: A command as it is typed, with its group if it is in one.
+COMMAND_NAME = re.compile("([a-z][a-z0-9]*(-[a-z0-9]+)* )?[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def _snake_case(name: object, what: str) -> str:
@@ -156,9 +172,10 @@ BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar
 
 GRAMMAR = GrammarKind("grammar", "grammars", ABC, "decoders_grammars", lambda cls, shown: None)
 OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", _check_made_by_name)
+GRAMMAR_TYPE = GrammarTypeKind("grammar type", "grammar types", ABC, "decoders_grammar_types", lambda cls, shown: None)
 COMMAND = CommandKind("command", "commands", ABC, "decoders_commands", lambda cls, shown: None)
 
-KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER, COMMAND)
+KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER, COMMAND, GRAMMAR_TYPE)
 
 
 #: Name of the built-in plugin, and its distribution.
@@ -177,7 +194,7 @@ class PluginInfo:
         name: entry-point name.
         version, provider: the version and name of its distribution.
         hooks: hooks that it implements.
-        strategies, verifiers, grammar_backends, grammars, observers, commands: names that it claims, usable or not.
+        strategies, verifiers, grammar_backends, grammars, grammar_types, observers, commands: names that it claims, usable or not.
         status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (another plugin claims one of its
             names, too; the others are usable).
         error: the reason for a status other than "loaded".
@@ -191,6 +208,7 @@ class PluginInfo:
     verifiers: tuple[str, ...] = ()
     grammar_backends: tuple[str, ...] = ()
     grammars: tuple[str, ...] = ()
+    grammar_types: tuple[str, ...] = ()
     observers: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     status: Status = "loaded"
@@ -207,7 +225,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """A usable name, its class (for a grammar or a command, the plugin's object), its distribution and version."""
+    """A usable name, its class (for grammars, their types and commands the plugin's object), its distribution and version."""
 
     name: str
     cls: type[Provided]

@@ -17,8 +17,8 @@ import pluggy
 
 from .. import hookspecs
 from ..common.version import __version__
-from ..constraints import Backend
-from ..errors import PluginError, UnknownNameError, suggest
+from ..constraints import Backend, type_names
+from ..errors import DecodersError, GrammarError, PluginError, UnknownNameError, shortened, suggest
 from ..hookspecs import PROJECT
 from ..report import Observer
 from ..strategy import Strategy
@@ -30,6 +30,7 @@ from .kinds import (
     COMMAND,
     DISTRIBUTION,
     GRAMMAR,
+    GRAMMAR_TYPE,
     KINDS,
     OBSERVER,
     STRATEGY,
@@ -99,8 +100,39 @@ class Registry:
         """The object that a plugin registered as grammar `name`; raises as :meth:`strategy`."""
         return self._find(GRAMMAR, name)
 
+    def grammar_types(self) -> dict[str, Entry[Any]]:
+        """What makes a grammar of an object of other types, by the type's full name."""
+        return dict(self._names[GRAMMAR_TYPE].usable)
+
+    def grammar_of(self, value: object) -> Any:
+        """What the function for the type of `value` makes of it; `value` itself if there is none.
+
+        Raises:
+            PluginError: several plugins claim its type. GrammarError: the plugin's function fails, or makes nothing.
+        """
+        names = self._names[GRAMMAR_TYPE]
+        name = next((name for name in type_names(value) if name in names.usable or name in names.conflicts), None)
+        if name is None:
+            return value
+        if name in names.conflicts:
+            raise PluginError(names.conflicts[name])
+        function: Any = names.usable[name].cls
+        try:
+            grammar = function(value)
+        except DecodersError:
+            raise
+        except Exception as error:
+            raise GrammarError(
+                f"the plugin's function for {name.rpartition('.')[2]} objects failed: {_reason(error)}"
+            ) from error
+        if grammar is None:
+            raise GrammarError(
+                f"the plugin's function for {name.rpartition('.')[2]} objects made none of {shortened(repr(value))}"
+            )
+        return grammar
+
     def commands(self) -> dict[str, Entry[Any]]:
-        """Every command by name. The functions of this package's commands do nothing: they reserve names."""
+        """Commands of plugins by name; the command line defines this package's commands."""
         return dict(self._names[COMMAND].usable)
 
     def observers(self) -> dict[str, Entry[Observer]]:
@@ -226,7 +258,8 @@ class Registry:
         self._classes[info.key] = classes
         self._plugins[info.key] = replace(
             info, hooks=hooks, strategies=tuple(classes[STRATEGY]), verifiers=tuple(classes[VERIFIER]),
-            grammar_backends=tuple(classes[BACKEND]), grammars=tuple(classes[GRAMMAR]), observers=tuple(classes[OBSERVER]),
+            grammar_backends=tuple(classes[BACKEND]), grammars=tuple(classes[GRAMMAR]),
+            grammar_types=tuple(classes[GRAMMAR_TYPE]), observers=tuple(classes[OBSERVER]),
             commands=tuple(classes[COMMAND]),
         )  # fmt: skip
 

@@ -12,9 +12,9 @@ from ..common import library
 from ..constraints import Backend, CompiledGrammar, Spec, as_spec, spec_of_file, spec_of_library, unknown_grammar
 from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError, canonical
 from ..settings import Settings, load_settings
-from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
+from .builtin import MERGED
 from .kinds import is_maker
 from .plugins import registry
 
@@ -49,7 +49,7 @@ def resolve_strategy(
         return resolve_strategy(classes[0], call, configured)
     own = [c.name for c in classes]
     for given in (call, configured):
-        unknown = sorted(set(given or {}) - {*own, Merged.name})
+        unknown = sorted(set(given or {}) - {*own, MERGED.name})
         if unknown:
             raise SettingsError(
                 f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}"
@@ -60,8 +60,8 @@ def resolve_strategy(
                     f"strategy_config of {chosen!r}: {name!r} must be a dict of settings, not {value!r}"
                 )
     parts = [c(_settings_of(c, (call or {}).get(c.name), (configured or {}).get(c.name))) for c in classes]
-    joint = _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))
-    return resolve_strategy(Merged(parts, cast(MergedSettings, joint)))
+    joint = _settings_of(MERGED, (call or {}).get(MERGED.name), (configured or {}).get(MERGED.name))
+    return resolve_strategy(MERGED(parts, cast(Any, joint)))
 
 
 def with_hints(
@@ -145,13 +145,17 @@ def resolve_backend(chosen: Any) -> Backend:
     return chosen
 
 
-def resolve_grammar(name: str) -> Spec | CompiledGrammar:
-    """The grammar `name` of the library or of a plugin.
+def resolve_grammar(given: Any) -> Spec | CompiledGrammar | None:
+    """The grammar of a row from the name of a grammar (of the library or a plugin) or an object. None for free text.
 
     Raises:
-        UnknownNameError: no grammar has this name. PluginError: several plugins claim the name.
-        GrammarError: the plugin's object is no grammar.
+        UnknownNameError: no grammar has this name. PluginError: several plugins claim the name, or the object's type.
+        GrammarError: the object, or the plugin's value for it, is no grammar.
     """
+    return _named(given) if isinstance(given, str) else as_spec(registry().grammar_of(given))
+
+
+def _named(name: str) -> Spec | CompiledGrammar:
     try:
         value = registry().grammar(name)
     except UnknownNameError as error:
@@ -159,7 +163,7 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
             return spec_of_library(name)  # with a suffix
         except UnknownNameError:
             raise unknown_grammar(name, error.choices) from None
-    grammar = as_spec(value() if is_maker(value) else value, resolve_grammar)
+    grammar = resolve_grammar(value() if is_maker(value) else value)
     if grammar is None:
         raise GrammarError(
             f"the plugin's function for grammar {name!r} made none: it must return a value that grammar= takes"
@@ -176,13 +180,13 @@ def grammar_or_file(text: str) -> Spec | CompiledGrammar:
         GrammarError: `text` looks like a file's name, and there is no such file. Also all errors of :func:`resolve_grammar`.
     """
     library.check_file(text)
-    return spec_of_file(Path(text)) if Path(text).is_file() else resolve_grammar(text)
+    return spec_of_file(Path(text)) if Path(text).is_file() else _named(text)
 
 
 def _settings_of(
     strategy: type[Strategy], call: Mapping[str, Any] | None, configured: Mapping[str, Any] | None
 ) -> Settings:
-    sections = (*registry().strategies(), Merged.name)
+    sections = (*registry().strategies(), MERGED.name)
     return load_settings(strategy.settings_class, strategy.name, call or {}, configured or {}, sections=sections)
 
 

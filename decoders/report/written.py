@@ -41,7 +41,7 @@ class Written:
     """The tokens of a call, by row. The lists are shared with the call and grow with it.
 
     Attributes:
-        prompts: the prompts, 1-D int64, without padding; -1 at positions that are not tokens.
+        prompts: the prompts, 1-D int64, without padding; -1 at positions without a token id.
         tokens: the new tokens.
         drafters: the drafter of each new token, "" for the target's own.
         steps: every step, for traced rows.

@@ -1,4 +1,4 @@
-"""The tokens that the processors keep after each node, and the draw of one. Works on few tokens if the processors keep few."""
+"""The tokens that the processors keep after each node, and the draw of a token. Works on few tokens if the processors keep few."""
 
 from __future__ import annotations
 

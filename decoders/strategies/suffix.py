@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..text_memory import ChainedText, TextMemory
 from ..tree import NO_PARENT
 from .followed_text import follow_rows
-from .suffix_index import ChainedText, DraftedNode, RowText, TextMemory, expand, path_first
+from .suffix_index import DraftedNode, RowText, expand, path_first
 
 
 class SuffixSettings(Settings):

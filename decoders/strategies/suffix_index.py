@@ -1,134 +1,16 @@
-"""An index of the places where the end of a text occurred before, kept from step to step and from call to call."""
+"""The trees of what followed the end of a text, and the texts of rows in which it is looked up."""
 
 from __future__ import annotations
 
-import threading
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from ..text_memory import ChainedText
 from .followed_text import FollowedText
 
-#: Lengths of the chained n-grams, the longest first. If a longer n-gram matches, shorter ones are not looked up.
-ORDERS = (4, 2, 1)
-#: Bits of a token in a key.
-BITS = 22
-
-_MASKS = tuple((1 << BITS * order) - 1 for order in ORDERS)
-
-
-class Occurrence(NamedTuple):
-    """A place where the suffix occurred before. end: index of its last token. length: number of matching tokens."""
-
-    length: int
-    end: int
-
-
-class ChainedText:
-    """A text that grows and shrinks at its end, with the n-grams of every length in :data:`ORDERS` chained, the latest first.
-
-    Attributes:
-        tokens: the text. Negative tokens separate texts; no n-gram contains them.
-    """
-
-    __slots__ = ("_chains", "_heads", "_key", "_run", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = array("i")
-        self._heads: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
-        self._chains = tuple(array("i") for _ in ORDERS)
-        self._key, self._run = 0, 0  # the key of the last tokens, and how many of them belong to one text
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Adds tokens at the end; about a microsecond for each."""
-        key, run, position = self._key, self._run, len(self.tokens)
-        text = self.tokens
-        parts = tuple(zip(ORDERS, _MASKS, self._heads, self._chains, strict=True))
-        for token in tokens:
-            text.append(token)
-            if token < 0:
-                key = run = 0
-            else:
-                key, run = (key << BITS | token) & _MASKS[0], run + 1
-            for order, mask, heads, chain in parts:
-                if run < order:
-                    chain.append(-1)
-                else:
-                    gram = key & mask
-                    chain.append(heads.get(gram, -1))
-                    heads[gram] = position
-            position += 1
-        self._key, self._run = key, run
-
-    def truncate(self, length: int) -> None:
-        """Removes all tokens behind the first `length`."""
-        text = self.tokens
-        while len(text) > length:
-            for order, mask, heads, chain in zip(ORDERS, _MASKS, self._heads, self._chains, strict=True):
-                earlier = chain.pop()
-                if self._run >= order:
-                    if earlier < 0:
-                        del heads[self._key & mask]
-                    else:
-                        heads[self._key & mask] = earlier
-            text.pop()
-            self._restore()
-
-    def _restore(self) -> None:
-        """Recomputes the key and the run for the present end."""
-        key = run = 0
-        for token in self.tokens[-ORDERS[0] :]:
-            if token < 0:
-                key = run = 0
-            else:
-                key, run = key << BITS | token, run + 1
-        self._key, self._run = key, run
-
-    def occurrences(self, suffix: array[int], most: int, before: int) -> list[Occurrence]:
-        """The places where the longest known n-gram at the end of `suffix` occurred, at most `most`, the latest first.
-
-        Args:
-            suffix: the text looked up, its last tokens; no match is longer.
-            before: only occurrences that end before this index count.
-        """
-        text = self.tokens
-        occurrences: list[Occurrence] = []
-        for order, heads, chain in zip(ORDERS, self._heads, self._chains, strict=True):
-            if len(suffix) < order:
-                continue
-            key = 0
-            for token in suffix[-order:]:
-                key = key << BITS | token
-            end = heads.get(key, -1)
-            while end >= before:
-                end = chain[end]
-            while end >= 0 and len(occurrences) < most:
-                occurrences.append(Occurrence(_matching(text, end, suffix, order), end))
-                end = chain[end]
-            if occurrences:
-                break
-        return occurrences
-
-
-def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int:
-    """How many tokens of `text` up to `end` equal the end of `suffix`, of which the last `known` do."""
-    length, longest = known, min(len(suffix), end + 1)
-    if longest > length and text[end - length] != suffix[-length - 1]:
-        return length  # the usual case
-    if text[end + 1 - longest : end + 1] == suffix[len(suffix) - longest :]:
-        return longest  # the usual case of long ones
-    # Halves of what is left: comparing slices is faster than going token by token.
-    while longest - length > 1:
-        middle = (length + longest) // 2
-        if text[end + 1 - middle : end + 1 - length] == suffix[len(suffix) - middle : len(suffix) - length]:
-            length = middle
-        else:
-            longest = middle
-    return length
+#: Number of prompt tokens that are remembered in front of an output, so that its beginning can be found.
+LEAD = 16
 
 
 class DraftedNode(NamedTuple):
@@ -204,15 +86,6 @@ def _children(
     return children
 
 
-#: Number of prompt tokens that are remembered in front of an output, so that its beginning can be found.
-LEAD = 16
-SEPARATOR = -1
-#: The index is rebuilt without dropped texts when it holds this many times the remembered tokens.
-SLACK = 1.25
-#: Estimated bytes of a remembered token: the token and its places in the chains of every order, mostly Python's dictionaries.
-BYTES_PER_TOKEN = 400
-
-
 class RowText(FollowedText[ChainedText]):
     """The text of one row of a call, with its own occurrences."""
 
@@ -225,104 +98,3 @@ class RowText(FollowedText[ChainedText]):
         """The generated tokens with the end of the prompt; empty if nothing was generated."""
         text = self.index.tokens
         return text[max(self.prompt - LEAD, 0) :] if len(text) > self.prompt else array("i")
-
-
-class TextMemory:
-    """Outputs of earlier calls, the least recently used of them dropped where they would exceed `capacity`.
-
-    Hold `lock` while several threads may use it.
-
-    Args:
-        capacity: most tokens that are remembered.
-
-    Attributes:
-        index: the texts, one after the other, some of them dropped already.
-        tokens: number of remembered tokens.
-        dropped: number of tokens in texts that were dropped, or that did not fit.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.lock = threading.RLock()
-        self.index = ChainedText()
-        self._begins: list[int] = []  # the end of every text, in order
-        self._ends: list[int] = []
-        self._used: dict[int, None] = {}  # the numbers of the texts that are remembered, the least recently used first
-        self.tokens = self.dropped = 0
-        self._numbers: dict[int, int] = {}  # the numbers of texts by the hash of their bytes
-
-    @property
-    def nbytes(self) -> int:
-        """An estimate in bytes: tokens, the links between their occurrences, and Python's overhead."""
-        return len(self.index) * BYTES_PER_TOKEN
-
-    @property
-    def texts(self) -> int:
-        """The number of remembered texts."""
-        return len(self._used)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock())
-
-    def add(self, text: array[int]) -> None:
-        """Remembers a text, or the end of a long text. A known text counts as used."""
-        with self.lock:
-            self.dropped += max(len(text) - self.capacity, 0)
-            text = text[-self.capacity :] if self.capacity else text[:0]
-            if len(text) < 2:  # a text of one token has no continuations
-                return
-            digest = hash(text.tobytes())
-            known = self._numbers.get(digest)
-            if known is not None and known in self._used and self._text(known) == text:
-                self.use(known)
-                return
-            while self.tokens + len(text) > self.capacity:
-                self._drop(next(iter(self._used)))
-            if len(self.index) + len(text) > SLACK * self.capacity:
-                self._rebuild()
-            self._numbers[digest] = len(self._begins)
-            self._append(text)
-
-    def text_at(self, place: int) -> int | None:
-        """The number of the text to which a place of the index belongs; None if the text was dropped."""
-        number = bisect_right(self._begins, place) - 1
-        return number if number in self._used else None
-
-    def end_of(self, number: int) -> int:
-        """The index behind the last token of a text."""
-        return self._ends[number]
-
-    def use(self, number: int) -> None:
-        """Marks a text as used, so that it will be dropped last."""
-        del self._used[number]
-        self._used[number] = None
-
-    def _text(self, number: int) -> array[int]:
-        return self.index.tokens[self._begins[number] : self._ends[number]]
-
-    def _append(self, text: array[int]) -> None:
-        number = len(self._begins)
-        self._begins.append(len(self.index))
-        self.index.extend(text)
-        self._ends.append(len(self.index))
-        self.index.extend((SEPARATOR,))
-        self._used[number] = None
-        self.tokens += len(text)
-
-    def _drop(self, number: int) -> None:
-        del self._used[number]
-        length = self._ends[number] - self._begins[number]
-        self.tokens -= length
-        self.dropped += length
-
-    def _rebuild(self) -> None:
-        """Rebuilds the index without dropped texts."""
-        texts = [self._text(number) for number in self._used]
-        self.index = ChainedText()
-        self._begins, self._ends, self._used, self.tokens, self._numbers = [], [], {}, 0, {}
-        for text in texts:
-            self._numbers[hash(text.tobytes())] = len(self._begins)
-            self._append(text)

@@ -228,7 +228,8 @@ def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout)[1] == {
         "name": "bad", "version": "2", "provider": "dist-bad", "hooks": [], "strategies": [], "verifiers": [],
-        "grammar_backends": [], "grammars": [], "observers": [], "commands": [], "status": "failed", "error": "why [x]",
+        "grammar_backends": [], "grammars": [], "grammar_types": [],
+        "observers": [], "commands": [], "status": "failed", "error": "why [x]",
     }  # fmt: skip
     assert "bad: why [x]" in run("plugins").stdout
     assert run("plugins", "--strict").exit_code == 1

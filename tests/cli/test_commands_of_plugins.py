@@ -14,7 +14,6 @@ import decoders
 from decoders.cli import app
 from decoders.errors import PluginError, SettingsError
 from decoders.registry import registry, reset_registry
-from decoders.registry.builtin import COMMANDS
 
 
 def weigh(model: Annotated[str, typer.Argument(help="A model.")] = "demo") -> None:
@@ -68,11 +67,27 @@ def test_its_expected_errors_end_in_one_line() -> None:
     assert done.exit_code == 2 and "error: nothing weighs nothing" in done.stderr
 
 
-def test_a_command_of_this_package_keeps_its_name() -> None:
-    info = registry().register(Plugin({"bench load": weigh, "weigh": weigh}), "scales")
-    assert info.status == "conflict" and info.error is not None
-    assert "'bench load' is claimed by 'builtin' (hf-decoders" in info.error and "'scales'" in info.error
-    assert "--requests" in run("bench", "load", "--help").output and run("weigh").output == "demo: heavy\n"
+@pytest.mark.parametrize(
+    ("name", "owner"), [("bench load", "load"), ("serve", "serve"), ("train", "train"), ("serve weigh", "serve")]
+)
+def test_a_command_of_this_package_keeps_its_name(name: str, owner: str) -> None:
+    registry().register(Plugin({name: weigh, "weigh": weigh}), "scales")
+    listed = {info["name"]: info for info in json.loads(run("plugins", "--json").stdout)}
+    assert listed["scales"]["error"] == (
+        f"command {name!r} cannot be used: {owner!r} is a command of this package, which keeps its name"
+    )
+    assert "weighs" not in run(*name.split(), "--help").output and run("weigh").output == "demo: heavy\n"
+
+
+def test_a_plugin_has_groups_of_its_own_and_a_command_is_no_group() -> None:
+    registry().register(Plugin({"scales weigh": weigh, "scales tare": weigh}), "scales")
+    assert run("scales", "weigh", "mine").output == "mine: heavy\n"
+    assert "scales" in run("--help").output
+    shown = run("scales", "--help").output
+    assert "weigh" in shown and "tare" in shown and "Say how much a model weighs" in shown
+    registry().register(Plugin({"scales": weigh}), "balance")
+    listed = {info["name"]: info for info in json.loads(run("plugins", "--json").stdout)}
+    assert "'scales' is a command, and no group" in listed["scales"]["error"]
 
 
 def test_a_name_that_two_plugins_claim_belongs_to_neither() -> None:
@@ -110,8 +125,8 @@ def test_a_command_of_the_laboratory_says_where_it_is(command: str) -> None:
     ("commands", "said"),
     [
         ([weigh], "must return a dict of functions by name, not list"),
-        ({"Weigh": weigh}, "is called like 'weigh' or 'bench weigh'"),
-        ({"serve weigh": weigh}, "groups: bench, train"),
+        ({"Weigh": weigh}, "is called like 'weigh', or 'bench weigh'"),
+        ({"bench weigh all": weigh}, "or 'bench weigh' in a group, not"),
         ({"weigh": "weigh"}, "must be a function, not 'weigh'"),
         ({"weigh": lambda: None}, "has no docstring"),
     ],
@@ -119,15 +134,3 @@ def test_a_command_of_the_laboratory_says_where_it_is(command: str) -> None:
 def test_what_is_no_command_is_refused(commands: Any, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         registry().register(Plugin(commands), "scales")
-
-
-def test_every_command_of_this_package_keeps_its_name() -> None:
-    from typer.main import get_command
-
-    def names(command: Any, prefix: str) -> Iterator[str]:
-        for name, inner in command.commands.items():
-            yield prefix + name
-            if hasattr(inner, "commands"):
-                yield from names(inner, f"{prefix}{name} ")
-
-    assert set(names(get_command(app), "")) == set(COMMANDS)

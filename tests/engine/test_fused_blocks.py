@@ -266,6 +266,5 @@ def test_a_compiled_layer_is_so_many_launches(design: str, tmp_path: Path, monke
                 launches = Launches(patched)
                 forward(*arguments)
         outside = re.findall(r"(?:extern_kernels|torch\.ops\.(?!decoders\.))[\w.]+(?=\()", "\n".join(codes))
-        counts.append([re.sub(r"_\d+$", "", name) for name in (*launches.names, *outside)])  # without their numbers
-    layer = of_a_layer(*counts)
-    assert len(layer) <= COMPILED, layer
+        counts.append([*launches.names, *outside])
+    assert len(counts[0]) - len(counts[1]) <= COMPILED, counts[0]

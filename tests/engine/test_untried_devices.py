@@ -13,7 +13,9 @@ from decoders.cli import doctor
 from decoders.cli.bench_run import on_device
 from decoders.common import devices
 from decoders.demo import load
+from decoders.engine.model import experts, self_check
 from decoders.engine.model.compiled import functions, tiers
+from decoders.engine.model.kernels import attention
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import tiny_draft, tiny_model
 
@@ -35,11 +37,20 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=UNTRIED)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture
+def here(kind: str) -> Iterator[str]:
     """From here on there is a device of this kind."""
-    with pretended(request.param):
-        yield request.param
+    with pretended(kind):
+        yield kind
+
+
+@pytest.fixture
+def checked_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are checked with the texts of a CPU's check, which are short."""
+    monkeypatch.setattr(self_check, "ON_CUDA", self_check.ON_CPU)
+
+
+KIND = pytest.mark.parametrize("kind", UNTRIED)
 
 
 def on(device: bool, name: str = "llama") -> tuple[Any, dict[str, Any]]:
@@ -57,6 +68,8 @@ def expected() -> dict[str, list[list[int]]]:
     return {name: model.generate(**inputs, **options, **more).tolist() for name, more in KINDS.items()}
 
 
+@KIND
+@pytest.mark.usefixtures("here")
 def test_what_such_a_device_may_lack_is_refused(kind: str) -> None:
     ours = torch.arange(3, device=kind)
     assert ours.device.type == kind and not ours.is_cuda and (ours + 1).tolist() == [1, 2, 3]
@@ -69,9 +82,12 @@ def test_what_such_a_device_may_lack_is_refused(kind: str) -> None:
             lacking()
 
 
+@KIND
 @pytest.mark.parametrize(("strategy", "config"), STRATEGIES, ids=lambda value: str(value or ""))
+@pytest.mark.in_turns(2)
+@pytest.mark.usefixtures("here", "checked_briefly")
 def test_strategies_write_the_tokens_of_the_cpu(
-    kind: str, expected: Any, strategy: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    expected: Any, strategy: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (tiers, functions):  # what may be compiled is, from the first step on
         monkeypatch.setattr(module, "worth_compiling", lambda *given: True)
@@ -87,14 +103,26 @@ def test_strategies_write_the_tokens_of_the_cpu(
         assert out.report.replayed_steps == out.report.compiled_steps == out.report.compilations == 0
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mixtral", "lfm2"])
-def test_architectures_write_the_tokens_of_the_cpu(kind: str, name: str) -> None:
+@KIND
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+@pytest.mark.in_turns(2)
+@pytest.mark.usefixtures("here")
+def test_architectures_write_the_tokens_of_the_cpu(name: str) -> None:
     written = tiny_model(name).generate(input_ids=IDS, attention_mask=MASK, do_sample=False, **OPTIONS).tolist()
     model, inputs = on(device=True, name=name)
     out = model.generate(**inputs, strategy="prompt_lookup", decoders_config=CONFIG, do_sample=False, **OPTIONS)
     assert out.tolist() == written
 
 
+@KIND
+@pytest.mark.usefixtures("here")
+def test_products_by_many_experts_are_those_of_the_cpu(kind: str) -> None:
+    x, ids, matrices = torch.randn(64, 4), torch.arange(64) * 7 % 5, torch.randn(300, 3, 4)
+    there = [OnDevice(tensor) for tensor in (x, ids, matrices)]
+    assert torch.equal(experts._expert_product(*there, False).cpu(), experts._expert_product(x, ids, matrices, False))
+
+
+@pytest.mark.usefixtures("checked_briefly")
 def test_heads_grammars_and_calls_of_many_kinds_write_the_tokens_of_the_cpu() -> None:
     def written(kind: str | None) -> list[Any]:
         model, tokenizer = load()
@@ -110,13 +138,16 @@ def test_heads_grammars_and_calls_of_many_kinds_write_the_tokens_of_the_cpu() ->
         assert written("mps") == on_cpu
 
 
-def test_what_is_made_ready_ahead_is_not_compiled_either(kind: str) -> None:
+@KIND
+@pytest.mark.usefixtures("here", "checked_briefly")
+def test_what_is_made_ready_ahead_is_not_compiled_either() -> None:
     model, inputs = on(device=True)
-    decoders.warmup(model, strategy="suffix")
+    decoders.warmup(model, strategies=["suffix"])
     out = model.generate(**inputs, **OPTIONS, strategy="suffix", do_sample=False, return_dict_in_generate=True)
     assert out.report.compiled_steps == out.report.compilations == 0
 
 
+@KIND
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -127,7 +158,11 @@ def test_what_is_made_ready_ahead_is_not_compiled_either(kind: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_error_names_what_a_device_allows(kind: str, config: dict[str, Any], said: str) -> None:
+@pytest.mark.usefixtures("here", "checked_briefly")
+def test_an_error_names_what_a_device_allows(
+    kind: str, config: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "runs_kernels", lambda device: False)  # interpreted ones run anywhere
     model, inputs = on(device=True)
     with pytest.raises(UnsupportedError) as error:
         model.generate(**inputs, **OPTIONS, strategy="suffix", decoders_config=config)
@@ -140,7 +175,7 @@ def test_a_device_that_is_not_there_is_an_error_that_names_those_that_are() -> N
             on_device(tiny_model("llama"), name)
 
 
-@pytest.mark.parametrize("kind", UNTRIED)
+@KIND
 def test_doctor_names_a_device_on_which_nothing_has_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "present", lambda: {"cpu": "a processor", kind: "a card"})
     used, note, *_ = doctor.device()

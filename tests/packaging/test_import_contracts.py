@@ -20,7 +20,7 @@ CONTRACTS = {
 #: What a room may import, besides itself.
 ALLOWED = {
     "strategies": {
-        "strategy", "drafters", "sampling", "costs", "constraints", "tree", "settings", "errors", "heads",
+        "strategy", "drafters", "sampling", "costs", "constraints", "tree", "settings", "errors", "heads", "text_memory",
     },
 }  # fmt: skip
 

@@ -53,6 +53,7 @@ def files_of_plugins() -> list[Path]:
 
 def test_every_plugin_is_looked_at() -> None:
     assert {path.parent.name for path in files_of_plugins()} == {
+        "decoders_eagle",
         "decoders_example",
         "decoders_lab",
         "decoders_ray",

@@ -110,7 +110,7 @@ def test_built_ins_come_through_the_same_hook() -> None:
     info = registry().plugins()[0]
     assert (info.name, info.provider, info.status) == ("builtin", "hf-decoders", "loaded")
     assert info.hooks == tuple(
-        f"decoders_{what}" for what in ("commands", "grammar_backends", "grammars", "strategies", "verifiers")
+        f"decoders_{what}" for what in ("grammar_backends", "grammar_types", "grammars", "strategies", "verifiers")
     )
     assert "autoregressive" in info.strategies
     assert "coupled" in info.verifiers

@@ -9,9 +9,9 @@ import torch
 
 from decoders import enable, testing
 from decoders.strategies import Suffix
-from decoders.strategies.suffix_index import TextMemory
 from decoders.strategy import Context, Draft, Sequences
 from decoders.testing import tiny_draft, tiny_model
+from decoders.text_memory import TextMemory
 from decoders.tree import Topology
 
 

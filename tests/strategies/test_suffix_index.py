@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.strategies.suffix_index import (
-    LEAD,
-    ORDERS,
-    ChainedText,
-    Occurrence,
-    RowText,
-    TextMemory,
-    expand,
-    path_first,
-)
+from decoders.strategies.suffix_index import LEAD, RowText, expand, path_first
+from decoders.text_memory import ORDERS, ChainedText, Occurrence, TextMemory
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

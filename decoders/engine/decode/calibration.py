@@ -27,9 +27,8 @@ from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import Core
+from .core import Core, CoupledRule
 from .rows import no_sampling
-from .rules import CoupledRule
 from .sessions import Sessions
 
 #: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.

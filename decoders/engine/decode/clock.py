@@ -40,12 +40,12 @@ class StepClock(Clock):
 
     def masked(self) -> None:
         self.timings.mask += self._stopwatch.next()
-        self._passes, self._replays = self.batch.engine.compiled_passes, self.batch.session.replays
+        self._passes, self._replays = self.batch.forward_pass.compiled_passes, self.batch.session.replays
 
     def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
         batch, report = self.batch, self.report
         assert outcome is not None
-        self._compiled = batch.engine.compiled_passes > self._passes
+        self._compiled = batch.forward_pass.compiled_passes > self._passes
         self._replayed = batch.session.replays > self._replays
         report.compiled_steps += self._compiled
         report.replayed_steps += self._replayed

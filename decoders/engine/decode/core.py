@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -282,6 +282,24 @@ class StepFunctions(Beside):
     def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
         chosen = [(own, draw) for own, draw in self._draws.items() if plan is None or own == plan]
         return frozenset((own, kind) for own, draw in chosen for kind in draw.ready)
+
+
+@dataclass(frozen=True)
+class CoupledRule:
+    """Draws the target's token after every node: accepted is what matches. The built-in rule."""
+
+    forward_pass: ForwardPass
+    plan: SamplingPlan
+    on_device: ClassVar[bool] = True
+
+    def verify(
+        self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
+    ) -> Verified:
+        """The target's token after each node; what matches it is found when it is committed."""
+        positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
+        prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
+        draw, tiers = StepFunctions.of(self.forward_pass).draw, self.forward_pass.tiers
+        return Verified(*draw(tiers, forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
 
 
 def _laid_out(tree: TreeTensors) -> TreeTensors:

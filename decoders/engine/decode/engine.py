@@ -176,11 +176,6 @@ class Engine:
             if last is not None and last != self._stream:
                 self._stream.wait_stream(last)
 
-    @property
-    def compiled_passes(self) -> int:
-        """Passes that ran compiled so far."""
-        return sum(forward.compiled_passes for forward in (self.forward_pass, *self._watching.values()))
-
     def release(self) -> None:
         """Frees buffers, compiled code and recorded steps."""
         with self.lock:

@@ -108,9 +108,9 @@ class PrefillPlan:
         # Smaller passes would run uncompiled in a compiled call, with other bits. Recurrent states cannot read beyond a text.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A row that ends early is read beyond its end; steps overwrite these slots before they read them. If blocks are multiples of
-        # nodes, a step may run the last tokens of the prompt again and must write the same bits. A kept text may have the bits of
-        # another tier, so its end is read again.
+        # A row that ends early is read beyond its end; steps overwrite these slots before they read them. If sizes of blocks are
+        # multiples, a step may run the last tokens of the prompt again and must write the same bits. A kept text may have the bits
+        # of another tier, so its end is read again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

@@ -41,7 +41,7 @@ class Request:
         origin: distribution and version of the strategy, for notes on errors.
         verifier: accepts draft tokens. Processors on the host need the coupled verifier.
         runtime: settings of the loop.
-        prompts: a 1-D int64 tensor per row, without padding; -1 at positions that are not tokens, whose keys and values are `given`.
+        prompts: a 1-D int64 tensor per row, without padding; -1 at positions without a token id, whose keys and values are `given`.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: greatest number of tokens to generate per row.
         stopping: what ends a row before that.

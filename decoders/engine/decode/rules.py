@@ -1,4 +1,4 @@
-"""Three rules that verify a block: the target's own choices, a verifier, or processors on the host."""
+"""The rules that verify a block where the target's own choices (`CoupledRule`) do not: a verifier, or processors on the host."""
 
 from __future__ import annotations
 
@@ -18,29 +18,11 @@ from ...verifiers.verifier import Block, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.target import ForwardResult
-from .core import Rule, StepFunctions
+from .core import CoupledRule, Rule
 from .criteria import NOT_REACHED, choose_along_path
 from .request import Request, RequestOutput
 from .rows import Fault, Rows
 from .verify import Verified, draw
-
-
-@dataclass(frozen=True)
-class CoupledRule:
-    """Draws the target's token after every node: accepted is what matches. The built-in rule."""
-
-    forward_pass: ForwardPass
-    plan: SamplingPlan
-    on_device: ClassVar[bool] = True
-
-    def verify(
-        self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
-    ) -> Verified:
-        """The target's token after each node; what matches it is found when it is committed."""
-        positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
-        prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
-        draw, tiers = StepFunctions.of(self.forward_pass).draw, self.forward_pass.tiers
-        return Verified(*draw(tiers, forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,8 @@ class PassInput(NamedTuple):
     """The input of a forward pass, and the place of its output.
 
     Attributes:
-        nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") run as any token. If `tree` has more
-            nodes, these are its last, and earlier passes ran the others.
+        nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") run as an arbitrary token. If `tree` has
+            more nodes, these are its last, and earlier passes ran the others.
         base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. Negative if a
             block begins before its row: nodes before position 0 have no results, and go to slots at the end of the cache.
         view: ``[view]``, any values; its length is the number of slots that attention looks at, at least ``base + N``.

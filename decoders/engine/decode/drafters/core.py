@@ -15,9 +15,8 @@ from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.compiled.forward_pass import ForwardPass
 from ...model.target import ForwardResult
-from ..core import Core, StepOutput
+from ..core import Core, CoupledRule, StepOutput
 from ..rows import Rows
-from ..rules import CoupledRule
 
 
 class DraftCore(Core):

@@ -31,7 +31,7 @@ class HostHistory:
         """Learns from the first `length` tokens of the row ``[L]``."""
         begin = 0 if self.last is None else max(length - WINDOW - 1, 0)
         for before, token in pairwise(tokens[begin:length].tolist()):
-            if min(before, token) < 0:  # not a token
+            if min(before, token) < 0:  # no token id
                 continue
             self.after[before] = token
             if text := vocabulary.tokens[token]:
@@ -97,7 +97,7 @@ class DeviceHistory:
         position = length - window + index
         slot = position.clamp(0, tokens.shape[1] - 1)
         new, before = tokens.gather(1, slot), tokens.gather(1, (slot - 1).clamp(min=0))
-        # The latest token has the largest value, so the order of a scatter's writes does not matter. -1 is not a token.
+        # The latest token has the largest value, so the order of a scatter's writes does not matter. -1 is no token id.
         valid = (position >= 1) & (new >= 0) & (before >= 0)
         worth = torch.where(valid, (self.time + index) * self.after.shape[1] + new, -1)
         self.after.scatter_reduce_(1, before.clamp(min=0), worth, "amax")
