@@ -49,7 +49,8 @@ def service(byte_tokenizer: Any) -> Any:
 
 def generation(tokens: list[int], length: int) -> Any:
     logprobs = [TokenLogprobs(token, -float(n), ((token, -float(n)), (5, -9.0))) for n, token in enumerate(tokens)]
-    request = SimpleNamespace(new_tokens=length, stop_tokens=(1,), strategy=SimpleNamespace(name="none"))
+    stopping, strategy = SimpleNamespace(tokens=(1,)), SimpleNamespace(name="none")
+    request = SimpleNamespace(new_tokens=length, stopping=stopping, strategy=strategy)
     return SimpleNamespace(
         tokens=tokens, drafted=[token % 2 > 0 for token in tokens], logprobs=logprobs, report=None, waited=0.0,
         call=SimpleNamespace(request=request), cancel=lambda: None,

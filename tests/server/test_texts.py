@@ -84,7 +84,10 @@ def test_tokens_with_log_probabilities_are_those_of_the_text(
 ) -> None:
     ids = joining(text).input_ids
     generation: Any = SimpleNamespace(
-        tokens=[], drafted=[], logprobs=[], call=SimpleNamespace(request=SimpleNamespace(stop_tokens=()))
+        tokens=[],
+        drafted=[],
+        logprobs=[],
+        call=SimpleNamespace(request=SimpleNamespace(stopping=SimpleNamespace(tokens=()))),
     )
     growing = Growing(
         SimpleNamespace(generation=generation, prompt=[]), joining, Stops(tuple(stops)), Spelling(joining)
@@ -121,7 +124,7 @@ def test_tokens_stand_at_their_places_with_their_bytes(
     ids = [number % len(tokenizer) for number in numbers]
     generation: Any = SimpleNamespace(
         tokens=ids, drafted=[token % 2 > 0 for token in ids], logprobs=[TokenLogprobs(token, 0.0, ()) for token in ids],
-        call=SimpleNamespace(request=SimpleNamespace(stop_tokens=())),
+        call=SimpleNamespace(request=SimpleNamespace(stopping=SimpleNamespace(tokens=()))),
     )  # fmt: skip
     growing = Growing(
         SimpleNamespace(generation=generation, prompt=prompt), tokenizer, Stops(tuple(stops)), Spelling(tokenizer)

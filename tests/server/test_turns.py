@@ -55,7 +55,9 @@ def turns() -> dict[str, tuple[str, str]]:
 
 def generation(tokens: list[int], most: int) -> Any:
     logprobs = [TokenLogprobs(token, -1.0, ()) for token in tokens]
-    request = SimpleNamespace(new_tokens=most, stop_tokens=(1,), strategy=SimpleNamespace(name="none"))
+    request = SimpleNamespace(
+        new_tokens=most, stopping=SimpleNamespace(tokens=(1,)), strategy=SimpleNamespace(name="none")
+    )
     return SimpleNamespace(
         tokens=tokens, drafted=[False] * len(tokens), logprobs=logprobs, report=None, waited=0.0, call=SimpleNamespace(request=request),
         cancel=lambda: None,

@@ -73,7 +73,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
 
 def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     Trainer(Line(), run()).train("line", tmp_path / "line.pt")
-    with pytest.raises(TrainingError, match="other seed"):
+    with pytest.raises(TrainingError, match=r"other settings \(seed\)"):
         Trainer(Line(), run(identity={"seed": 1})).train("line", tmp_path / "line.pt")
     torch.save({"run": {"seed": 0}, "step": 3}, tmp_path / "line.pt")  # as an earlier version wrote it
     with pytest.raises(TrainingError, match="without resuming"):
