@@ -103,3 +103,8 @@ def shortened(text: str, limit: int = 60) -> str:
     """`text` for an error: one line, cut to `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def installing(extra: str) -> str:
+    """The command that installs an optional part of this package, for errors."""
+    return f"pip install 'hf-decoders[{extra}]' (in a clone: pip install -e '.[{extra}]')"

@@ -218,7 +218,11 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
             place = ", ".join(f"{name} {where}" for name, where in origin.items() if where)
         if item["type"] == "extra_forbidden":
             where = f" {place}" if place else ""
-            problems.append(f"unknown setting {field!r}{where}. {suggest(field, cls.model_fields)}")
+            loop = (
+                field in RuntimeSettings.model_fields
+                and "It is a setting of the loop: decoders_config={'" + field + "': …}"
+            )
+            problems.append(f"unknown setting {field!r}{where}. {loop or suggest(field, cls.model_fields)}")
         else:
             where = f" ({place})" if place else ""
             problems.append(f"{field}: {item['msg']} (got {item.get('input')!r}){where}".removeprefix(": "))

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..errors import DecodersError
+from ..errors import DecodersError, installing
 from .methods import BASELINE
 from .records import Record
 from .tables import subject
@@ -26,7 +26,7 @@ def figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError("--plot needs matplotlib: pip install 'hf-decoders[bench]'") from error
+        raise PlotError(f"--plot needs matplotlib: {installing('bench')}") from error
     return Figure
 
 

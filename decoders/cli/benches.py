@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.files import write_whole
-from ..errors import SettingsError
+from ..errors import SettingsError, installing
 from .console import plain_console, waiting
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def duration(seconds: float) -> str:
 
 def footnote(machine: dict[str, Any]) -> str:
     """The machine in a line."""
-    missing = "" if machine["memory"] else "; memory not measured, it takes pip install 'hf-decoders[bench]'"
+    missing = "" if machine["memory"] else f"; memory not measured, it takes {installing('bench')}"
     return (
         f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
         f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DecodersError, SettingsError
+from ..errors import DecodersError, SettingsError, installing
 from .console import plain_console, waiting
 from .models import DTYPE, STRATEGY, Dtype, ModelName, known_strategy, set_aside
 
@@ -203,7 +203,7 @@ def check_installed() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ServerExtraError(f"{error.name} is not installed: pip install 'hf-decoders[serve]'") from error
+        raise ServerExtraError(f"{error.name} is not installed: {installing('serve')}") from error
 
 
 def _service(

@@ -10,7 +10,7 @@ import os
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DecodersError
+from ..errors import DecodersError, installing
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +85,5 @@ def _need_gguf(path: str | os.PathLike[str]) -> None:
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise GgufError(
-            f"{os.fspath(path)} is a GGUF file, and reading one needs {' and '.join(missing)}: "
-            "pip install 'hf-decoders[gguf]'"
+            f"{os.fspath(path)} is a GGUF file, and reading one needs {' and '.join(missing)}: {installing('gguf')}"
         )

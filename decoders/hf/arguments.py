@@ -121,7 +121,11 @@ def _meant(name: str, value: Any, known: frozenset[str]) -> str:
         said = shown(value)
         return f'it is a setting: decoders_config={{"{name}": {said}}} for this call, decoders.enable(model, {name}={said}) for all'
     near = difflib.get_close_matches(name, [*known, *OWN], n=1, cutoff=0.8)
-    meant = f"Did you mean {near[0]}=?" if near else "If it is an argument of generate, look for a misspelling."
+    meant = (
+        f"Did you mean {near[0]}=?"
+        if near
+        else f'A setting of a strategy goes into strategy_config={{"{name}": {shown(value)}}}.'
+    )
     return f"the loop gives the model tokens, positions and a mask, and nothing else. {meant}"
 
 
@@ -261,7 +265,8 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, ca
     if input_ids is None:
         return
     if not isinstance(input_ids, Tensor):
-        raise InputError(f"input_ids must be a tensor [rows, tokens], not {_kind(input_ids)}")
+        unpacked = ": write generate(**inputs)" if isinstance(input_ids, Mapping) else ""
+        raise InputError(f"input_ids must be a tensor [rows, tokens], not {_kind(input_ids)}{unpacked}")
     if input_ids.dim() != 2:
         raise InputError(f"input_ids must be [rows, tokens], not {list(input_ids.shape)}")
     if input_ids.dtype not in ID_TYPES:

@@ -128,7 +128,12 @@ class Assistants:
             try:
                 model = load_model(path, target.dtype).to(target.device)  # type: ignore[arg-type]
             except (OSError, ValueError) as error:
-                raise UnsupportedError(f"draft model {path!r} cannot be loaded: {error}") from error
+                where = (
+                    ""
+                    if "/" in path.strip("/.") and not path.startswith((".", "/"))
+                    else ": there is no such folder here"
+                )
+                raise UnsupportedError(f"draft model {path!r} cannot be loaded{where}: {error}") from error
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError):

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingsError
+from ..errors import SettingsError, installing
 from .templates import prompt_text
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         try:
             import pyarrow.parquet
         except ImportError as error:
-            raise SettingsError(f"{path} is read with pyarrow: pip install 'hf-decoders[bench]'") from error
+            raise SettingsError(f"{path} is read with pyarrow: {installing('bench')}") from error
         return list(pyarrow.parquet.read_table(path).to_pylist())
     content = path.read_bytes()
     try:

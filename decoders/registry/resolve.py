@@ -44,6 +44,10 @@ def resolve_strategy(
     if not isinstance(chosen, str):
         raise SettingsError(f"strategy must be a name, a Strategy class or a Strategy, not {type(chosen).__name__}")
     names = [part.strip() for part in chosen.split("+")]
+    if "+" in chosen and not all(names):
+        raise SettingsError(
+            f"strategy={chosen!r} has a '+' without a strategy beside it: write two names, \"suffix+ngram\""
+        )
     classes = [registry().strategy(name) for name in names]
     if len(classes) == 1:
         return resolve_strategy(classes[0], call, configured)

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import SettingsError
+from ..errors import SettingsError, installing
 from .drawing import draw
 from .figures import GrammarUse, Stage, Timings, mean_length
 from .written import Tree, Written, bars
@@ -260,7 +260,7 @@ class Report:
         try:
             from matplotlib.figure import Figure  # without pyplot, which would open a display
         except ImportError as error:
-            raise ImportError("report.plot() needs matplotlib: pip install 'hf-decoders[bench]'") from error
+            raise ImportError(f"report.plot() needs matplotlib: {installing('bench')}") from error
         figure = Figure(figsize=(11, 3.4), layout="constrained")
         draw(self, *figure.subplots(1, 3, width_ratios=(3, 2, 3)))
         if path is not None:

@@ -70,7 +70,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise UnsupportedError("a prompt that is text needs a tokenizer: pass tokenizer= to the Scheduler")
+            raise UnsupportedError("a prompt that is text needs a tokenizer: pass tokenizer=")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
