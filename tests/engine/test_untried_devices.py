@@ -84,7 +84,7 @@ def test_what_such_a_device_may_lack_is_refused(kind: str) -> None:
 
 @KIND
 @pytest.mark.parametrize(("strategy", "config"), STRATEGIES, ids=lambda value: str(value or ""))
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.usefixtures("here", "checked_briefly")
 def test_strategies_write_the_tokens_of_the_cpu(
     expected: Any, strategy: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -105,7 +105,7 @@ def test_strategies_write_the_tokens_of_the_cpu(
 
 @KIND
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.usefixtures("here")
 def test_architectures_write_the_tokens_of_the_cpu(name: str) -> None:
     written = tiny_model(name).generate(input_ids=IDS, attention_mask=MASK, do_sample=False, **OPTIONS).tolist()

@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What each part of the package may import beyond the default dependencies, by the extra that brings it.
 EXTRAS = {
     "bench": {"psutil", "matplotlib"},
-    "prompts": {"pyarrow"},
+    "prompts": {"pyarrow", "jinja2"},
     "report": {"matplotlib"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
