@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DecodersError
-from .catalogue import ExtensibleGroup
+from . import catalogue
 from .console import plain_console
 
 #: Options that users of transformers look for, each with the option to use instead.
@@ -25,7 +25,7 @@ INSTEAD = {
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-class Group(ExtensibleGroup):
+class Group(catalogue.ExtensibleGroup):
     """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, an error of the system with 1."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
@@ -85,6 +85,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Faster decoding for Hugging Face causal language models.",
 )
+catalogue.command_line = app
 
 
 def _version(show: bool) -> None:

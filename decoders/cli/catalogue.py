@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Items = list[dict[str, Any]]
 
+#: The whole command line; :mod:`decoders.cli` puts it here.
+command_line = typer.Typer()
+
 #: Written by docs/generate_reference.py.
 BUILTIN_FILE = Path(__file__).with_name("builtin.json")
 #: If any of these variables is set, the cache is not used.
@@ -99,9 +102,7 @@ def _commands_of_plugins() -> dict[str, Callable[..., None]]:
 
 def _check_name(name: str, names: Iterable[str]) -> None:
     """Raises PluginError if `name` cannot be typed because of a command of this package, or of one of plugins' other `names`."""
-    from . import app
-
-    command: Any = get_command(app)
+    command: Any = get_command(command_line)
     for part in name.split():
         if not hasattr(command, "commands"):
             break

@@ -65,7 +65,8 @@ def inputs_of(
         padded = PaddedPrompts(ids, mask, VOCAB)
         plan, values, sequences, on_host = plan_sampling(LogitsProcessorList(processors), padded, config, ())
         assert on_host is None
-        request = dict(plan=plan, values=values, seed=row, stop_tokens=(), sequences=sequences, padding=[left])
+        sampling = SimpleNamespace(values=values, seed=row, sequences=sequences)
+        request = dict(plan=plan, sampling=sampling, stopping=SimpleNamespace(tokens=()), padding=[left])
         requests.append(SimpleNamespace(**request))
     assert len({request.plan for request in requests}) == 1
     several: Any = requests

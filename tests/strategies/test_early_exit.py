@@ -51,13 +51,13 @@ class Watched(EarlyExit):
     def start(self, context):
         state = super().start(context)
         self.drafter, self.begins = state.drafter, []
-        core, run = state.drafter.core, state.drafter.core.run
+        core, run = state.drafter.core, state.drafter.core.forward_pass
 
         def watched(given):
             self.begins.append(given.base)
             return run(given)
 
-        core.run = watched
+        core.forward_pass = watched
         return state
 
     def propose(self, state, sequences):
