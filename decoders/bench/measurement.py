@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ..enabling import forget
+from ..enabling import forget as forget_memories
 from ..errors import DecodersError
 from ..report import Report, Stage
 from .machine import PeakMemory, resident
@@ -333,7 +333,7 @@ def forget(entries: Sequence[Competitor]) -> None:
     """Clears the memories of strategies at the start of a round, so that each round learns from the same prompts in the same order."""
     for entry in entries:
         if entry.method.arguments.get("decoders_config", {}).get("memory"):
-            forget(entry.method.model)
+            forget_memories(entry.method.model)
 
 
 def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
