@@ -75,7 +75,7 @@ BASES = ("draft_model", "draft_tree", "feature_drafter", "followed_text", "text_
 HEADS = {
     "decoders.heads.network_files": network_files.__all__,
     "decoders.heads.block_heads": ("BlockHead", "DraftedBlock", "HeadScores", "HeadFields"),
-    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length"),
+    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length", "picture"),
     "decoders.training.medusa": ("train_medusa",),
     "decoders.training.recipes": ("Recipe", "HeadsTraining"),
 }

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..common.files import write_whole
 from ..errors import DecodersError, SettingsError
+from ..tree import Topology
 from .network_files import CONFIG, Count, FileConfig, Stamp, Whole, find_network, read_json, read_tensors, stamp_of
 
 Projection = Literal["tied", "low_rank", "full"]
@@ -330,3 +331,17 @@ def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
             depth += 1
         tokens += count * (depth + 1)
     return tokens / len(ranks)
+
+
+def picture(tree: Sequence[Sequence[int]]) -> str:
+    """The attention mask of a tree's block as text: one row per node, with ``■`` in the columns that the node sees."""
+    topology, _ = Topology.from_paths(tree)
+    ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
+    names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]
+    width = max(map(len, names))
+    visible = topology.tensors(1, torch.device("cpu")).visible[0].tolist()
+    lines = [
+        f"{name:<{width}}  " + " ".join("■" if s else "·" for s in row)
+        for name, row in zip(names, visible, strict=True)
+    ]
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoders.errors import DecodersError
-from decoders.heads.medusa import DEFAULT_TREE, accepted_length, search_tree
+from decoders.heads.medusa import DEFAULT_TREE, accepted_length, picture, search_tree
 from decoders.tree import Topology
 
 
@@ -64,3 +64,9 @@ def test_smaller_budget_gives_the_beginning_of_the_tree():
 def test_heads_that_are_never_right_have_no_tree():
     with pytest.raises(DecodersError, match="no draft token of any head is right"):
         search_tree(torch.full((5, 2), 40), 8)
+
+
+def test_picture_shows_who_sees_whom():
+    lines = picture([(0,), (1,), (0, 0)]).splitlines()
+    assert [line.rsplit("  ")[0].strip() for line in lines] == ["root", "head 1 0", "head 1 1", "head 2 0·0"]
+    assert [line[-7:] for line in lines] == ["■ · · ·", "■ ■ · ·", "■ · ■ ·", "■ ■ · ■"]
