@@ -258,7 +258,8 @@ def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatc
 def test_a_compiled_layer_is_so_many_launches(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[list[str]] = []
     for layers in (2, 1):
-        target = Target(made(design, num_hidden_layers=layers), "triton")
+        kinds = {"layer_types": ["sliding_attention", "full_attention"][-layers:]} if design == "gemma3" else {}
+        target = Target(made(design, num_hidden_layers=layers, **kinds), "triton")
         forward, arguments = regions.regional_forward(target), regions.examples(target, 1, 5)
         with written_for_triton(tmp_path), torch.no_grad():
             _, codes = run_and_get_code(forward.compile, *arguments)
