@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..common.devices import compiles
 from ..costs.curve import CostCurve, default_folder, path_of
 from ..engine.model.layout import embeddings_of
 from ..errors import DecodersError, SettingsError, UnsupportedError
@@ -82,14 +81,16 @@ def warm(
     for strategy in resolved:
         if strategy.needs_assistant and assistant_model is None:
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
-    asked = _runtime(generate, options).compile
-    compile = asked is True or (asked == "auto" and compiles(generate.model.device))
-    options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
+    runtime, started = _runtime(generate, options), time.perf_counter()
+    engine = generate.engine(runtime)
+    making = sum(engine.prepared_since(started))
+    if runtime.compile == "auto":  # at once where passes are compiled at all, not in the background
+        compile = engine.target.uncompiled is None
+        options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
     plans: list[dict[str, Any]] = [{"do_sample": False}]
     if sampling:
         plans.append({"do_sample": True, "seed": 0, **(sampling if isinstance(sampling, dict) else {})})
     parts: list[WarmupPart] = []
-    making = 0.0
     for count in rows:
         for name, strategy in zip(strategies, resolved, strict=True):
             for plan in plans:

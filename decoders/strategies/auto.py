@@ -83,16 +83,15 @@ class Auto(Strategy):
         unknown = sorted(set(self.settings.config) - set(names))
         if unknown:
             raise SettingsError(f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(names)}")
-        for name in names:
-            cls = registered.get(canonical(name), Strategy)
-            self._made[name] = resolve(name, {**cls.auto_settings, **self.settings.config.get(name, {})})
-        made = self.candidates
-        for strategy in made:
+        own = {name: registered.get(canonical(name), Strategy).auto_settings for name in names}
+        made = {name: resolve(name, {**own[name], **self.settings.config.get(name, {})}) for name in names}
+        for strategy in made.values():
             refuse_unfit(strategy)
-        merged = merged_traits(made)
+        merged = merged_traits(tuple(made.values()))
         self.declare(**{name: merged[name] for name in ("reads_prompt", "prompt_logits", "finds_layers")})
         # A candidate that reads no prompts is started again.
-        self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made)
+        self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made.values())
+        self._made = made  # last: candidates that are refused are refused in the next call, too
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         return union(self._layers_of(part, config, count) for part in self._made.values())

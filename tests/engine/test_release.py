@@ -168,6 +168,12 @@ def test_warmup_makes_ready_and_runs_every_strategy(fresh: PreTrainedModel) -> N
     assert torch.equal(ours(fresh), plainly(fresh))
 
 
+def test_a_model_that_is_never_compiled_is_warmed_up_uncompiled() -> None:
+    model = tiny_model("lfm2")
+    done = decoders.warmup(model, strategies=["autoregressive"])
+    assert done.pack_seconds > 0 and done.compilations == 0 and [part.strategy for part in done.parts]
+
+
 def test_mistakes_in_warmup_are_errors(fresh: PreTrainedModel) -> None:
     with pytest.raises(UnsupportedError, match="assistant_model"):
         decoders.warmup(fresh, strategies=["speculative"])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import decoders
 from decoders import Context, Draft, Sequences, Step, Strategy
 from decoders.engine.decode.session import Session
-from decoders.errors import SettingsError, UnknownNameError, UnsupportedError
+from decoders.errors import DecodersError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.registry import registry
 from decoders.strategies import Auto, Speculative
 from decoders.strategies.auto_candidates import Candidate
@@ -215,6 +215,14 @@ def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) ->
 def test_candidates_that_cannot_be_are_refused(config: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         auto_call(1, strategy_config=config)
+
+
+@pytest.mark.parametrize("candidates", [["lookahead"], ["suffix", "prompt_lokup"]])
+def test_an_object_with_candidates_that_cannot_be_is_refused_in_every_call(candidates: list[str]) -> None:
+    strategy = Auto(candidates=candidates)
+    for _ in range(2):
+        with pytest.raises(DecodersError, match="has to see every step|prompt_lookup"):
+            decode(enabled(), prompts(1), strategy, max_new_tokens=8, decoders_config=EAGER)
 
 
 def test_other_verifiers_are_refused() -> None:
