@@ -218,11 +218,10 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
             place = ", ".join(f"{name} {where}" for name, where in origin.items() if where)
         if item["type"] == "extra_forbidden":
             where = f" {place}" if place else ""
-            loop = (
-                field in RuntimeSettings.model_fields
-                and "It is a setting of the loop: decoders_config={'" + field + "': …}"
-            )
-            problems.append(f"unknown setting {field!r}{where}. {loop or suggest(field, cls.model_fields)}")
+            hint = suggest(field, cls.model_fields)
+            if field in RuntimeSettings.model_fields:
+                hint = f"It is a setting of the loop: decoders_config={{{field!r}: …}}"
+            problems.append(f"unknown setting {field!r}{where}. {hint}")
         else:
             where = f" ({place})" if place else ""
             problems.append(f"{field}: {item['msg']} (got {item.get('input')!r}){where}".removeprefix(": "))

@@ -131,15 +131,15 @@ def unusable_commands() -> dict[str, str]:
     from ..registry import registry
 
     wrong: dict[str, str] = {}
-    for info in registry().plugins():
-        for name in info.commands:
-            commands = _commands_of_plugins()
-            try:
-                _check_name(name, commands)
-                if (function := commands.get(name)) is not None:
-                    as_command(function, name)
-            except PluginError as error:
-                wrong[info.key] = f"{wrong[info.key]}; {error}" if info.key in wrong else str(error)
+    claimed = [(info.key, name) for info in registry().plugins() for name in info.commands]
+    commands = _commands_of_plugins() if claimed else {}
+    for key, name in claimed:
+        try:
+            _check_name(name, commands)
+            if (function := commands.get(name)) is not None:
+                as_command(function, name)
+        except PluginError as error:
+            wrong[key] = f"{wrong[key]}; {error}" if key in wrong else str(error)
     return wrong
 
 

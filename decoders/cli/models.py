@@ -7,7 +7,6 @@ import functools
 import gc
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.checkpoints import is_gguf, load_model, load_tokenizer
+from ..common.checkpoints import absent, is_gguf, load_model, load_tokenizer
 from ..errors import DecodersError, SettingsError, UnknownNameError, canonical
 from .catalogue import catalogue
 
@@ -28,7 +27,6 @@ DEMO = "demo"
 #: A folder of a model or of an adapter contains one of these files.
 _CONFIGS = ("config.json", "adapter_config.json")
 log = logging.getLogger("decoders")
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def known_dtype(name: str) -> str:
@@ -154,16 +152,12 @@ def _where_to_look(kind: str, name: str) -> dict[str, bool]:
 def _check_name(kind: str, name: str) -> None:
     """Raises ModelLoadError if `name` is neither a path nor a possible name on the hub, or is a folder without a model."""
     place = Path(name)
-    repository = str(place.parent) if is_gguf(name) else name
     if place.is_dir() and kind == "Model" and not any((place / file).exists() for file in _CONFIGS):
         files = sorted(file.name for file in place.glob("*.gguf"))
         hint = f": name one of its GGUF files, as in {place / files[0]}" if files else ""
         raise ModelLoadError(f"Model {name!r} cannot be loaded: the folder has no {_CONFIGS[0]}{hint}")
-    if not place.exists() and not _HUB_NAME.fullmatch(repository):
-        raise ModelLoadError(
-            f"{kind} {name!r} cannot be loaded: there is no such {'file' if is_gguf(name) else 'folder'} here, and names on the hub "
-            "are like owner/name"
-        )
+    if (reason := absent(name)) is not None:
+        raise ModelLoadError(f"{kind} {name!r} cannot be loaded: {reason}")
 
 
 @functools.cache

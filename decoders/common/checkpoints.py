@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import PurePath
+import re
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DecodersError, installing
@@ -15,6 +16,8 @@ from ..errors import DecodersError, installing
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 class GgufError(DecodersError, ImportError):
@@ -70,6 +73,14 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether `path` names a GGUF file."""
     return os.fspath(path).lower().endswith(".gguf")
+
+
+def absent(name: str) -> str | None:
+    """Why no model can be called `name`; None for a path that exists, and for a possible name on the hub."""
+    repository, _ = _source(name)
+    if Path(name).exists() or _HUB_NAME.fullmatch(repository):
+        return None
+    return f"there is no such {'file' if is_gguf(name) else 'folder'} here, and names on the hub are like owner/name"
 
 
 def _source(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:

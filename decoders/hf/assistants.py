@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.checkpoints import load_model
+from ..common.checkpoints import absent, load_model
 from ..drafters import OtherVocabulary
 from ..engine.decode.engine import Engine
 from ..engine.model.layout import refuse_unfit, vocabulary_of
@@ -128,12 +128,7 @@ class Assistants:
             try:
                 model = load_model(path, target.dtype).to(target.device)  # type: ignore[arg-type]
             except (OSError, ValueError) as error:
-                where = (
-                    ""
-                    if "/" in path.strip("/.") and not path.startswith((".", "/"))
-                    else ": there is no such folder here"
-                )
-                raise UnsupportedError(f"draft model {path!r} cannot be loaded{where}: {error}") from error
+                raise UnsupportedError(f"draft model {path!r} cannot be loaded: {absent(path) or error}") from error
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError):

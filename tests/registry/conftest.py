@@ -1,15 +1,23 @@
-"""A tiny model with a token for each byte."""
+"""A fresh registry for every test, and a tiny model with a token for each byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
+from decoders.registry import reset_registry
 from decoders.testing.models import ARCHITECTURES, Architecture
+
+
+@pytest.fixture(autouse=True)
+def _fresh_registry() -> Iterator[None]:
+    reset_registry()
+    yield
+    reset_registry()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 import decoders
 from decoders import Draft, Sequences, Settings, Strategy
 from decoders.errors import PluginError
-from decoders.registry import registry, reset_registry, resolve_strategy
+from decoders.registry import registry, resolve_strategy
 from decoders.testing import prompts, tiny_model
 
 
@@ -51,13 +50,6 @@ class Plugin:
     @decoders.hookimpl
     def decoders_strategies(self) -> tuple[type[Strategy], ...]:
         return self.classes
-
-
-@pytest.fixture(autouse=True)
-def _fresh_registry() -> Iterator[None]:
-    reset_registry()
-    yield
-    reset_registry()
 
 
 def names() -> list[str]:

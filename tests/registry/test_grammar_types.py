@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 import decoders
 from decoders.errors import GrammarError, PluginError
-from decoders.registry import registry, reset_registry, resolve_grammar
+from decoders.registry import registry, resolve_grammar
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,6 @@ class Plugin:
 
 def of_form(form: Form) -> Any:
     return decoders.choice(form.fields)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_registry() -> Iterator[None]:
-    reset_registry()
-    yield
-    reset_registry()
 
 
 def test_generate_takes_an_object_of_the_plugins_type(speller: Any) -> None:

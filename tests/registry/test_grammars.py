@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -15,7 +14,7 @@ from decoders.cli import app
 from decoders.constraints import library
 from decoders.constraints.specs import Spec
 from decoders.errors import GrammarError, PluginError, UnknownNameError
-from decoders.registry import grammar_or_file, registry, reset_registry, resolve_grammar
+from decoders.registry import grammar_or_file, registry, resolve_grammar
 
 
 class Grammars:
@@ -27,13 +26,6 @@ class Grammars:
     @decoders.hookimpl
     def decoders_grammars(self) -> Any:
         return self.grammars
-
-
-@pytest.fixture(autouse=True)
-def _fresh_registry() -> Iterator[None]:
-    reset_registry()
-    yield
-    reset_registry()
 
 
 def test_a_plugins_grammar_is_taken_by_name(speller: Any) -> None:

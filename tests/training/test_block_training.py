@@ -39,11 +39,6 @@ CPU, FULL, MASK = torch.device("cpu"), torch.float32, 7
 SOME = torch.arange(1, 128, 2)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
 def run(**changes) -> BlockTraining:
     return replace(SMALL, **changes)
 

@@ -21,21 +21,6 @@ SMALL = DraftTraining(
 QUICK = Measurement(length=3, prompts=2, new_tokens=12)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(word_tokenizer):
-    return word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def texts(counting_texts):
-    return counting_texts
-
-
 def run(**changes) -> DraftTraining:
     return DraftTraining(**{**vars(SMALL), **changes})
 

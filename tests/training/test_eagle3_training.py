@@ -26,21 +26,6 @@ SMALL = HeadTraining(
 CPU, FULL = torch.device("cpu"), torch.float32
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(word_tokenizer):
-    return word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def texts(counting_texts):
-    return counting_texts
-
-
 def run(**changes) -> HeadTraining:
     return HeadTraining(**{**vars(SMALL), **changes})
 

@@ -23,16 +23,6 @@ SMALL = HeadsTraining(
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(word_tokenizer):
-    return word_tokenizer
-
-
-@pytest.fixture(scope="module")
 def texts():
     """Forty texts that count on in steps of their own."""
     return [

@@ -332,10 +332,8 @@ class Target:
             vectors = self.embed(inputs.pop("input_ids")).clone()
             vectors[:, text.length] = root
             inputs["inputs_embeds"] = vectors
-        self.taps.head.let_read(torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None)
-        with self._quick():
-            output = self.model(**inputs)
-        return self._results(output.logits).behind(text.length)
+        kept = torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None
+        return self.results(inputs, kept).behind(text.length)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
@@ -365,13 +363,8 @@ class Target:
         self.taps.head.let_read(kept)
         with self._quick():
             output = self.model(**inputs)
-        return self._results(output.logits)
-
-    def _results(self, logits: Tensor) -> ForwardResult:
-        """The results of the pass that has just run."""
-        taps = self.taps
-        layers = taps.states.taken() if taps.states is not None else None
-        return ForwardResult(_ordinary(logits.float()), _ordinary(taps.head.taken()), layers)
+        layers = self.taps.states.taken() if self.taps.states is not None else None
+        return ForwardResult(_ordinary(output.logits.float()), _ordinary(self.taps.head.taken()), layers)
 
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
