@@ -203,6 +203,19 @@ def test_layers_of_several_formats_are_several_products() -> None:
             assert (layer(x) - exact).norm() < 0.1 * exact.norm()
 
 
+def test_layers_with_scales_for_other_groups_of_inputs_are_several_products() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    parts, x = nn.ModuleDict({name: nn.Linear(128, 32) for name in "qk"}), torch.randn(3, 128)
+    for name, group in (("q", 32), ("k", 64)):
+        config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=torchao.PerGroup(group))
+        torchao.quantize_(parts[name], config)
+    with torch.no_grad():
+        expected = [parts[name](x) for name in "qk"]
+        assert len(quantize(parts, None, None, groups=[tuple("qk")]).layers) == 2
+        for name, result in zip("qk", expected, strict=True):
+            torch.testing.assert_close(parts[name](x), result, rtol=1e-5, atol=1e-5)
+
+
 def test_what_does_not_fit_int4_and_the_head_are_int8() -> None:
     layers: dict[str, nn.Module] = {"odd": nn.Linear(48, 32), "even": nn.Linear(64, 30), "head": nn.Linear(64, 32)}
     made = layers_of("int4", layers, [], head=layers["head"])

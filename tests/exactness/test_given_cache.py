@@ -160,12 +160,13 @@ def test_the_callers_cache_stays_as_it_is_and_no_later_call_finds_any_of_it(llam
     assert_same_tokens(llama, inputs, continued(llama, inputs, cache), out.sequences, "behind a call without one")
 
 
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])  # PyTorch's attention takes nodes in multiples
 @pytest.mark.parametrize("behind", [1, 7])
-def test_in_low_precision_no_step_runs_given_tokens_again(behind: int) -> None:
+def test_in_low_precision_no_step_runs_given_tokens_again(behind: int, attention: str) -> None:
     model = decoders.enable(tiny_model("llama").bfloat16())
     inputs = prompts(2)
     cache = cache_of(model, 2, 24 - behind)
-    options = dict(max_new_tokens=NEW, past_key_values=cache, decoders_config=EAGER)
+    options = dict(max_new_tokens=NEW, past_key_values=cache, decoders_config=EAGER | {"attention": attention})
     expected = decode(model, inputs, "autoregressive", **options).sequences
     assert not torch.equal(
         expected, decode(model, inputs, "autoregressive", **options | {"past_key_values": None}).sequences
