@@ -135,12 +135,13 @@ class RuntimeSettings(Settings):
         description="If rows share a step, leave out draft tokens that are not worth their time, by their acceptance rates and the "
         "cost of nodes; false verifies all draft tokens, so that equal calls take equal steps. The tokens are the same.",
     )
-    weights: Annotated[Literal["keep", "int8", "int4"], BeforeValidator(_without_packed)] = Field(
+    weights: Annotated[Literal["keep", "16bit", "int8", "int4"], BeforeValidator(_without_packed)] = Field(
         "keep",
-        description="keep computes with the model's own weights; int8 and int4 with quantized copies, which changes the text (on "
-        "CPUs). The model itself does not change.",
+        description="keep computes with the model's own weights; 16bit, on CPUs, with copies of float32 weights whose numbers 16 bits "
+        "hold, as of most checkpoints: half of the bytes are read, and the text is the same; int8 and int4, on CPUs, with quantized "
+        "copies, which changes the text. The model itself does not change.",
     )
-    draft_weights: Literal["auto", "keep", "int8", "int4"] = Field(
+    draft_weights: Literal["auto", "keep", "16bit", "int8", "int4"] = Field(
         "auto",
         description="As weights, for draft models; auto takes the value of weights. It changes the drafts, not the written tokens.",
     )

@@ -38,9 +38,9 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: Number formats of weights that are tried with the winning strategy. They change the text, so they are only mentioned, never
-#: recommended.
-WEIGHTS = ("int8", "int4")
+#: Number formats of weights that are tried with the winning strategy, and with float32 `NARROW`. Most change the text, so they are only
+#: mentioned, never recommended.
+WEIGHTS, NARROW = ("int8", "int4"), "16bit"
 #: Number of new tokens of a text: the greatest; the least, on a slow machine or to fit in more prompts; and that of a first call.
 MOST, FEWEST, FEW = 96, 16, 2
 #: Methods above this share of the fastest method's speed count as equally fast, since so few texts are measured.
@@ -135,7 +135,8 @@ class Advice:
             speed = f"{times(outlook.ratio)} times transformers' tokens/s"
             result.append(f"{outlook.what} would have {speed}, {worth} (estimated for {outlook.supposed}).")
         for name, gain in self.weights.items():
-            worth = "and other texts: compare them" if gain > GAIN else "so nothing is gained"
+            text = "and the same text" if name == NARROW else "and other texts: compare them"
+            worth = text if gain > GAIN else "so nothing is gained"
             result.append(
                 f'With decoders_config={{"weights": "{name}"}} it had {times(gain)} times that speed, {worth}.'
             )
@@ -216,7 +217,7 @@ def advise(
         uncompiled += [r for r in tried if r.method in variants]
     weights = dict[str, float]()
     theirs = next(method for method in methods if not method.ours)
-    for name in WEIGHTS:
+    for name in (*([NARROW] if verdict.dtype == "float32" else []), *WEIGHTS):
         if time.monotonic() - begin > SETTINGS * seconds:
             break
         winner = verdict.method or AUTO

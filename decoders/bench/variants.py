@@ -20,9 +20,9 @@ COMPILE = "compile"
 LOOP: dict[str, tuple[bool | str, ...]] = {
     COMPILE: (True, False, "auto"),
     "memory": (True, False),
-    "weights": ("keep", "int8", "int4"),
+    "weights": ("keep", "16bit", "int8", "int4"),
     "kv_cache": ("keep", "int8"),
-    "draft_weights": ("auto", "keep", "int8", "int4"),
+    "draft_weights": ("auto", "keep", "16bit", "int8", "int4"),
 }
 _OPENING = {"[": "]", "{": "}", "(": ")"}
 

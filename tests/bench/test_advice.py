@@ -149,8 +149,8 @@ def test_weights_are_among_what_is_tried(model: Any, tokenizer: Any, monkeypatch
     for name, value in (("MOST", 4), ("FEWEST", 4), ("STRATEGIES", ("autoregressive", "auto")), ("TUNED", {})):
         monkeypatch.setattr(advice, name, value)
     advised = decoders.advise(model, ["one two one"], tokenizer=tokenizer, seconds=60, compile=False)
-    assert set(advised.weights) == {"int8", "int4"} and all(gain > 0 for gain in advised.weights.values())
-    assert "weights" not in advised.code and sum("weights=" in record.method for record in advised.records) == 2
+    assert set(advised.weights) == {"16bit", "int8", "int4"} and all(gain > 0 for gain in advised.weights.values())
+    assert "weights" not in advised.code and sum("weights=" in record.method for record in advised.records) == 3
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,55 @@ def test_the_model_itself_stays_and_the_report_tells() -> None:
     assert torch.equal(write(model, {}).sequences, own.sequences)
 
 
+def of_16_bits(name: str, dtype: torch.dtype, *others: str) -> PreTrainedModel:
+    """A model in float32 with the numbers of a checkpoint in `dtype`, except in the weights whose names contain one of `others`."""
+    model = tiny_model(name).float()
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if not any(other in path for other in others):
+                weight.copy_(weight.to(dtype))
+    return model
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float16)])
+def test_copies_in_16_bits_keep_every_bit_of_the_logits(name: str, dtype: torch.dtype) -> None:
+    model = of_16_bits(name, dtype)
+    own, narrow = target_of(model), target_of(model, precision=Precision("16bit"))
+    assert narrow.matrices and {matrix.dtype for matrix in narrow.matrices} == {dtype}
+    assert not narrow.rounds and narrow.products.few_rows == own.products.few_rows
+    logits = [each.forward(each._few_tokens()).logits for each in (own, narrow)]
+    assert torch.equal(*logits)
+
+
+def test_strategies_write_the_text_of_transformers_with_copies_in_16_bits() -> None:
+    model = decoders.enable(of_16_bits("llama", torch.bfloat16))
+    expected = decode(model, prompts(2, length=30), do_sample=False, max_new_tokens=16).sequences
+    for strategy in ("autoregressive", *STRATEGIES[:2]):
+        out = write(model, {"weights": "16bit"}, strategy)
+        assert torch.equal(out.sequences, expected) and out.report.weights == "16bit", strategy
+
+
+def test_matrices_that_16_bits_do_not_hold_stay(caplog: pytest.LogCaptureFixture) -> None:
+    model = of_16_bits("llama", torch.bfloat16, "up_proj")
+    layers = target_of(model, precision=Precision("16bit")).products.quantized.layers
+    assert layers and not any("up_proj" in path for path in layers) and not caplog.records
+    assert not target_of(tiny_model("llama").bfloat16(), precision=Precision("16bit")).matrices
+    assert "copies no matrix" in caplog.text
+
+
+def test_a_changed_weight_counts_whether_16_bits_hold_it_or_not() -> None:
+    model, settings = decoders.enable(of_16_bits("llama", torch.bfloat16)), {"weights": "16bit"}
+    plain = decoders.enable(copy.deepcopy(model))
+    write(model, settings)
+    for rounded in (True, False):
+        for each in (model, plain):
+            weight = each.model.layers[0].mlp.up_proj.weight
+            with torch.no_grad():
+                weight.mul_(-1.5)
+                weight.copy_(weight.bfloat16() if rounded else weight * 1.001)
+        assert torch.equal(write(model, settings).sequences, write(plain, {}).sequences)
+
+
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "counted": lambda weight: weight.mul_(-1.5),
     "data": lambda weight: weight.data.mul_(-1.5),

@@ -112,7 +112,8 @@ class Engine:
                 if weights.places != known.places:
                     self.sessions.forget_recordings()
                 started = time.perf_counter()
-                self.target.renew(weights)
+                if not self.target.renew(weights):
+                    return False
                 self._prepared = started, time.perf_counter() - started, 0.0, 0.0
                 self.sessions.forget()
             return True

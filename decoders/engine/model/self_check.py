@@ -149,7 +149,8 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
     """
     reference = share_weights(model)  # in evaluation mode, whatever the mode of the user's model
     rope.with_own_tables(reference)
-    quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.products.groups)
+    scheme = target.precision.weights if target.precision.weights != "16bit" else None  # has the same numbers
+    quantize(reference, scheme, reference.get_output_embeddings(), groups=target.products.groups)
     layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
     sizes = sizes.within(target.lengths.most)

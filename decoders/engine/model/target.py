@@ -304,10 +304,12 @@ class Target:
         """A :meth:`sibling` whose results contain the outputs of these decoder layers; it needs a graph of its own."""
         return self.sibling(layers)
 
-    def renew(self, weights: WeightState) -> None:
-        """Quantizes the present weights again, in place: compiled code and recorded steps see the new values."""
-        self.products.quantized.renew()
+    def renew(self, weights: WeightState) -> bool:
+        """Copies the present weights again, in place: compiled code and recorded steps see the new values. Returns False if a copy in
+        16 bits no longer holds its weight.
+        """
         self.weights = weights
+        return self.products.quantized.renew()
 
     def _quick(self) -> AbstractContextManager:
         """Inference mode, in which operations cost less, for passes that are neither compiled nor recorded."""

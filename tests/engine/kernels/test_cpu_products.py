@@ -85,6 +85,22 @@ def test_products_are_those_of_float64_and_a_row_has_the_same_bits_among_any_oth
 
 
 @needs_kernels
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matrices_in_16_bits_have_the_products_of_the_same_numbers_in_float32(
+    variant: str, narrow: torch.dtype
+) -> None:
+    multiply = cpu.loaded(variant).few_rows_linear
+    for number in range(40):
+        x, matrices, biases = case(number, torch.float32, number % 2 == 0)
+        x = torch.cat([x, x[:1].repeat(60 * (number % 3), 1)])  # torch multiplies many rows
+        halves = [matrix.to(narrow) for matrix in matrices]
+        assert torch.equal(multiply(x, halves, biases), multiply(x, [half.float() for half in halves], biases)), number
+    with pytest.raises(RuntimeError, match="the type of x, or 16 bits"):
+        multiply(torch.ones(2, 8, dtype=torch.bfloat16), [torch.ones(3, 8)], [])
+
+
+@needs_kernels
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_number_of_rows_has_the_same_bits(variant: str) -> None:
     multiply = cpu.loaded(variant).few_rows_linear
@@ -110,7 +126,7 @@ def test_rows_may_have_any_shape_and_strides() -> None:
 def test_what_does_not_fit_is_an_error() -> None:
     multiply, x, matrix = cpu.chosen().kernels.few_rows_linear, torch.randn(2, 8), torch.randn(4, 8)
     gaps, across = torch.randn(4, 16)[:, ::2], torch.randn(8, 4).t()
-    for wrong in ([], [matrix] * 4, [matrix[:, :7]], [matrix.half()], [gaps], [matrix, across]):
+    for wrong in ([], [matrix] * 4, [matrix[:, :7]], [matrix, matrix.half()], [gaps], [matrix, across]):
         with pytest.raises(RuntimeError, match="matri"):
             multiply(x, wrong, [])
     with pytest.raises(RuntimeError, match="bias"):

@@ -44,7 +44,10 @@ def few_rows_linears(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Ten
     Args:
         x: ``[…, K]``.
         matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` of equal strides.
-        biases: as many biases ``[O]``, or none. All tensors have the same dtype.
+        biases: as many biases ``[O]``, or none.
+
+    All tensors have the same dtype; on the CPU the matrices may also be in 16 bits, with `x` in float32. A row has the same bits then as
+    by the same matrices in float32.
     """
     return operator_for(x)(x, matrices, biases)
 
@@ -69,7 +72,8 @@ def product_or_none(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tens
 
 def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
     """Whether the device's operator supports these arguments."""
-    if x.dtype != matrices[0].dtype or x.dtype not in cpu.TYPES or 1 not in matrices[0].stride():
+    narrow = x.dtype == torch.float32 and operator_for(x) is not few_rows_on_cuda and matrices[0].dtype in cpu.TYPES
+    if not (narrow or x.dtype == matrices[0].dtype) or x.dtype not in cpu.TYPES or 1 not in matrices[0].stride():
         return False
     if any(bias.dtype != x.dtype or not bias.is_contiguous() for bias in biases):
         return False

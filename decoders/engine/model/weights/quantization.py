@@ -1,11 +1,13 @@
-"""Chooses the matrices with quantized products: matrices that a library has quantized, and all others if the setting says so."""
+"""Chooses the matrices that are multiplied by copies or levels: matrices that a library has quantized, and all others if the setting says so."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
@@ -17,12 +19,13 @@ from ....errors import UnsupportedError
 from .. import torch_compat
 from ..kernels import cpu
 from ..kernels.cpu import four_bits
+from .few_rows import NARROW, Narrow
 from .fused import Group, join, plain_weight
 from .packed import Format, packed_layers
 from .quantized import GROUP, KINDS, QuantizedLinear, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
 from .state import values_of
 
-Scheme = Literal["int8", "int4"]
+Scheme = Literal["16bit", "int8", "int4"]
 #: Dense matrices with fewer elements are not quantized: calling a kernel costs more than it saves.
 SMALLEST = 128 * 128
 #: Quantization is logged if it takes longer than this (seconds).
@@ -34,7 +37,7 @@ _log = logging.getLogger("decoders")
 
 
 def scheme_of(weights: str) -> Scheme | None:
-    """The quantization for a value of the setting `weights`, or None."""
+    """The copies for a value of the setting `weights`, or None."""
     return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 
@@ -55,7 +58,7 @@ class Precision:
     @property
     def rounds(self) -> bool:
         """Whether the precision is lower than the model's."""
-        return self.weights is not None or self.cache is not None
+        return self.weights in ("int8", "int4") or self.cache is not None
 
     def check(self, device: torch.device, weights: str = "weights") -> None:
         """Raises UnsupportedError if `device` has no kernels for it. weights: name of the setting in the error."""
@@ -72,8 +75,12 @@ class Precision:
             )
 
 
+class LossyError(Exception):
+    """A copy in 16 bits would not hold the same numbers."""
+
+
 class QuantizedWeight:
-    """A quantized copy of a matrix in a kernel's form.
+    """A copy of a matrix in a kernel's form.
 
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized; kept alive.
@@ -90,7 +97,7 @@ class QuantizedWeight:
         return [value for value in self.made.values() if isinstance(value, Tensor)]
 
     def renew(self) -> None:
-        """Quantizes the sources again into the same tensors, if they have changed."""
+        """Copies the sources again into the same tensors, if they have changed. Raises LossyError."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
                 if own.data_ptr() != new.data_ptr():  # a library's levels may be used without a copy
@@ -114,11 +121,13 @@ class Quantized:
         return list({id(weight): weight for _, weight in self.layers.values()}.values())
 
     @torch.no_grad()
-    def renew(self) -> None:
-        """Quantizes changed weights again, in place."""
-        with torch.inference_mode(False):
+    def renew(self) -> bool:
+        """Copies changed weights again, in place; returns False if a weight no longer fits into its copy."""
+        with torch.inference_mode(False), suppress(LossyError):
             for weight in self.weights:
                 weight.renew()
+            return True
+        return False
 
 
 @torch.no_grad()
@@ -173,11 +182,12 @@ def quantize(
 ) -> Quantized:
     """Makes layers of `model`, a private copy, multiply by quantized matrices.
 
-    Layers that a library has quantized keep their values and get a kernel, if there is one. With a `scheme`, dense layers get quantized
-    copies of their weights: ``int8``, or ``int4`` except for the output `head` and sizes that the kernel lacks, which get ``int8``.
+    Layers that a library has quantized keep their values and get a kernel, if there is one. With a `scheme`, dense layers get copies of
+    their weights: ``int8``, or ``int4`` except for the output `head` and sizes that the kernel lacks, which get ``int8``; or ``16bit`` of
+    weights in float32 whose numbers 16 bits hold.
 
     Args:
-        smallest: matrices with fewer elements are not quantized; None: :data:`SMALLEST`.
+        smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None: :data:`SMALLEST`.
         groups: layers with the same input. Layers of a group with the same quantization are one product.
         given: the result of :func:`take_packed`.
     """
@@ -188,15 +198,20 @@ def quantize(
     for path, module in modules.items():
         weight = by_module.get(id(module)) or _given(module)
         if weight is None and scheme is not None:
-            weight = _asked_for(module, "int8" if module is head else scheme, smallest)
+            weight = _asked_for(module, "int8" if module is head and scheme == "int4" else scheme, smallest)
         if weight is None:
             continue
         quantized.layers[path] = (module, weight)
         if id(module) not in by_module:  # a module may have two names
             by_module[id(module)] = weight
             module.__dict__.update(weight.made)
-            module.__class__ = KINDS[type(module)]
-    join(modules, groups, lambda path: product_kind(modules[path]) if path in quantized.layers else None)
+            module.__class__ = (NARROW if "narrow" in weight.made else KINDS)[type(module)]
+    in_levels = {path for path, (module, _) in quantized.layers.items() if not isinstance(module, Narrow)}
+    join(modules, groups, lambda path: product_kind(modules[path]) if path in in_levels else None)
+    if scheme == "16bit" and not quantized.layers:
+        _log.warning(
+            "weights='16bit' copies no matrix: this model's are not in float32, or 16 bits do not hold their numbers"
+        )
     if (seconds := time.perf_counter() - started) > LONG:
         _log.info("quantized %d matrices to %s in %.1f s", len(quantized.weights), scheme, seconds)
     return quantized
@@ -232,7 +247,7 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
         weight is None
         or weight.device.type != "cpu"
         or weight.dtype not in TYPES
-        or weight.numel() < smallest
+        or (scheme != "16bit" and weight.numel() < smallest)
         or not has_kernels()
     ):
         return None
@@ -249,8 +264,25 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
         levels, scales = rounded_to_int4(matrix())
         return dict(levels=four_bits.packed(levels), scales=scales, after=None, digits=1)
 
+    if scheme == "16bit":
+        return _narrow_copy(source) if source.dtype == torch.float32 else None
     four = scheme == "int4" and matrix().shape[1] % GROUP == 0
     return _shared([weight], (scheme if four else "int8", transposed), int4 if four else int8)
+
+
+def _narrow_copy(source: Tensor) -> QuantizedWeight | None:
+    """A copy in the type of 16 bits that holds all numbers of `source`; None if neither does."""
+
+    def copied(dtype: torch.dtype) -> dict[str, Any]:
+        narrow = source.detach().to(dtype)
+        if not torch.equal(narrow.float(), source):
+            raise LossyError
+        return dict(narrow=narrow)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        with suppress(LossyError):
+            return _shared([source], ("16bit", dtype), functools.partial(copied, dtype))
+    return None
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:

@@ -196,6 +196,11 @@ def _check_products(kernels: Kernels, dtype: torch.dtype) -> str | None:
             for rows in range(1, len(x)):
                 if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
                     return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
+            # The same numbers in float32 have the same sums.
+            wide, others = x.float(), [bias.float()]
+            narrow = (kernels.few_rows_linear(wide, [each], others) for each in (stored, stored.float()))
+            if not torch.equal(*narrow):
+                return f"a wrong product of float32 and {name}"
     return None
 
 

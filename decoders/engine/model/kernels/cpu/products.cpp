@@ -4,15 +4,17 @@
 
 namespace {
 
+constexpr auto FLOAT = torch::headeronly::ScalarType::Float;
 // From this many rows on, torch multiplies in float32, a third faster. In 16 bits it is slower, and a row would have other bits.
 constexpr int64_t MANY_ROWS = 96;
 
-// Products by torch. x: [R, K], out: [R, all outputs].
+// Products by torch, which takes matrices of float32 only. x: [R, K], out: [R, all outputs].
 void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& biases, Tensor& out) {
     int64_t rows = x.size(0), outputs = out.size(1), first = 0;
     for (size_t m = 0; m < matrices.size(); m++) {
         int64_t own = matrices[m].size(0);
-        Tensor weights = torch::stable::transpose(matrices[m], 0, 1), part = torch::stable::narrow(out, 1, first, own);
+        Tensor wide = matrices[m].scalar_type() == FLOAT ? matrices[m] : torch::stable::to(matrices[m], FLOAT);
+        Tensor weights = torch::stable::transpose(wide, 0, 1), part = torch::stable::narrow(out, 1, first, own);
         std::array<StableIValue, 3> stack{
             torch::stable::detail::from(x), torch::stable::detail::from(weights), torch::stable::detail::from(part)};
         TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
@@ -30,17 +32,20 @@ void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, cons
     }
 }
 
-// x: [..., K], matrices: up to three of [O, K], all stored by rows or all by columns, biases: as many of [O], or none.
+// x: [..., K], biases: as many of [O] as matrices, or none. matrices: up to three of [O, K], all of the type of x, or with x of float32 of
+// one type of 16 bits; all stored by rows or all by columns.
 Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tensor> biases) {
     constexpr size_t MOST = 3;
     int64_t count = matrices.size(), inputs = x.size(x.dim() - 1), outputs = 0;
     STD_TORCH_CHECK(0 < count && count <= int64_t(MOST), "one to three matrices are multiplied at once, not ", count);
     STD_TORCH_CHECK(biases.empty() || int64_t(biases.size()) == count, "every matrix has a bias, or none");
+    auto type = matrices[0].scalar_type();
+    STD_TORCH_CHECK(type == x.scalar_type() || x.scalar_type() == FLOAT, "matrices have the type of x, or 16 bits");
     Matrix all[MOST];
     for (int64_t m = 0; m < count; m++) {
         const Tensor& matrix = matrices[m];
-        STD_TORCH_CHECK(matrix.dim() == 2 && matrix.size(1) == inputs && matrix.scalar_type() == x.scalar_type(),
-                        "matrices have the type of x and as many inputs");
+        STD_TORCH_CHECK(matrix.dim() == 2 && matrix.size(1) == inputs && matrix.scalar_type() == type,
+                        "matrices have one type, and the inputs of x");
         STD_TORCH_CHECK(matrix.stride(1) == 1 || matrix.stride(0) == 1, "matrices are stored by rows or by columns");
         STD_TORCH_CHECK((matrix.stride(1) == 1) == (matrices[0].stride(1) == 1), "matrices are stored alike");
         const void* bias = biases.empty() ? nullptr : bias_of(biases[m], matrix, x);
@@ -49,14 +54,19 @@ Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tenso
     }
     Tensor out = with_last_size(x, outputs), rows = without_gaps(x);
     int64_t number = inputs ? x.numel() / inputs : 0;
-    if (number >= MANY_ROWS && x.scalar_type() == torch::headeronly::ScalarType::Float) {
+    if (number >= MANY_ROWS && x.scalar_type() == FLOAT) {
         Tensor flat = torch::stable::view(out, {number, outputs});
         many_rows_linear(torch::stable::view(rows, {number, inputs}), matrices, biases, flat);
         return out;
     }
-    with_type(x, [&](auto type) {
-        using T = decltype(type);
-        multiply(data<T>(rows), number, inputs, all, count, data<T>(out), threads());
+    with_type(matrices[0], [&](auto of_weights) {
+        using W = decltype(of_weights);
+        auto by_rows_of = [&](auto of_x) {
+            using T = decltype(of_x);
+            multiply<W>(data<T>(rows), number, inputs, all, count, data<T>(out), threads());
+        };
+        if (type == x.scalar_type()) by_rows_of(W());
+        else by_rows_of(float());
     });
     return out;
 }

@@ -22,14 +22,15 @@ struct Matrix {
     long groups = 0;               // groups of scales per output
 };
 
-// Products by weights of a type: STEP inputs of an output at once, by rows of x in the form of `prepare`.
-template <class T>
+// Products of rows of X by weights of a type: STEP inputs of an output at once, by rows in the form of `prepare`. By the same numbers in
+// float32 and in 16 bits, rows of float32 have the same sums.
+template <class T, class X = T>
 struct Steps {
     using Weight = T;
     using Row = float;
     using Sum = Vec;
     static constexpr int STEP = LANES;
-    static constexpr bool AS_GIVEN = sizeof(T) == sizeof(float);
+    static constexpr bool AS_GIVEN = std::is_same_v<X, float>;
     template <int R, int N>
     static inline void add(const T* const (&w)[R], const float* x, long ldx, Vec (&sums)[R][N]) {
         Vec rows[N];
@@ -39,7 +40,7 @@ struct Steps {
             for (int n = 0; n < N; n++) sums[r][n] = multiply_add(weights, rows[n], sums[r][n]);
         }
     }
-    static inline void prepare(const T* from, float* to) {
+    static inline void prepare(const X* from, float* to) {
         for (int i = 0; i < STEP; i++) to[i] = widen(from[i]);
     }
 };
@@ -47,7 +48,7 @@ struct Steps {
 #if defined(__AVX512BF16__)
 // A product of two pairs of bfloat16 is one instruction: rows stay as they are.
 template <>
-struct Steps<bfloat16> {
+struct Steps<bfloat16, bfloat16> {
     using Weight = bfloat16;
     using Row = bfloat16;
     static constexpr int STEP = 2 * LANES;
@@ -66,7 +67,7 @@ struct Steps<bfloat16> {
 #else
 // In a vector of pairs, a shift widens the first numbers and a mask the second; so rows separate first and second numbers, too.
 template <>
-struct Steps<bfloat16> {
+struct Steps<bfloat16, bfloat16> {
     using Weight = bfloat16;
     using Row = float;
     static constexpr int STEP = 2 * LANES;
@@ -231,7 +232,7 @@ void multiply_column_rows(const T* weights, long stride, const float* x, long ld
     for (; row < rows; row++) multiply_columns<V, 1>(weights, stride, x + row * ldx, ldx, inputs, y + row * ldy, ldy);
 }
 
-template <class T>
+template <class W, class T>
 void multiply_column_block(const float* x, long ldx, long rows, long inputs, const Matrix& matrix, T* out, long ldo, int threads) {
     constexpr long WIDE = COLUMNS * LANES;
     in_threads(threads, [&](int thread, int of) {
@@ -240,7 +241,7 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
         alignas(64) float y[MOST_ROWS_AT_ONCE * WIDE];
         const T* bias = (const T*)matrix.bias;
         for (long o = begin; o < end; o += WIDE) {
-            const T* w = (const T*)matrix.weights + o;
+            const W* w = (const W*)matrix.weights + o;
             long wide = std::min(end - o, WIDE);
             if (wide == WIDE) {
                 multiply_column_rows<COLUMNS>(w, matrix.input_stride, x, ldx, rows, inputs, y, WIDE);
@@ -357,9 +358,10 @@ const Row* prepare_rows(const T* x, long rows, long inputs, long& ldx, int threa
     return space;
 }
 
-template <class T>
+// W: the type of the weights, T or in 16 bits.
+template <class W, class T>
 void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int count, T* out, int threads) {
-    using S = Steps<T>;
+    using S = Steps<W, T>;
     long outputs = 0, ldx;
     bool columns = matrices[0].input_stride != 1;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
@@ -371,7 +373,7 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
             const float* wide = prepare_rows<float, 1, sizeof(T) == sizeof(float)>(x, some, inputs, ldx, threads, widened);
             long first = 0;
             for (int m = 0; m < count; first += matrices[m].outputs, m++)
-                multiply_column_block<T>(wide, ldx, some, inputs, matrices[m], out + first, outputs, threads);
+                multiply_column_block<W>(wide, ldx, some, inputs, matrices[m], out + first, outputs, threads);
         } else {
 #if defined(__AMX_BF16__)
             if constexpr (std::is_same_v<T, bfloat16>) {
