@@ -46,8 +46,8 @@ def few_rows_linears(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Ten
         matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` of equal strides.
         biases: as many biases ``[O]``, or none.
 
-    All tensors have the same dtype; on the CPU the matrices may also be in 16 bits, with `x` in float32. A row has the same bits then as
-    by the same matrices in float32.
+    All tensors have the same dtype; or on the CPU, the matrices are in 16 bits and the others in float32. Then a row has the same bits
+    as by the same numbers in float32.
     """
     return operator_for(x)(x, matrices, biases)
 

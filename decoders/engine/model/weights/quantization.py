@@ -1,4 +1,4 @@
-"""Chooses the matrices that are multiplied by copies or levels: matrices that a library has quantized, and all others if the setting says so."""
+"""Chooses the matrices with products by levels or copies: those that a library has quantized, and all others if the setting says so."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def quantize(
     """Makes layers of `model`, a private copy, multiply by quantized matrices.
 
     Layers that a library has quantized keep their values and get a kernel, if there is one. With a `scheme`, dense layers get copies of
-    their weights: ``int8``, or ``int4`` except for the output `head` and sizes that the kernel lacks, which get ``int8``; or ``16bit`` of
-    weights in float32 whose numbers 16 bits hold.
+    their weights: ``int8``, or ``int4`` except for the output `head` and sizes that the kernel lacks, which get ``int8``. With
+    ``16bit``, these are weights in float32 whose numbers 16 bits hold.
 
     Args:
         smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None: :data:`SMALLEST`.
