@@ -219,5 +219,5 @@ def test_variants_with_other_number_formats_stand_beside_the_models_own(tokenize
     engines = [vars(method.model)["generate"]._engine for method in methods]
     assert [engine.precision.weights for engine in engines] == [None, "int8", "int8"]
     assert [engine.precision.cache for engine in engines] == [None, None, "int8"]
-    with pytest.raises(SettingsError, match="weights is keep, int8 or int4, not 'packed'"):
+    with pytest.raises(SettingsError, match="weights is keep, 16bit, int8 or int4, not 'packed'"):
         parse("autoregressive[weights=packed]")

@@ -102,6 +102,6 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
 
 def _product_kind(layer: Any) -> Hashable:
     """A value that is equal for layers that a kernel can multiply as one; None for layers that it multiplies alone."""
-    matrix: Tensor = KINDS.get(type(layer), type(layer)).matrix(layer)  # type: ignore[attr-defined]
+    matrix: Tensor = KINDS.get(type(layer), type(layer)).matrix(layer)
     alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
     return alike if are_one_product([matrix]) else None
