@@ -12,6 +12,7 @@ import typer
 
 from ..errors import SettingsError, UnknownNameError
 from .console import plain_console, waiting
+from .models import Device, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +70,8 @@ def demo(
     ] = 40,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Show the text as it is written.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, mps, xpu …; default: CUDA if there is one.")] = None,
+    device: Device = None,
+    threads: Threads = None,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop before the table is measured.")
     ] = True,

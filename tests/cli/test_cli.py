@@ -162,6 +162,26 @@ def test_every_command_and_option_has_help() -> None:
             assert getattr(parameter, "help", True), f"{path}: {parameter.name} has no help"
 
 
+def test_every_command_that_loads_a_model_has_the_options_of_loading() -> None:
+    loading = {" ".join(path): {o for p in command.params for o in p.opts} for path, command in every_command()}
+    loading = {name: options for name, options in loading.items() if {"model", "--model", "--dtype"} & options}
+    assert {"generate", "warmup", "serve", "doctor", "bench load", "train draft"} <= {*loading}
+    for name, options in loading.items():
+        assert {"--device", "--threads", "--dtype"} <= options, name
+
+
+def test_device_and_threads_are_where_the_model_runs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    loaded: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "load_model", loaded.append)
+        wrong = run("generate", checkpoint, "a", "--device", "cupid", "--threads", "3")
+    assert wrong.exit_code == 2 and asked[0] == 3 and not loaded
+    assert "--device cupid" in wrong.output and "This machine has cpu" in wrong.output
+    assert run("generate", checkpoint, "a", "-n", "2", "--device", "cpu", "--no-compile").exit_code == 0
+
+
 def test_help_cuts_no_name_and_no_word_at_80_columns() -> None:
     def joined(text: str) -> str:
         return "".join(text.split())
@@ -607,7 +627,7 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
         return {"held": {"text": {"top1": [0.5, 0.25]}}, "trees": {"nodes": 9, "searched": 2.5, "default": 2.25}}
 
     monkeypatch.setattr(training, "train_medusa", train_medusa)
-    monkeypatch.setattr(cli_models, "load", lambda name, dtype: (name, dtype))
+    monkeypatch.setattr(cli_models, "load", lambda name, dtype, device: (name, dtype))
     (tmp_path / "a.txt").write_text("some text")
     options = ["--data", str(tmp_path), "--held", str(tmp_path / "a.txt"), "--out", "there", "--heads", "3"]
     options += ["--nodes", "9", "--tree", "--no-bf16"]
@@ -624,7 +644,7 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
 def test_train_medusa_without_text_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import decoders.cli.models as cli_models
 
-    monkeypatch.setattr(cli_models, "load", lambda name, dtype: (name, dtype))
+    monkeypatch.setattr(cli_models, "load", lambda name, dtype, device: (name, dtype))
     result = run("train", "medusa", "--model", "mine", "--data", str(tmp_path / "nowhere"))
     assert result.exit_code == 2
     assert "no file or folder" in result.stderr
