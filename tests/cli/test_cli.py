@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import metadata
@@ -20,7 +21,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from decoders import demo
+from decoders import cli, demo
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.cli.generate import show_report
@@ -200,6 +201,21 @@ def test_what_goes_to_a_file_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert plain_console().width == FILE_WIDTH
     monkeypatch.setenv("COLUMNS", "70")
     assert plain_console().width == 70
+
+
+def test_a_warning_is_one_line_in_the_commands_own_form_and_comes_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warning_app(**_: Any) -> None:
+        for line in (1, 2):
+            warnings.warn_explicit("threads wait\nfor others", UserWarning, "x.py", line)
+
+    monkeypatch.setattr(cli, "app", warning_app)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        with pytest.raises(SystemExit):
+            cli.main()
+    assert capsys.readouterr().err == "warning: threads wait for others\n"
 
 
 def test_brackets_are_no_markup_on_a_console(capsys: pytest.CaptureFixture[str]) -> None:
