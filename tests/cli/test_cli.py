@@ -31,7 +31,7 @@ from decoders.engine.model.kernels import cpu
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.registry import PluginInfo, registry, reset_registry
 from decoders.report import Report
-from decoders.settings import parse_assignments
+from decoders.settings import RuntimeSettings, parse_assignments
 from decoders.strategies.ngram_table import NgramTable
 
 
@@ -240,6 +240,16 @@ def test_strategies_as_json_lists_settings_with_their_defaults() -> None:
     assert (lookup["exact"], lookup["needs_assistant"], lookup["provider"]) == (True, False, "hf-decoders")
     assert {"name": "max_ngram", "default": 3, "required": False}.items() <= lookup["settings"][0].items()
     assert all(setting["description"] for item in listed.values() for setting in item["settings"])
+
+
+def test_what_none_means_is_said_of_every_setting_and_listed() -> None:
+    classes = [RuntimeSettings, *(entry.cls.settings_class for entry in registry().strategies().values())]
+    for name, field in (item for cls in classes for item in cls.model_fields.items()):
+        if not field.is_required() and field.get_default(call_default_factory=True) is None:
+            assert "None: " in (field.description or ""), name
+    assert "None (the call's assistant_model)" in run("strategies").stdout
+    loop, own = run("config").stdout, run("config", "speculative").stdout
+    assert "None (512)" in loop and "None (the call's assistant_model)" in own
 
 
 def test_grammars_are_listed_and_printed() -> None:
