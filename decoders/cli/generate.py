@@ -105,9 +105,13 @@ def generate(
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, "importing torch and transformers"):
         if grammar is not None:
+            from ..constraints import Spec
+            from ..constraints.llguidance.source import refuse_invalid
             from ..registry import grammar_or_file
 
-            arguments["grammar"] = grammar_or_file(grammar)
+            arguments["grammar"] = given_grammar = grammar_or_file(grammar)
+            if isinstance(given_grammar, Spec):
+                refuse_invalid(given_grammar.language())
         needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

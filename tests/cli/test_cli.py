@@ -171,6 +171,24 @@ def test_every_command_that_loads_a_model_has_the_options_of_loading() -> None:
         assert {"--device", "--threads", "--dtype"} <= options, name
 
 
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("a.lark", 'start: numbr\nnumber: "1"', "Did you mean 'number'?"),
+        ("a.regex", "[a", "it is never closed"),
+        ("a.json", '{"type": "objct"}', "there is no type 'objct'"),
+    ],
+)
+def test_an_invalid_grammar_is_refused_before_a_model_is_loaded(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(models, "load", lambda *given: loaded.append(given))
+    (tmp_path / name).write_text(text)
+    done = run("generate", checkpoint, "a", "--grammar", name)
+    assert done.exit_code == 2 and said in done.output and not loaded
+
+
 def test_device_and_threads_are_where_the_model_runs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
