@@ -115,7 +115,10 @@ def _warn_of_packed() -> None:
 class RuntimeSettings(Settings):
     """Settings of the shared loop, for every strategy."""
 
-    strategy: str | None = Field(None, description="Strategy of an enabled model when the call names none.")
+    strategy: str | None = Field(
+        None,
+        description="Strategy of an enabled model when the call names none. None: transformers' own generate decodes.",
+    )
     compile: Literal["auto"] | bool = Field(
         "auto",
         description="torch.compile: auto decodes uncompiled at once and compiles in the background for later calls, when a model "
@@ -152,7 +155,7 @@ class RuntimeSettings(Settings):
     prefill_chunk: int | None = Field(
         None,
         ge=1,
-        description="Greatest number of prompt tokens per forward pass of the prefill; by default 512.",
+        description="Greatest number of prompt tokens per forward pass of the prefill. None: 512.",
     )
     attention: Attention = Field(
         "auto",
@@ -171,14 +174,18 @@ class RuntimeSettings(Settings):
         "not recorded.",
     )
 
-    slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
+    slots: int | None = Field(
+        None, ge=1, description="Least capacity of a call's cache, in tokens per row. None: what the call needs."
+    )
     verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")
     cost_cache: Path | None = Field(
         None,
-        description="Folder that keeps measured costs of steps between processes; by default one in the user's cache folder.",
+        description="Folder that keeps measured costs of steps between processes. None: one in the user's cache folder.",
     )
     constraint_backend: str = Field("auto", description="The backend for grammars that name none.")
-    constraint_cache: Path | None = Field(None, description="Folder that keeps compiled grammars between processes.")
+    constraint_cache: Path | None = Field(
+        None, description="Folder that keeps compiled grammars between processes. None: kept in memory only."
+    )
     constraint_seconds: float = Field(
         2.0, gt=0, description="Greatest processor time for compiling a grammar, in seconds."
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -63,9 +65,18 @@ def _name_value(error: typer.BadParameter) -> None:
 
 
 def _print_error(message: str) -> None:
+    _print_line(f"error: {message}", "red")
+
+
+@functools.cache  # Python's own filter lets a text through once for each line of code
+def _print_warning(message: str) -> None:
+    _print_line(f"warning: {message}", "yellow")
+
+
+def _print_line(message: str, style: str) -> None:
     from rich.text import Text
 
-    plain_console(stderr=True).print(Text("error: " + " ".join(message.split()), style="red"), soft_wrap=True)
+    plain_console(stderr=True).print(Text(" ".join(message.split()), style=style), soft_wrap=True)
 
 
 def _forget_output() -> None:
@@ -112,6 +123,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Characters that the terminal's encoding lacks are replaced instead of being an error.
             stream.reconfigure(errors="backslashreplace")
+    warnings.showwarning = lambda message, *place: _print_warning(str(message))
     app(prog_name="decoders")
     sys.exit(0)
 

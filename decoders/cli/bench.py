@@ -13,7 +13,6 @@ from ..errors import SettingsError
 from .benches import (
     Acceptance,
     JsonFile,
-    Threads,
     by_strategy,
     consoles,
     footnote,
@@ -24,6 +23,7 @@ from .benches import (
     write_json,
 )
 from .catalogue import OF_LAB, ExtensibleGroup
+from .models import Device, Threads
 
 
 class BenchGroup(ExtensibleGroup):
@@ -119,9 +119,7 @@ def measure(
     ] = 4,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu …; default: CUDA if there is one.")
-    ] = None,
+    device: Device = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Most new tokens per row.")] = 64,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Rounds over all prompts. Default: 5, of a benchmark 1.")
@@ -178,8 +176,6 @@ def measure(
         raise SettingsError("give either --suite with --data, or --prompts")
 
     with importing(progress_console):
-        import torch
-
         from ..bench import Sampling
         from ..bench.methods import PLAIN
         from ..bench.plot import plot
@@ -188,8 +184,6 @@ def measure(
         from ..settings import parse_assignments
         from . import bench_run, models
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     loop_settings, strategy_settings = by_strategy(parse_assignments(settings or []))
     options = models.sampling(temperature, top_k, top_p, None, None)
     chosen = {name: options[name] for name in ("temperature", "top_k", "top_p") if name in options}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UnknownNameError
-from .benches import Acceptance, JsonFile, Threads, conclude, consoles, pieces, progress_bar, with_options_of
+from .benches import Acceptance, JsonFile, conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
-from .models import set_aside
+from .models import Device, Threads, set_aside
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
@@ -53,6 +53,7 @@ def measure_load(
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
+    device: Device = None,
     threads: Threads = None,
     json_file: JsonFile = None,
     load_model: Any = None,
@@ -62,7 +63,7 @@ def measure_load(
     """Decodes a load with every method, and prints a table.
 
     Args:
-        load_model: returns model and tokenizer for a name and a dtype; None: the function of the other commands.
+        load_model: returns model and tokenizer for a name, a dtype and a device; None: the function of the other commands.
         others: further methods by name, each of the type `Opens`.
         facts: further entries of the JSON file beside the options.
     """
@@ -71,8 +72,6 @@ def measure_load(
     for method in chosen:
         if method not in (*METHODS, *others):
             raise UnknownNameError("method", method, (*METHODS, *others))
-
-    import torch
 
     import decoders
 
@@ -84,10 +83,8 @@ def measure_load(
     from . import models
 
     drafters = [Synthetic.of(text) for text in acceptance or ()]
-    if threads is not None:
-        torch.set_num_threads(threads)
     with waiting(progress_console, f"loading {model}"):
-        loaded, tokenizer = (load_model or models.load)(model, dtype)
+        loaded, tokenizer = (load_model or models.load)(model, dtype, device)
     decoders.enable(loaded, tokenizer=tokenizer)
     # Lengths are fixed by the load, so there are no stop tokens.
     loaded.generation_config.eos_token_id = None

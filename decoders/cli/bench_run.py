@@ -22,7 +22,6 @@ from ..bench.shapes import SHAPES
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
 from ..bench.timed_call import vocabulary_size, written
 from ..bench.verdict import Verdict, pooled, verdicts
-from ..common.devices import present
 from ..errors import SettingsError, UnknownNameError
 from ..prompts.reading import Content, Texts, read_prompts
 from ..prompts.suites import SUITES, Question, conversations
@@ -138,32 +137,19 @@ class Subjects:
         """
         tokenizer: PreTrainedTokenizerBase | None = None
         if model in SHAPES:
-            target = models.load_shape(model, dtype)
+            target = models.load_shape(model, dtype, device)
         else:
-            target, tokenizer = models.load(model, dtype)
+            target, tokenizer = models.load(model, dtype, device)
         if draft in SHAPES:
-            assistant: PreTrainedModel | None = models.load_shape(draft, dtype)
+            assistant: PreTrainedModel | None = models.load_shape(draft, dtype, device)
         else:
-            assistant = models.load_assistant(draft, model, dtype, needed=True)
+            assistant = models.load_assistant(draft, model, dtype, True, device)
         torch.manual_seed(0)
-        return on_device(target, device), tokenizer, None if assistant is None else on_device(assistant, device)
+        return target, tokenizer, assistant
 
     def methods(self, plan: Plan, name: str, measured: Sequence[Method], console: Console) -> list[Method]:
         """Further methods for the subject `name`, in addition to `measured`; by default none."""
         return []
-
-
-def on_device(model: PreTrainedModel, device: str | None) -> PreTrainedModel:
-    """The model on `device`; None leaves it where it is.
-
-    Raises:
-        SettingsError: there is no such device.
-    """
-    try:
-        return model if device is None else model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
-    except (RuntimeError, AssertionError) as error:
-        said = str(error).splitlines()[0]
-        raise SettingsError(f"--device {device}: {said}. This machine has {', '.join(present())}") from error
 
 
 def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -> dict[str, PreTrainedTokenizerBase]:

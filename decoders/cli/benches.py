@@ -35,7 +35,6 @@ Acceptance = Annotated[
         "shares by position, 0.9,0.8,0.6; repeatable."
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
 
 
 def pieces(texts: Sequence[str] | None) -> list[str] | None:

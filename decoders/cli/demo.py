@@ -12,6 +12,7 @@ import typer
 
 from ..errors import SettingsError, UnknownNameError
 from .console import plain_console, waiting
+from .models import Device, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +29,7 @@ FEWEST = 16
 #: The message before the table, which says what takes time.
 COMPILING = (
     "Compiling for the table: one to three minutes on two cores the first time, longer on a busy machine, sooner the next time. "
-    "--no-compile leaves that out, --seconds 0 the table."
+    "It is not part of the time of --seconds. --no-compile leaves it out, --seconds 0 the table."
 )
 #: The default strategies; more would take longer.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
@@ -65,11 +66,16 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Most rounds for the table.")] = 3,
     seconds: Annotated[
-        float, typer.Option(min=0, help="No round for the table begins after this time; 0: only the first text.")
+        float,
+        typer.Option(
+            min=0,
+            help="Time for the table's rounds, from when everything is compiled; 0: only the first text, nothing else is compiled.",
+        ),
     ] = 40,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Show the text as it is written.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, mps, xpu …; default: CUDA if there is one.")] = None,
+    device: Device = None,
+    threads: Threads = None,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop before the table is measured.")
     ] = True,

@@ -14,7 +14,7 @@ import typer
 
 from .catalogue import taken
 from .console import plain_console
-from .models import Dtype
+from .models import Device, Dtype, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,13 +40,15 @@ def doctor(
         str | None, typer.Argument(help='Also examine this model: folder, hub name, GGUF file or "demo".')
     ] = None,
     dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Examine the installation, and a model if one is named; exit with 1 if something is broken."""
     findings: list[Finding] = []
     checks = {check.__name__: check for check in CHECKS}
     if model is not None:
-        checks["model"] = partial(same_tokens, model, dtype)
+        checks["model"] = partial(same_tokens, model, dtype, device)
     for name, check in checks.items():
         try:
             findings += check()
@@ -207,14 +209,14 @@ def demo_models() -> Iterator[Finding]:
         )
 
 
-def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
+def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Finding]:
     """Whether all strategies write the same tokens with a model, in its dtype, on this device."""
     from ..engine.model.invariance import check
     from ..engine.model.self_check import target_of
     from ..engine.model.weights.quantization import Precision
     from .models import load
 
-    target = target_of(load(name, dtype)[0], "auto", Precision())
+    target = target_of(load(name, dtype, device)[0], "auto", Precision())
     dtype_name = str(target.dtype).removeprefix("torch.")
     yield Finding(
         "model",

@@ -10,7 +10,7 @@ import typer
 from ..common import library
 from ..errors import SettingsError
 from .console import plain_console, waiting
-from .models import DTYPE, STRATEGY, Dtype, ModelName, StrategyName
+from .models import DTYPE, STRATEGY, Device, Dtype, ModelName, StrategyName, Threads
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,6 +53,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")] = False,
     dtype: Dtype = DTYPE,
+    device: Device = None,
+    threads: Threads = None,
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -103,17 +105,21 @@ def generate(
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, "importing torch and transformers"):
         if grammar is not None:
+            from ..constraints import Spec
+            from ..constraints.llguidance.source import refuse_invalid
             from ..registry import grammar_or_file
 
-            arguments["grammar"] = grammar_or_file(grammar)
+            arguments["grammar"] = given_grammar = grammar_or_file(grammar)
+            if isinstance(given_grammar, Spec):
+                refuse_invalid(given_grammar.language())
         needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         with waiting(console, f"loading {model}"):
             import decoders
 
-            loaded, tokenizer = models.load(model, dtype)
-            draft = models.load_assistant(assistant, model, dtype, needs_draft)
+            loaded, tokenizer = models.load(model, dtype, device)
+            draft = models.load_assistant(assistant, model, dtype, needs_draft, device)
             decoders.enable(loaded, tokenizer=tokenizer)
         if draft is not None:
             arguments["assistant_model"] = draft

@@ -27,8 +27,14 @@ def strategies(as_json: Json = False) -> None:
         exact=lambda item: _yes(item["exact"]),
         needs=lambda item: "\n".join(_needs(item)),
         what_it_does=lambda item: item["summary"],
-        settings=lambda item: "\n".join(f"{s['name']} = {s['default']!r}" for s in item["settings"]),
+        settings=lambda item: "\n".join(f"{s['name']} = {shown_value(s['default'], s['description'])}" for s in item["settings"]),
     )  # fmt: skip
+
+
+def shown_value(value: Any, description: str) -> str:
+    """The value of a setting; None with what its description says of it."""
+    meaning = description.partition("None: ")[2].split(". ")[0].rstrip(".")
+    return f"None ({meaning})" if value is None and meaning else repr(value)
 
 
 def _needs(item: dict[str, Any]) -> list[str]:
@@ -178,7 +184,10 @@ def config(
     for name in shown:
         if name not in changed:  # read from the catalogue, because loading the strategy imports torch
             own = next(item["settings"] for item in strategies if item["name"] == name)
-            sections[name] = [{"setting": s["name"], "value": s["default"], "from": "default"} for s in own]
+            sections[name] = [
+                {"setting": s["name"], "value": s["default"], "from": "default", "meaning": s["description"]}
+                for s in own
+            ]
             continue
         from ..registry import registry
 
@@ -208,7 +217,7 @@ def config(
         )
         for item in settings:
             style = "dim" if item["from"] == "default" else ""
-            table.add_row(item["setting"], Text(repr(item["value"])), item["from"], style=style)
+            table.add_row(item["setting"], Text(shown_value(item["value"], item["meaning"])), item["from"], style=style)
         console.print(table)
 
 
@@ -219,6 +228,11 @@ def _in_force(cls: Any, section: str | None, sections: list[str]) -> list[dict[s
     values = load_settings(cls, section, {}, {}, sections=sections).model_dump(mode="json")
     places = origins(cls, section, sections=sections)
     return [
-        {"setting": name, "value": value, "from": places[name].removeprefix("from ").removeprefix("in ")}
+        {
+            "setting": name,
+            "value": value,
+            "from": places[name].removeprefix("from ").removeprefix("in "),
+            "meaning": cls.model_fields[name].description or "",
+        }
         for name, value in values.items()
     ]

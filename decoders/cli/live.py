@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import typer
@@ -21,6 +22,8 @@ from ..common.pieces import TextPieces
 ACCEPTED, OWN = "bold green", "white"
 #: Lines of the prompt that stay in view.
 PROMPT_LINES = 4
+#: Fewest seconds of making a model ready that are shown.
+SHOWN_SECONDS = 0.5
 
 
 class ColouredStream(BaseStreamer):
@@ -83,30 +86,36 @@ def show(
     prompt: str,
     new_tokens: int,
 ) -> None:
-    """Decodes `workload` (one row) on the screen. The shown speed excludes the time for drawing."""
-    started = time.perf_counter()
+    """Decodes `workload` (one row) on the screen. The shown speed excludes the time for drawing and, at the end, for making the
+    model ready and compiling, which is shown apart.
+    """
+    started, ready = time.perf_counter(), 0.0
     stream = ColouredStream(tokenizer)
 
     def panel() -> Panel:
-        seconds = time.perf_counter() - started - stream.drawing
+        seconds = time.perf_counter() - started - stream.drawing - ready
         count = len(stream.pieces)
         figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
         title = Text.assemble(name, " · ", (method.name, "bold"))
         if stream.steps:
             figures += f" · {count / stream.steps:.2f} tokens per step"
             title = Text.assemble(title, "   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN))
+        if ready >= SHOWN_SECONDS:
+            figures += f" · {ready:.0f} s of compiling, apart"
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
             title=title, title_align="left", subtitle=figures, subtitle_align="right", expand=console.is_terminal,
         )  # fmt: skip
 
-    if not console.is_terminal:
-        decode(method, workload, new_tokens, stream)
+    with nullcontext() if not console.is_terminal else Live(panel(), console=console, auto_refresh=False) as view:
+        if view is not None:
+            stream.on_change = lambda: view.update(panel(), refresh=True)
+        report = decode(method, workload, new_tokens, stream).report
+        if report is not None:
+            ready = report.timings.pack + report.timings.kernels + report.timings.check + report.timings.compile
+        stream.on_change()
+    if view is None:
         console.print(panel())
-        return
-    with Live(panel(), console=console, auto_refresh=False) as view:
-        stream.on_change = lambda: view.update(panel(), refresh=True)
-        decode(method, workload, new_tokens, stream)
 
 
 def _tail(prompt: str, written: Text, console: Console) -> list[Any]:

@@ -70,13 +70,27 @@ def known_place(name: str) -> str:
     return name
 
 
-#: Arguments and options that several commands have.
+def use_threads(number: int | None) -> int | None:
+    """Lets torch take `number` threads from here on, if it is not None."""
+    if number is not None:
+        import torch
+
+        torch.set_num_threads(number)
+    return number
+
+
+#: Arguments and options that several commands have. Each command that loads a model has the last three.
 ModelName = Annotated[
     str,
     typer.Argument(callback=known_place, help='Folder, hub name or GGUF file of a causal language model, or "demo".'),
 ]
 Dtype = Annotated[
     str, typer.Option(callback=known_dtype, help="float32, bfloat16, float16 or auto (the checkpoint's).")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu …; default: CUDA if there is one.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, callback=use_threads, help="Threads of the CPU; by default as many as torch takes."),
 ]
 #: Defaults of commands that write texts, as in README's first block: `auto`, in the checkpoint's dtype.
 STRATEGY, DTYPE = "auto", "auto"
@@ -89,18 +103,22 @@ class ModelLoadError(DecodersError, OSError):
     """A model named on the command line cannot be loaded."""
 
 
-def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer called `name`, on CUDA if there is one: a folder, a name on the hub, or a GGUF file.
+def load(
+    name: str, dtype: str = "float32", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer called `name`: a folder, a name on the hub, or a GGUF file. device: None is CUDA if there is one.
 
     "demo" and "demo:target" are this project's own target, "demo:draft" its draft.
 
     Raises:
         UnknownNameError: no such dtype or demo model.
+        SettingsError: no such device.
         ModelLoadError: no such model, or not a causal language model.
     """
     known_dtype(dtype)
     import torch
 
+    place = _place(device)  # a mistake is reported before the model is loaded
     torch_dtype: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
     if name.partition(":")[0] == DEMO:
         from .. import demo
@@ -108,14 +126,14 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
         model, tokenizer = demo.load(
             name.partition(":")[2] or "target", None if isinstance(torch_dtype, str) else torch_dtype
         )
-        return _placed(model), tokenizer
+        return _on(place, model), tokenizer
     options = _where_to_look("Model", name)
     try:
         tokenizer = load_tokenizer(name, **options)
         model = load_model(name, torch_dtype, **options)
     except (OSError, ValueError) as error:
         raise _load_error("Model", name, error, options) from error
-    return _placed(model), tokenizer
+    return _on(place, model), tokenizer
 
 
 def load_processor(name: str) -> Any:
@@ -194,28 +212,25 @@ def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bo
     return ModelLoadError(f"{kind} {name!r} cannot be loaded: {error}")
 
 
-def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:
-    """A model of a shape with random weights, on CUDA if there is one. Raises UnknownNameError: no such shape or dtype."""
+def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:
+    """A model of a shape with random weights. Raises UnknownNameError, SettingsError: no such shape, dtype or device."""
     if dtype not in DTYPES[1:]:
         raise UnknownNameError("dtype", dtype, DTYPES[1:])
     import torch
 
+    place = _place(device)
     from ..bench.shapes import build
 
-    return _placed(build(name, getattr(torch, dtype)))
+    return _on(place, build(name, getattr(torch, dtype)))
 
 
-def load_assistant(name: str | None, model: str, dtype: str, needed: bool) -> PreTrainedModel | None:
+def load_assistant(
+    name: str | None, model: str, dtype: str, needed: bool, device: str | None = None
+) -> PreTrainedModel | None:
     """The draft model: `name` if given; the demo's own draft where one is `needed` beside the demo `model`."""
-    if name is not None and name != DEMO:
-        return load(name, dtype)[0]
-    if name == DEMO or (needed and model == DEMO):
-        import torch
-
-        from .. import demo
-
-        return _placed(demo.load("draft", None if dtype == "auto" else getattr(torch, dtype))[0])
-    return None
+    if name == DEMO or (name is None and needed and model == DEMO):
+        name = f"{DEMO}:draft"
+    return None if name is None else load(name, dtype, device)[0]
 
 
 def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) -> bool:
@@ -232,10 +247,23 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
     return resolve_strategy(strategy, settings).needs_assistant
 
 
-def _placed(model: PreTrainedModel) -> PreTrainedModel:
+def _place(device: str | None) -> torch.device:
+    """The device of this name. Raises SettingsError: there is no such device."""
     import torch
 
-    return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        from ..common.devices import present
+
+        said = str(error).splitlines()[0]
+        raise SettingsError(f"--device {device}: {said}. This machine has {', '.join(present())}") from error
+
+
+def _on(place: torch.device, model: PreTrainedModel) -> PreTrainedModel:
+    return model.to(place)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
 
 
 def set_aside() -> None:

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import SettingsError
 from .console import plain_console, waiting
-from .models import DTYPE, Dtype, ModelName, known_strategies
+from .models import DTYPE, Device, Dtype, ModelName, Threads, known_strategies
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +34,8 @@ def warmup(
     rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch to warm up for; may be repeated.")] = None,
     sampling: Annotated[bool, typer.Option("--sampling", help="Warm up drawing tokens, too.")] = False,
     dtype: Dtype = DTYPE,
+    device: Device = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Make a model ready: compile it into torch.compile's cache on disk, and say how long that took."""
@@ -45,8 +47,8 @@ def warmup(
         import decoders
 
         needs = {name: models.needs_assistant(name) for name in names}
-        loaded, tokenizer = models.load(model, dtype)
-        draft = models.load_assistant(assistant, model, dtype, any(needs.values()))
+        loaded, tokenizer = models.load(model, dtype, device)
+        draft = models.load_assistant(assistant, model, dtype, any(needs.values()), device)
     if draft is None and any(needs.values()):
         raise SettingsError(f"{next(n for n, need in needs.items() if need)} needs a draft model: --assistant")
     with waiting(console, "making ready and compiling"):
@@ -80,6 +82,8 @@ def calibrate(
     seconds: Annotated[float, typer.Option(help="Most seconds to spend on each model.")] = 10.0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile first, and measure compiled steps.")] = False,
     dtype: Dtype = DTYPE,
+    device: Device = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Measure the cost of a verification step by its nodes (rows x tokens per row), keep it for strategy auto, and print it."""
@@ -89,8 +93,8 @@ def calibrate(
     with waiting(console, f"loading {model}"):
         import decoders
 
-        loaded, tokenizer = models.load(model, dtype)
-        draft = models.load_assistant(assistant, model, dtype, False)
+        loaded, tokenizer = models.load(model, dtype, device)
+        draft = models.load_assistant(assistant, model, dtype, False, device)
     with waiting(console, "measuring"):
         done = decoders.calibrate(
             loaded, rows=rows or [1], contexts=context or [64, 2048], assistant_model=draft, seconds=seconds,
@@ -152,7 +156,8 @@ def advise(
     seconds: Annotated[float, typer.Option(min=0.1, help="Time limit without loading.")] = 90.0,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
     dtype: Dtype = DTYPE,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, mps, xpu …; default: CUDA if there is one.")] = None,
+    device: Device = None,
+    threads: Threads = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
     ] = None,

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import DecodersError, SettingsError, installing
 from .console import plain_console, waiting
-from .models import DTYPE, STRATEGY, Dtype, ModelName, known_strategy, set_aside
+from .models import DTYPE, STRATEGY, Device, Dtype, ModelName, Threads, known_strategy, set_aside
 
 if TYPE_CHECKING:
     from ..prompts.reading import Content
@@ -70,7 +70,8 @@ def serve(
     ] = None,
     dtype: Dtype = DTYPE,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; by default as many as torch takes.")] = None,
+    device: Device = None,
+    threads: Threads = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
     slots: Annotated[int, typer.Option(min=2, help="Most tokens of a row, prompt and new ones.")] = 4096,
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait, per strategy; one more gets 429.")] = 64,
@@ -133,10 +134,6 @@ def serve(
         console.print(
             f"warning: anybody who reaches {host} can use this server; --api-key asks for a key", style="yellow"
         )
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
     with waiting(console, f"loading {model}") as status:
         service = _service(
             model,
@@ -149,6 +146,7 @@ def serve(
             tool_format,
             corpus,
             dtype,
+            device,
             compile,
             limits,
             status.update,
@@ -208,18 +206,18 @@ def check_installed() -> None:
 
 def _service(
     model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
-    thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
-    told: Callable[[str], None],
+    thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, device: str | None,
+    compile: bool, limits: Limits, told: Callable[[str], None],
 ) -> Any:  # fmt: skip
     """Loads the model, decodes a first token, and returns the service. told: called with a text before each long part."""
     from ..server.service import Service
     from . import models
 
     needs_draft = models.needs_assistant(strategy, config)
-    loaded, tokenizer = models.load(model, dtype)
+    loaded, tokenizer = models.load(model, dtype, device)
     service = Service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
-        assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
+        assistant=models.load_assistant(assistant, model, dtype, needs_draft, device), limits=limits,
         chat_template=chat_template, thinking=thinking, tool_format=tool_format, config=None if compile else {"compile": False},
         processor=models.load_processor(model),
     )  # fmt: skip

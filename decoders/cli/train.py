@@ -11,7 +11,7 @@ from ..common.files import regular, write_whole
 from ..errors import SettingsError
 from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
-from .models import Dtype
+from .models import Device, Dtype, Threads
 
 app = typer.Typer(no_args_is_help=True, help="Train models.", cls=ExtensibleGroup, rich_markup_mode=None)
 
@@ -34,6 +34,8 @@ def ngram(
     length: Annotated[int, typer.Option(min=3, help="Most tokens per text.")] = 256,
     followers: Annotated[int, typer.Option(min=1, max=256, help="Followers kept of each context.")] = 16,
     dtype: Dtype = "float32",
+    device: Device = None,
+    threads: Threads = None,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
 ) -> None:
@@ -58,7 +60,7 @@ def ngram(
 
         from ..strategies.ngram_table import excerpts, train_table
 
-        loaded, tokenizer = models.load(model, dtype)
+        loaded, tokenizer = models.load(model, dtype, device)
         decoders.enable(loaded, tokenizer=tokenizer)
     starts = [start for text in texts for start in excerpts(tokenizer(text, verbose=False)["input_ids"], prompt_length)]
     if not texts and tokenizer.bos_token_id is None:

@@ -12,6 +12,7 @@ import typer
 from ..errors import UnknownNameError
 from ..training.recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining
 from .console import plain_console
+from .models import Device, Threads
 from .training_options import (
     EDIT_TASKS,
     AsJson,
@@ -81,6 +82,8 @@ def medusa(
         typer.Option("--from", help="Trained heads (in our format or the authors'): only their tree is searched."),
     ] = None,
     dtype: ModelType = "float32",
+    device: Device = None,
+    threads: Threads = None,
     bf16: Annotated[
         bool, typer.Option(help="Compute, and keep hidden states, in bfloat16 instead of float32.")
     ] = MEDUSA.bf16,
@@ -93,7 +96,7 @@ def medusa(
     from ..training.medusa import train_medusa
     from .models import load
 
-    loaded, tokenizer = load(model, dtype)
+    loaded, tokenizer = load(model, dtype, device)
     texts = texts_of(model, data, held, test, edit_tasks=0)
     training = HeadsTraining(
         heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
@@ -148,6 +151,8 @@ def eagle3(
     seed: Seed = EAGLE3.seed,
     form: Annotated[str, typer.Option("--format", help="speculators (vLLM's) or authors.")] = "speculators",
     dtype: ModelType = "float32",
+    device: Device = None,
+    threads: Threads = None,
     bf16: Bf16 = EAGLE3.bf16,
     resume: Resume = True,
     checkpoint_minutes: CheckpointMinutes = 1.0,
@@ -166,7 +171,7 @@ def eagle3(
     from .models import load
 
     texts = texts_of(model, data, held, test, EDIT_TASKS)
-    loaded, tokenizer = load(model, dtype)
+    loaded, tokenizer = load(model, dtype, device)
     figures = train_eagle3(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
         start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
@@ -214,6 +219,8 @@ def dflash(
     patience: Patience = DFLASH.patience,
     seed: Seed = DFLASH.seed,
     dtype: ModelType = "float32",
+    device: Device = None,
+    threads: Threads = None,
     bf16: Bf16 = DFLASH.bf16,
     resume: Resume = True,
     checkpoint_minutes: CheckpointMinutes = 1.0,
@@ -231,7 +238,7 @@ def dflash(
     from .models import load
 
     texts = texts_of(model, data, held, test, EDIT_TASKS)
-    loaded, tokenizer = load(model, dtype)
+    loaded, tokenizer = load(model, dtype, device)
     figures = train_dflash(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, start=start,
         command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
@@ -276,6 +283,8 @@ def draft(
     patience: Patience = DRAFT.patience,
     seed: Seed = DRAFT.seed,
     dtype: ModelType = "float32",
+    device: Device = None,
+    threads: Threads = None,
     bf16: Bf16 = DRAFT.bf16,
     resume: Resume = True,
     checkpoint_minutes: CheckpointMinutes = 1.0,
@@ -291,7 +300,7 @@ def draft(
     from .models import load
 
     texts = texts_of(model, data, held, test, EDIT_TASKS)
-    loaded, tokenizer = load(model, dtype)
+    loaded, tokenizer = load(model, dtype, device)
     figures = train_draft(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
         command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from ..common.pieces import TextPieces, common
+from ..common.pieces import TextPieces, common, special_tokens
 from ..constraints import Vocabulary, unfinished
 from ..errors import UnsupportedError
 from ..report import GrammarUse, Report
@@ -175,6 +175,7 @@ class Spelling:
         with suppress(UnsupportedError):  # the tokenizer's tokens have no bytes
             self.vocabulary = Vocabulary.of(tokenizer, len(tokenizer), ())
         self._tokens = self.vocabulary.tokens if self.vocabulary is not None else ()
+        self._special = frozenset(special_tokens(tokenizer).values())
 
     def of(self, token: int) -> bytes:
         """The bytes of a token; the name of a special token."""
@@ -191,6 +192,8 @@ class Spelling:
         token.
         """
         data = self.of(token)
+        if token in self._special:  # also between the bytes of a character, whose text is not its own
+            return data if data.decode(errors="replace") in text else b""
         try:
             same = data.decode() == text
         except UnicodeDecodeError:  # the token holds a part of a character, or invalid bytes

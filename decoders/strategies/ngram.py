@@ -39,7 +39,8 @@ class NgramSettings(Settings):
     )
     max_ngram: int = Field(3, ge=1, le=MAX_NGRAM, description="Longest n-gram, in tokens: 3 reads two tokens back.")
     table: Path | None = Field(
-        None, description="Counts saved by `decoders train ngram`, added to those of the text so far."
+        None,
+        description="Counts saved by `decoders train ngram`, added to those of the text so far. None: the text alone.",
     )
     text_weight: int = Field(
         512, ge=1, le=10**6, description="How many occurrences in the table one occurrence in the text is worth."

@@ -38,7 +38,8 @@ class ShapeSettings(TreeSettings):
     max_length: int = Field(16, ge=1, le=32, description="Most tokens that schedule heuristic drafts per step.")
     tree: TreeForm = "none"
     template: tuple[tuple[int, ...], ...] | None = Field(
-        None, description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them."
+        None,
+        description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them. None: by the other settings.",
     )
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -21,6 +22,8 @@ from decoders.cli import app, live
 from decoders.cli.live import ACCEPTED, ColouredStream, show
 from decoders.errors import SettingsError
 from decoders.prompts.reading import INSTRUCTIONS, encode, instructions, read_prompts
+from decoders.report import Report
+from decoders.report.figures import Timings
 from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
 
@@ -403,6 +406,22 @@ def test_a_character_in_several_tokens_appears_when_it_is_whole() -> None:
     for token in (0, 1, 2, 3):
         stream.put(torch.tensor([token]))
     assert [piece for piece, _ in stream.pieces] == ["", "é", "!"]
+
+
+def test_compiling_is_shown_apart_from_the_speed(
+    monkeypatch: pytest.MonkeyPatch, methods: list[Any], tokenizer: Any
+) -> None:
+    def decode(method: Any, work: Any, new_tokens: int, stream: Any) -> Any:
+        stream.pieces += [("a", True)] * 50
+        return SimpleNamespace(report=Report("", timings=Timings(kernels=3.0, compile=4.0)))
+
+    clock = itertools.count(step=8.0)
+    monkeypatch.setattr(live, "decode", decode)
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    console = Console(width=80)
+    with console.capture() as shown:
+        show(console, methods[0], bench.workloads(tokenizer, TEXTS[:1])[0], tokenizer, "one", "", 6)
+    assert "50 tokens/s · 7 s of compiling, apart" in shown.get()
 
 
 def test_live_text_ends_with_everything_written(methods: list[Any], tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import metadata
@@ -20,7 +21,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from decoders import demo
+from decoders import cli, demo
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.cli.generate import show_report
@@ -30,7 +31,7 @@ from decoders.engine.model.kernels import cpu
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.registry import PluginInfo, registry, reset_registry
 from decoders.report import Report
-from decoders.settings import parse_assignments
+from decoders.settings import RuntimeSettings, parse_assignments
 from decoders.strategies.ngram_table import NgramTable
 
 
@@ -162,6 +163,44 @@ def test_every_command_and_option_has_help() -> None:
             assert getattr(parameter, "help", True), f"{path}: {parameter.name} has no help"
 
 
+def test_every_command_that_loads_a_model_has_the_options_of_loading() -> None:
+    loading = {" ".join(path): {o for p in command.params for o in p.opts} for path, command in every_command()}
+    loading = {name: options for name, options in loading.items() if {"model", "--model", "--dtype"} & options}
+    assert {"generate", "warmup", "serve", "doctor", "bench load", "train draft"} <= {*loading}
+    for name, options in loading.items():
+        assert {"--device", "--threads", "--dtype"} <= options, name
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("a.lark", 'start: numbr\nnumber: "1"', "Did you mean 'number'?"),
+        ("a.regex", "[a", "it is never closed"),
+        ("a.json", '{"type": "objct"}', "there is no type 'objct'"),
+    ],
+)
+def test_an_invalid_grammar_is_refused_before_a_model_is_loaded(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(models, "load", lambda *given: loaded.append(given))
+    (tmp_path / name).write_text(text)
+    done = run("generate", checkpoint, "a", "--grammar", name)
+    assert done.exit_code == 2 and said in done.output and not loaded
+
+
+def test_device_and_threads_are_where_the_model_runs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    loaded: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "load_model", loaded.append)
+        wrong = run("generate", checkpoint, "a", "--device", "cupid", "--threads", "3")
+    assert wrong.exit_code == 2 and asked[0] == 3 and not loaded
+    assert "--device cupid" in wrong.output and "This machine has cpu" in wrong.output
+    assert run("generate", checkpoint, "a", "-n", "2", "--device", "cpu", "--no-compile").exit_code == 0
+
+
 def test_help_cuts_no_name_and_no_word_at_80_columns() -> None:
     def joined(text: str) -> str:
         return "".join(text.split())
@@ -180,6 +219,21 @@ def test_what_goes_to_a_file_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert plain_console().width == FILE_WIDTH
     monkeypatch.setenv("COLUMNS", "70")
     assert plain_console().width == 70
+
+
+def test_a_warning_is_one_line_in_the_commands_own_form_and_comes_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warning_app(**_: Any) -> None:
+        for line in (1, 2):
+            warnings.warn_explicit("threads wait\nfor others", UserWarning, "x.py", line)
+
+    monkeypatch.setattr(cli, "app", warning_app)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        with pytest.raises(SystemExit):
+            cli.main()
+    assert capsys.readouterr().err == "warning: threads wait for others\n"
 
 
 def test_brackets_are_no_markup_on_a_console(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +258,16 @@ def test_strategies_as_json_lists_settings_with_their_defaults() -> None:
     assert (lookup["exact"], lookup["needs_assistant"], lookup["provider"]) == (True, False, "hf-decoders")
     assert {"name": "max_ngram", "default": 3, "required": False}.items() <= lookup["settings"][0].items()
     assert all(setting["description"] for item in listed.values() for setting in item["settings"])
+
+
+def test_what_none_means_is_said_of_every_setting_and_listed() -> None:
+    classes = [RuntimeSettings, *(entry.cls.settings_class for entry in registry().strategies().values())]
+    for name, field in (item for cls in classes for item in cls.model_fields.items()):
+        if not field.is_required() and field.get_default(call_default_factory=True) is None:
+            assert "None: " in (field.description or ""), name
+    assert "None (the call's assistant_model)" in run("strategies").stdout
+    loop, own = run("config").stdout, run("config", "speculative").stdout
+    assert "None (512)" in loop and "None (the call's assistant_model)" in own
 
 
 def test_grammars_are_listed_and_printed() -> None:
@@ -607,7 +671,7 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
         return {"held": {"text": {"top1": [0.5, 0.25]}}, "trees": {"nodes": 9, "searched": 2.5, "default": 2.25}}
 
     monkeypatch.setattr(training, "train_medusa", train_medusa)
-    monkeypatch.setattr(cli_models, "load", lambda name, dtype: (name, dtype))
+    monkeypatch.setattr(cli_models, "load", lambda name, dtype, device: (name, dtype))
     (tmp_path / "a.txt").write_text("some text")
     options = ["--data", str(tmp_path), "--held", str(tmp_path / "a.txt"), "--out", "there", "--heads", "3"]
     options += ["--nodes", "9", "--tree", "--no-bf16"]
@@ -624,7 +688,7 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
 def test_train_medusa_without_text_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import decoders.cli.models as cli_models
 
-    monkeypatch.setattr(cli_models, "load", lambda name, dtype: (name, dtype))
+    monkeypatch.setattr(cli_models, "load", lambda name, dtype, device: (name, dtype))
     result = run("train", "medusa", "--model", "mine", "--data", str(tmp_path / "nowhere"))
     assert result.exit_code == 2
     assert "no file or folder" in result.stderr

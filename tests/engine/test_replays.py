@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -27,13 +28,13 @@ from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.engine.decode.proposer import Proposer
 from decoders.engine.decode.sessions import KEPT_SESSIONS
-from decoders.engine.model import blocks
+from decoders.engine.model import blocks, ranks
 from decoders.engine.model.compiled import background, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
 from decoders.hf import wrapper
-from decoders.report import Report
+from decoders.report import Report, figures
 from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
@@ -188,6 +189,10 @@ def test_a_step_of_a_strategy_on_the_host_is_one_launch_one_copy_each_way_and_on
     given: dict[str, Any] = dict(decoders_config={"memory": False})
     if strategy == "auto":
         given["strategy_config"] = {"candidates": ["suffix"]}
+        # Auto sizes its drafts by time. On a busy machine it would come to a size first in the last call, which is then recorded.
+        ticks = itertools.count(step=1e-3)
+        monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        monkeypatch.setattr(figures, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     costs = Costs(device, monkeypatch)
     for _ in range(2):
         run(target, strategy, rows, 24, **given)

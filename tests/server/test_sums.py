@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -122,16 +123,33 @@ def comparable(choice: dict[str, Any]) -> dict[str, Any]:
     stops=st.lists(st.sampled_from(STOPS), max_size=2),
     reads=st.lists(st.integers(0, 4), max_size=60),
     lacking=st.integers(0, 9),
+    between=st.lists(st.integers(0, 60), max_size=3),
 )  # fmt: skip
-@example(asked=("", ["ab ab🙂"]), stops=["b 🙂"], reads=[1] * 20, lacking=0)
-@example(asked=("harmony", ["".join([HARMONY[6], "<|call|>", HARMONY[0], "so"])]), stops=[], reads=[1] * 99, lacking=0)
-@example(asked=("think", ["<think>so</think>ab" + CALL]), stops=[], reads=[1] * 99, lacking=0)
+@example(asked=("", ["ab🙂é"]), stops=[], reads=[1] * 20, lacking=0, between=[2, 7])
+@example(asked=("", ["ab ab🙂"]), stops=["b 🙂"], reads=[1] * 20, lacking=0, between=[])
+@example(
+    asked=("harmony", ["".join([HARMONY[6], "<|call|>", HARMONY[0], "so"])]),
+    stops=[],
+    reads=[1] * 99,
+    lacking=0,
+    between=[],
+)
+@example(asked=("think", ["<think>so</think>ab" + CALL]), stops=[], reads=[1] * 99, lacking=0, between=[])
 def test_the_sum_of_a_stream_is_the_whole_answer(
-    service: Any, route: str, asked: tuple[str, list[str]], stops: list[str], reads: list[int], lacking: int
+    service: Any,
+    route: str,
+    asked: tuple[str, list[str]],
+    stops: list[str],
+    reads: list[int],
+    lacking: int,
+    between: list[int],
 ) -> None:
     style, texts = asked
     given = Stops.of(stops, service.conversations.special)
     tokens = [service.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    mark = service.conversations.special["<unk>"]  # of no text, also between the bytes of a character
+    for own, place in itertools.product(tokens, between):
+        own[place:place] = [mark] * (place < len(own))
     tokens = [own[: max(len(own) - lacking, 0)] for own in tokens][: 1 if route == "responses" else 2]
     length = max(map(len, tokens)) if lacking else 999
     whole = answer_of(service, route, given, tokens, length, style)
@@ -150,6 +168,10 @@ def test_the_sum_of_a_stream_is_the_whole_answer(
     lines = [line[6:] for line in content.decode().split("\n") if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     assert streamed.usage() == whole.usage()
+    if route == "chat" and not style and not stops and not lacking:
+        for choice in expected["choices"]:
+            told = [byte for token in choice["logprobs"]["content"] for byte in token["bytes"]]
+            assert bytes(told).decode() == (choice["message"]["content"] or "")
     if route != "responses":
         assert [*map(comparable, summed(events))] == [*map(comparable, expected["choices"])]
         return

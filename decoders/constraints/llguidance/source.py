@@ -14,11 +14,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from ...errors import GrammarError, shortened
+from ...errors import GrammarError, shortened, suggest
 from ..base import Language
 from ..vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 #: Longest text that is compiled, in characters, and the stack reserved for compiling it, in bytes.
 LONGEST = 512 * 1024
@@ -105,18 +107,40 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
     import llguidance
 
     limits = llguidance.LLParserLimits(**LIMITS)
-    matchers: list[Any] = []
-    _with_stack(
-        max(STACK, len(text) * STACK_PER_CHARACTER),
-        lambda: matchers.append(llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)),
-    )
-    (matcher,) = matchers
+    matcher = _with_room(text, lambda: llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits))
     if matcher.is_error():
-        raise GrammarError(f"{language.name}: llguidance cannot compile it: {reason(matcher.get_error())}")
+        raise _invalid(language, matcher.get_error())
     warnings = matcher.get_grammar_warnings()
     if warnings and language.whole is None:
         raise GrammarError(f"{language.name}: llguidance would ignore a part of it: {'; '.join(warnings)}")
     return matcher
+
+
+def refuse_invalid(language: Language) -> None:
+    """Raises GrammarError for a grammar in Lark's notation that no vocabulary could be given, as compiling it would."""
+    import llguidance
+
+    if language.lark is None:
+        return
+    text = source(language)
+    limits = llguidance.LLParserLimits(**LIMITS)
+    said = _with_room(text, lambda: llguidance.LLMatcher.validate_grammar(text, limits=limits))
+    if said:
+        raise _invalid(language, said)
+
+
+def _invalid(language: Language, message: str) -> GrammarError:
+    unknown = re.search(r'unknown name: "(\w+)"', message)
+    rules = re.findall(r"^[?!]?(\w+)[^:\n]*:", language.lark or "", re.MULTILINE)
+    hint = f"\n{suggest(unknown[1], rules)}" if unknown else ""
+    return GrammarError(f"{language.name}: llguidance cannot compile it: {reason(message)}{hint}")
+
+
+def _with_room(text: str, call: Callable[[], T]) -> T:
+    """What `call` returns, which reads `text`."""
+    results: list[T] = []
+    _with_stack(max(STACK, len(text) * STACK_PER_CHARACTER), lambda: results.append(call()))
+    return results[0]
 
 
 def reason(message: str) -> str:

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import JsonFile, Threads, conclude, consoles, numbers, progress_bar
+from decoders.cli.benches import JsonFile, conclude, consoles, numbers, progress_bar
 from decoders.cli.console import waiting
+from decoders.cli.models import Threads
 
 
 def capacity(
@@ -23,15 +24,11 @@ def capacity(
     progress_console, console = consoles(json_file)
     sizes = numbers(batch)
 
-    import torch
-
     from decoders.bench import strategy_methods
     from decoders.cli.bench_run import Subjects
 
     from ..capacity import SLOTS, capacity_table, check_capacity
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     with waiting(progress_console, f"loading {model}"):
         target, _, _ = Subjects().load(model, None, dtype, None)
     methods = strategy_methods(target, ["autoregressive"], decoders_config={"compile": compile})

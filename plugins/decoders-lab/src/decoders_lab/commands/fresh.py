@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from decoders.cli.benches import JsonFile, Threads, conclude, consoles, numbers, pieces
+from decoders.cli.benches import JsonFile, conclude, consoles, numbers, pieces
 from decoders.cli.console import waiting
+from decoders.cli.models import Threads
 from decoders.errors import SettingsError, UnknownNameError
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import JsonFile, Threads, conclude, consoles, numbers, pieces, progress_bar
+from decoders.cli.benches import JsonFile, conclude, consoles, numbers, pieces, progress_bar
 from decoders.cli.console import waiting
+from decoders.cli.models import Threads
 from decoders.errors import UnknownNameError
 
 KNOWN = ("int8", "int4", "kv:int8")
@@ -46,8 +47,6 @@ def precision(
 
     from ..precision import measure, precision_table
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     with waiting(progress_console, f"loading {model}"):
         loaded, tokenizer = load(model, dtype)
     texts = [file.read_text(encoding="utf-8") for file in text] if text else [_default_text()]

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import JsonFile, Threads, conclude, consoles, numbers, pieces, progress_bar
+from decoders.cli.benches import JsonFile, conclude, consoles, numbers, pieces, progress_bar
+from decoders.cli.models import Threads
 from decoders.errors import UnknownNameError
 
 from .grammar import vocabulary_sizes
@@ -43,13 +44,9 @@ def sampling(
     sizes = vocabulary_sizes(vocabulary)
     counts = numbers(nodes, "--nodes takes nodes of a block such as 1,9,33")
 
-    import torch
-
     from .. import sampling as s
     from ..sampling import sampling_table
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     selected = {}
     for name in pieces(plans) or s.PLANS:
         if name not in s.PLANS:

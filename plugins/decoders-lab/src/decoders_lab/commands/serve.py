@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import JsonFile, Threads, conclude, consoles
+from decoders.cli.benches import JsonFile, conclude, consoles
 from decoders.cli.console import waiting
+from decoders.cli.models import Threads
 
 
 def serve(
@@ -30,14 +31,10 @@ def serve(
     check_installed()
     progress_console, console = consoles(json_file)
 
-    import torch
-
     from decoders.cli import models
 
     from ..serving import overhead
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     with waiting(progress_console, f"loading {model}"):
         loaded, tokenizer = models.load(model, dtype)
     with waiting(progress_console, "asking"):
