@@ -8,7 +8,7 @@ from decoders.engine.model.kernels import cpu
 from decoders.engine.model.kernels.cpu import build
 from decoders.engine.model.torch_compat import has_instructions
 
-from ...turns import slow_but
+from ....turns import slow_but
 
 VARIANTS = [variant for variant in build.variants() if has_instructions(variant)]
 #: Quick is the one on which everything else runs: the best, or that which DECODERS_CPU_KERNELS names.
