@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import gc
 import itertools
@@ -179,6 +180,18 @@ def designs_are_checked_once() -> Iterator[None]:
         patch.setattr(self_check, "check_tree_logits", once)
         patch.setattr(self_check.kept_checks, "key_of", lambda *_: None)  # nothing is kept in the user's folder
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted_sums_are_computed_once() -> None:
+    """Triton's interpreter computes every sum of integers a second time, in 64 bits, for an assertion that it makes in debugging alone:
+    a third of the time of a kernel.
+    """
+    with suppress(ImportError):
+        from triton.runtime.interpreter import interpreter_builder
+
+        if not interpreter_builder.options.debug:
+            interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""All private parts of transformers that this package uses, with reasons. tests/engine/test_compat.py tests every part.
+"""All private parts of transformers that this package uses, with reasons. tests/engine/model/test_compat.py tests every part.
 
 Not in the engine, because drafting networks read configs, too, and must not import the engine.
 """

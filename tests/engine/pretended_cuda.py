@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 #: The device that is pretended now.
 HERE = [torch.device("cuda:0")]
@@ -61,7 +60,7 @@ class _Functions(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if name == "_has_compatible_shallow_copy_type":  # modules that are moved get other parameters
             return False
-        leaves = tree_leaves((args, kwargs))
+        leaves = _leaves((args, kwargs))
         own = [each for each in leaves if isinstance(each, OnDevice)]
         devices = [torch.device(each) for each in leaves if _is_device(each)]
         untried = HERE[0].type in UNTRIED
@@ -88,16 +87,16 @@ class _Functions(TorchFunctionMode):
         if name == "histc":  # of integers on CUDA only
             return OnDevice(torch.histc(args[0].values.float(), **kwargs).to(args[0].values.dtype))
         with torch._C.DisableTorchFunction():
-            result = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+            result = func(*_map(_values, args), **_map(_values, kwargs))
         if name in ("copy_", "__setitem__"):
             return args[0]
         if name == "cpu" or ((name == "to" or kwargs.get("device") is not None) and self._to_host(name, args, devices)):
             # What is moved is a copy, as it would be on two devices.
             return result.clone() if any(result is each.values for each in own) else result
-        if untried and any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in tree_leaves(result)):
+        if untried and any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in _leaves(result)):
             raise RefusedError(f"{name} in float64")
         known = {id(each.values): each for each in own}
-        return tree_map(lambda each: known[id(each)] if id(each) in known else _wrapped(each), result)
+        return _map(lambda each: known[id(each)] if id(each) in known else _wrapped(each), result)
 
     @staticmethod
     def _to_host(name: str, args: tuple, devices: list[torch.device]) -> bool:
@@ -123,6 +122,26 @@ def _refuse(name: str, args: tuple, kwargs: dict) -> None:
 
 def _is_device(value: Any) -> bool:
     return isinstance(value, torch.device) or (isinstance(value, str) and value in ("cpu", "cuda", *UNTRIED))
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What a nest of tuples, lists and dictionaries holds. torch's own functions for that took most of a pretended call."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return [value]
+    return [leaf for each in value for leaf in (_leaves(each) if isinstance(each, (tuple, list, dict)) else (each,))]
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nest of the function's results."""
+    kind = type(value)
+    if kind is dict:
+        return {name: _map(function, each) for name, each in value.items()}
+    if not isinstance(value, (tuple, list)) or kind is torch.Size:
+        return function(value)
+    mapped = [_map(function, each) for each in value]
+    return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)
 
 
 def _values(value: Any) -> Any:

@@ -54,7 +54,7 @@ def test(variant: str, options: tuple[str, ...], *arguments: str) -> None:
             "ASAN_OPTIONS": "detect_leaks=0",  # Python frees nothing at its end
             "DECODERS_CPU_KERNELS": variant,
         }
-        tests = [str(path) for path in sorted((ROOT / "tests/engine/kernels").glob("test_cpu_*.py"))]
+        tests = [str(path) for path in sorted((ROOT / "tests/engine/model/kernels").glob("test_cpu_*.py"))]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *arguments, "-k", variant, *tests]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
 

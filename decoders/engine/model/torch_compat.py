@@ -1,4 +1,4 @@
-"""All private parts of torch that this package uses, with reasons. tests/engine/test_compat.py tests every part."""
+"""All private parts of torch that this package uses, with reasons. tests/engine/model/test_compat.py tests every part."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from decoders.engine.model.self_check import target_of
 from decoders.testing import RECURRENT, tiny_model
 from decoders.testing.models import ARCHITECTURES
 
-from ..turns import slow_but
+from ...turns import slow_but
 
 #: OPT calls a part of its decoder, Falcon-H1 reads a multiplier of it, Gemma 2 squeezes the logits.
 QUICK = ("llama", "opt", "gemma2", "falcon_h1")

@@ -17,7 +17,7 @@ from decoders.engine.decode import call as call_module
 from decoders.engine.decode.session import Session
 from decoders.testing import decode, prompts, reference, tiny_draft, tiny_model
 
-from ..streamers import Calls
+from ...streamers import Calls
 
 STRATEGIES = [
     "autoregressive",

@@ -23,7 +23,7 @@ from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology, TreeTensors
 
-from ..turns import slow_but
+from ...turns import slow_but
 
 CPU = torch.device("cpu")
 SLOTS = 96

@@ -18,11 +18,12 @@ from decoders.engine.model.cache import quantize_slots
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.kernels.attention import pack_mask
 from decoders.engine.model.kernels.cpu import build
-from decoders.engine.model.torch_compat import has_instructions
 from decoders.tree import Topology, TreeTensors
 
+from .variants import IN_TURN
+
 CPU = torch.device("cpu")
-VARIANTS = [variant for variant in build.variants() if has_instructions(variant)]
+each_variant = pytest.mark.parametrize("variant", IN_TURN)
 DTYPES = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 if build.compiler() is None:
@@ -133,7 +134,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_variant
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
 def test_a_block_attends_as_plain_attention_does(variant: str, case: dict[str, Any]) -> None:
     for dtype in DTYPES:
@@ -145,14 +146,15 @@ def random_tree(draw: st.DrawFn, nodes: int) -> Topology:
     return Topology.from_parents([-1, *[draw(st.integers(0, node - 1)) for node in range(1, nodes)]])
 
 
+@each_variant
 @settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_any_tree_over_any_rows_attends_as_plain_attention_does(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_any_tree_over_any_rows_attends_as_plain_attention_does(variant: str, data: st.DataObject) -> None:
     draw, view = data.draw, data.draw(st.sampled_from([64, 192, 1100]))
     nodes, rows = draw(st.integers(1, 40)), draw(st.integers(1, 3))
     kind = LayerKind(draw(st.none() | st.integers(1, 200)), draw(st.none() | st.integers(1, 200)))
     check(
-        draw(st.sampled_from(VARIANTS)), random_tree(draw, nodes).tensors(rows, CPU),
+        variant, random_tree(draw, nodes).tensors(rows, CPU),
         [draw(st.integers(-1, view - nodes)) for _ in range(rows)], view, kind=kind, queries=draw(st.integers(1, nodes)),
         group=draw(st.sampled_from([1, 2, 3, 7, 8])), heads=draw(st.sampled_from([1, 2])), width=draw(st.integers(1, 130)),
         value_width=draw(st.integers(1, 130)), sinks=draw(st.booleans()), softcap=draw(st.sampled_from([0.0, 2.0])),
@@ -196,7 +198,7 @@ class Sequence:
         return attend(self.variant, *many, mask, self.kind, 4.0)[-1:, path]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_variant
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [LayerKind(), LayerKind(window=70), LayerKind(chunk=100)], ids=str)
 def test_a_token_has_the_same_bits_as_text_in_a_chain_and_on_any_branch(
@@ -219,7 +221,7 @@ def test_a_token_has_the_same_bits_as_text_in_a_chain_and_on_any_branch(
             assert torch.equal(ours, sequence.whole[:, base : base + 5]), (base, nodes)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_variant
 def test_text_has_the_same_bits_in_passes_of_any_length_and_with_any_number_of_threads(variant: str) -> None:
     sequence, before = Sequence(variant, torch.bfloat16, 1200, LayerKind(), width=64), torch.get_num_threads()
     try:
@@ -239,7 +241,7 @@ def test_text_has_the_same_bits_in_passes_of_any_length_and_with_any_number_of_t
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_variant
 def test_a_row_in_front_of_its_beginning_gets_zeros(variant: str) -> None:
     key = torch.full((1, 1, 64, 16), float("nan"))
     tree = Topology.chain(1).tensors(1, CPU)
@@ -247,7 +249,7 @@ def test_a_row_in_front_of_its_beginning_gets_zeros(variant: str) -> None:
     assert torch.equal(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_variant
 def test_what_a_layer_looks_at_is_read_where_it_is_and_strides_do_not_matter(variant: str) -> None:
     tree = branching(7, 2)
     mask = pack_mask(torch.tensor([40, 3]), tree.offsets, tree.visible)
@@ -260,9 +262,10 @@ def test_what_a_layer_looks_at_is_read_where_it_is_and_strides_do_not_matter(var
     assert torch.equal(attend(variant, *apart, mask), whole)
 
 
+@each_variant
 @pytest.mark.parametrize("wrong", ["numbers", "order"])
-def test_a_wrong_attention_is_refused(wrong: str) -> None:
-    right = kernels(VARIANTS[-1])
+def test_a_wrong_attention_is_refused(variant: str, wrong: str) -> None:
+    right = kernels(variant)
 
     def odd(query: Tensor, *rest: Any) -> Tensor:
         out = right.slot_attention(query, *rest)

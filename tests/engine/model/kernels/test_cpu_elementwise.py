@@ -14,17 +14,16 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from decoders.engine.model.kernels import cpu
-from decoders.engine.model.kernels.cpu import build
-from decoders.engine.model.torch_compat import has_instructions
 
-VARIANTS = [variant for variant in build.variants() if has_instructions(variant)]
+from .variants import IN_TURN
+
 #: Types, and how far a result is rounded.
 DTYPES = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 pytestmark = [
     pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are no kernels for this CPU"),
     pytest.mark.parametrize("dtype", DTYPES, ids=str),
-    pytest.mark.parametrize("variant", VARIANTS),
+    pytest.mark.parametrize("variant", IN_TURN),
 ]
 
 

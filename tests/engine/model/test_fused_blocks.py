@@ -29,7 +29,7 @@ from decoders.engine.model.weights import few_rows, same_bits
 from decoders.sampling import SamplingPlan
 from decoders.testing.models import tiny_model
 
-from ..turns import slow_but
+from ...turns import slow_but
 from .triton_code import unaligned, written_for_triton
 
 if not interpreted():

@@ -11,7 +11,7 @@ from decoders.engine.model.compiled.tiers import PassKind
 from decoders.testing import decode, prompts, tiny_model
 
 
-@pytest.mark.slow  # of one row: tests/engine/test_quantization.py
+@pytest.mark.slow  # of one row: tests/engine/model/test_quantization.py
 @pytest.mark.usefixtures("traced_only")
 def test_plain_steps_of_several_rows_get_a_graph_of_their_own(
     monkeypatch: pytest.MonkeyPatch, block_sizes: list[int]

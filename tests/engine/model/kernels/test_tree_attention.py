@@ -17,7 +17,7 @@ from decoders.engine.model.kernels import interpreted
 from decoders.engine.model.kernels.attention import attend, pack_mask, split_count
 from decoders.tree import Topology, TreeTensors
 
-from ...turns import slow_but
+from ....turns import slow_but
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off: a GPU is here, or no Triton")

@@ -20,7 +20,7 @@ from decoders.engine.model.weights.twin import share_weights
 from decoders.testing import prompts, tiny_model
 from decoders.testing.exactness import decode
 
-from ..turns import slow_but
+from ...turns import slow_but
 
 pytestmark = pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are no kernels for this CPU")
 

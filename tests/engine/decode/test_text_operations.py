@@ -17,8 +17,8 @@ from decoders.testing import Replay, decode, prompts, reference, tiny_draft, tin
 from decoders.testing.models import VOCAB
 from decoders.testing.tape import TapeRecorder
 
-from ..turns import slow_but
-from .pretended_cuda import OnDevice, moved, pretended_cuda
+from ...turns import slow_but
+from ..pretended_cuda import OnDevice, moved, pretended_cuda
 
 #: What each option does to the texts of :func:`prompts` is in tests/hf/test_processors.py.
 OPTIONS: dict[str, dict[str, Any]] = {

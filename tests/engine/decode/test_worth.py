@@ -16,7 +16,7 @@ from decoders.testing import Replay, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.tree import Topology, TreeTensors
 
-from ..costs.test_curve import curve, point
+from ...costs.test_curve import curve, point
 
 ROWS, DEPTH = 8, 4
 

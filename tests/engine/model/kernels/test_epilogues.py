@@ -13,7 +13,7 @@ from torch import Tensor
 from decoders.engine.model.kernels import Norm, epilogues, interpreted, products
 from decoders.engine.model.weights.same_bits import Formula
 
-from ...turns import slow_but
+from ....turns import slow_but
 
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)

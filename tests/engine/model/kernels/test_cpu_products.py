@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.kernels.cpu import build
-from decoders.engine.model.torch_compat import has_instructions
 from decoders.engine.model.weights.few_rows import KINDS, multiply_few_rows
 from decoders.errors import SettingsError
 
-VARIANTS = [variant for variant in build.variants() if has_instructions(variant)]
+from .variants import IN_TURN, VARIANTS
+
 #: Types, and how far a result is rounded.
 DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -62,7 +62,7 @@ def case(number: int, dtype: torch.dtype, by_rows: bool) -> tuple[Tensor, list[T
 @needs_kernels
 @pytest.mark.parametrize("by_rows", [True, False], ids=["by rows", "by columns"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", IN_TURN)
 def test_products_are_those_of_float64_and_a_row_has_the_same_bits_among_any_others(
     variant: str, dtype: torch.dtype, by_rows: bool
 ) -> None:
@@ -86,7 +86,7 @@ def test_products_are_those_of_float64_and_a_row_has_the_same_bits_among_any_oth
 
 @needs_kernels
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", IN_TURN)
 def test_matrices_in_16_bits_have_the_products_of_the_same_numbers_in_float32(
     variant: str, narrow: torch.dtype
 ) -> None:
@@ -101,7 +101,7 @@ def test_matrices_in_16_bits_have_the_products_of_the_same_numbers_in_float32(
 
 
 @needs_kernels
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", IN_TURN)
 def test_every_number_of_rows_has_the_same_bits(variant: str) -> None:
     multiply = cpu.loaded(variant).few_rows_linear
     for dtype in DTYPES:
@@ -155,14 +155,15 @@ def is_replaced() -> bool:
 def test_a_wrong_kernel_falls_back_to_the_next_variant_and_one_warning_says_so(choosing: pytest.MonkeyPatch) -> None:
     best, second, *_ = VARIANTS
     right = cpu.loaded(best)
+    other = replace(right, variant=second)  # itself compiled and right, which takes half a minute to see
 
     def wrong(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
         out = right.few_rows_linear(x, matrices, biases)
         return out if len(x) != 3 else out * 1.00001
 
-    planted, loaded = replace(right, few_rows_linear=wrong), cpu.loaded
+    planted = replace(right, few_rows_linear=wrong)
     choosing.delenv(cpu.VARIABLE, raising=False)
-    choosing.setattr(cpu, "loaded", lambda variant: planted if variant == best else loaded(variant))
+    choosing.setattr(cpu, "loaded", {best: planted, second: other}.__getitem__)
     with pytest.warns(UserWarning, match=f"kernels for {best} do not work here") as warned:
         assert is_replaced() and is_replaced()
     assert len(warned) == 1
@@ -179,8 +180,11 @@ def test_an_unknown_variant_is_an_error_that_names_the_nearest(choosing: pytest.
 
 @needs_kernels
 def test_a_variant_is_forced_by_its_name(choosing: pytest.MonkeyPatch) -> None:
+    best = cpu.loaded(VARIANTS[0])
+    forced = replace(best, variant=VARIANTS[-1], few_rows_linear=lambda *given: best.few_rows_linear(*given))
+    choosing.setattr(cpu, "loaded", {VARIANTS[-1]: forced}.__getitem__)
     choosing.setenv(cpu.VARIABLE, VARIANTS[-1])
-    assert is_replaced() and products._operators["cpu"] is cpu.loaded(VARIANTS[-1]).few_rows_linear
+    assert is_replaced() and products._operators["cpu"] is forced.few_rows_linear
 
 
 def test_off_leaves_torchs_layers(choosing: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.kernels.cpu import Kernels, build, four_bits
-from decoders.engine.model.torch_compat import has_instructions
 
-VARIANTS = [variant for variant in build.variants() if has_instructions(variant)]
+from .variants import IN_TURN, VARIANTS
+
 if not VARIANTS or build.compiler() is None:
     pytest.skip("kernels are compiled where there is a compiler", allow_module_level=True)
 
@@ -31,9 +31,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(
-    scope="module", params=[VARIANTS[0], *(pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS[1:])]
-)
+@pytest.fixture(scope="module", params=IN_TURN)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return cpu.loaded(request.param)
 

@@ -18,7 +18,7 @@ from decoders.engine.model.weights.state import WeightState
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import prompts, tiny_model
 
-from ..streamers import Calls
+from ...streamers import Calls
 
 INPUTS = prompts()
 

@@ -42,7 +42,7 @@ from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.tape import TapeRecorder, host_read
 from decoders.tree import Topology
 
-from .pretended_cuda import OnDevice, moved, pretended_cuda
+from ..pretended_cuda import OnDevice, moved, pretended_cuda
 
 
 class OnHost(Strategy):

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for NVIDIA cards as calls launch them, on a machine without a card, and prints what came of it.
 
-    python tests/engine/kernels/ahead_of_time.py CAPABILITY [WORD …]
+    python tests/engine/model/kernels/ahead_of_time.py CAPABILITY [WORD …]
 
 The project's own launching code runs on tensors of the "meta" device, with a driver that launches nothing: tiles, warps, stages,
 strides and what Triton specializes are those of calls. Prints one JSON object per kernel; with words, of the calls whose name has one
