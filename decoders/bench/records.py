@@ -44,8 +44,8 @@ class Record:
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
-        baseline: the method that they were compared with: transformers; when sampling, or with a grammar, our plain decoding if it
-            was measured.
+        baseline: the method that the tokens were compared with: transformers; when sampling, or with a grammar, our plain decoding
+            if it was measured.
         difference: where they first differ.
         leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
         compared: number of the baseline's new tokens.

@@ -157,7 +157,7 @@ def on_device(model: PreTrainedModel, device: str | None) -> PreTrainedModel:
     """The model on `device`; None leaves it where it is.
 
     Raises:
-        SettingsError: there is no such device.
+        SettingsError: the device was not found.
     """
     try:
         return model if device is None else model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`

@@ -195,7 +195,7 @@ def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bo
 
 
 def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:
-    """A model of a shape with random weights, on CUDA if there is one. Raises UnknownNameError: no such shape or dtype."""
+    """A model of a named shape with random weights, on CUDA if there is one. Raises UnknownNameError: no such shape or dtype."""
     if dtype not in DTYPES[1:]:
         raise UnknownNameError("dtype", dtype, DTYPES[1:])
     import torch

@@ -59,7 +59,7 @@ class FileConfig(BaseModel):
             kind: what the file should be: "config of an EAGLE-3 head".
 
         Raises:
-            SettingsError: it is no object, lacks fields, or has one of another type or out of range.
+            SettingsError: the value is no object, lacks fields, or has a field of another type or out of range.
         """
         if not isinstance(raw, dict):
             raise SettingsError(f"{place} is no {kind}: it holds {shortened(json.dumps(raw))} instead of an object")
@@ -192,7 +192,7 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
 
 
 def find_network(named: str | None, config: Any, kind: str, what: str, argument: str, advice: str = "") -> Path:
-    """The folder of a network for a model with this `config`: the `named` one, or the one among the model's own files.
+    """The folder of a network for a model with this `config`: the `named` folder, or the model's own folder with such files.
 
     Args:
         named: a path; ``demo`` is the network of this `kind` that comes with the demo model.

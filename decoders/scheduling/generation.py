@@ -28,7 +28,7 @@ log = logging.getLogger("decoders")
 class Generation:
     """A request of a :class:`~decoders.Scheduler`; safe to use from any thread, and in any event loop.
 
-    Iterating yields new output as soon as it is there: pieces of text if the prompt was text, else token ids. ``await`` returns the
+    Iterating yields new output when it arrives: pieces of text if the prompt was text, else token ids. ``await`` returns the
     result, and ``async for`` iterates.
 
     Attributes:

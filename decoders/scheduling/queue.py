@@ -11,7 +11,7 @@ from .lanes import is_over
 
 
 class Waiting:
-    """Waiting requests, the next one first: by priority, then as they came. Its owner holds a lock.
+    """Waiting requests, the next one first: by priority, then by arrival. Its owner holds a lock.
 
     Attributes:
         expiry: no deadline of theirs passes before this time.
@@ -42,7 +42,7 @@ class Waiting:
         return place is not None
 
     def take_over(self, now: float) -> list[Generation]:
-        """Takes out those that were cancelled or whose time is over."""
+        """Removes and returns the requests that were cancelled or whose time is over."""
         over = [entry[2] for entry in self._heap if is_over(entry[2], now)]
         self._heap = [entry for entry in self._heap if not is_over(entry[2], now)]
         heapq.heapify(self._heap)

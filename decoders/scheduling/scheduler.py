@@ -32,11 +32,11 @@ log = logging.getLogger("decoders")
 
 _FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
 
-#: Where no request runs, the first ones wait for others to come, to share passes with them: until none came for so many seconds.
+#: If no request runs, the first requests wait for others to share passes with: until none has arrived for so many seconds.
 GATHERING = 0.002
 #: Seconds that they wait at most.
 LONGEST_GATHERING = 0.05
-#: What a scheduler that goes first has of the model's time, in multiples of what all others have.
+#: Time that a scheduler with `first` has of the model, in multiples of what all others have.
 FIRST_SHARE = 2
 
 
@@ -122,7 +122,7 @@ class Scheduler:
         Args:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
             priority: requests with a higher one go first; ties are served in order of arrival.
-            deadline: seconds from now after which it is given up.
+            deadline: seconds from now after which the request is given up.
             wait: whether to wait for room in a full queue.
             top_logprobs: keep the log probability of every token and of this many likeliest tokens, in :attr:`Generation.logprobs`;
                 0 or more.
@@ -162,7 +162,7 @@ class Scheduler:
 
     def close(self, cancel: bool = False) -> None:
         """Refuses new requests, waits for the present ones or cancels them, and frees everything."""
-        if not self.alive:  # nothing to wait for, and at interpreter exit waiting is impossible
+        if not self.alive:  # at once, because at interpreter exit waiting is impossible
             return
         with self._changed:
             self._closing = True

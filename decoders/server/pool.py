@@ -140,7 +140,7 @@ class SchedulerPool:
         """Name and settings in force.
 
         Raises:
-            UnknownNameError, PluginError: there is no such strategy. Refusal: clients may not set a setting, or it has a wrong
+            UnknownNameError, PluginError: the strategy was not found. Refusal: clients may not set a setting, or it has a wrong
                 value.
         """
         given = dict(config or {})

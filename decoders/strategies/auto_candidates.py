@@ -31,7 +31,7 @@ class Experience:
         runs: how often it was asked.
         cost: mean seconds of a run; per token of its draft if it is limited.
         learning: mean seconds of `observe`, if it can be left out with the draft.
-        lost: seconds of runs that brought nothing, over all calls, so that several calls together can afford a trial that one call
+        lost: seconds of trials without a gain, over all calls, so that several calls together can afford a trial that one call
             cannot.
         looks: the gains of runs, and how often it is asked.
     """
@@ -181,7 +181,7 @@ def _mean(known: float, seconds: float, runs: int) -> float:
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Expected seconds of the first run of a drafter: a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    Its passes are estimated from the target's by the number of layers. Drafters without a model take next to nothing.
+    Its passes are estimated from the target's by the number of layers. Drafters without a model take almost no time.
     """
     if not strategy.limits:
         return 0.0
@@ -219,17 +219,17 @@ LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 BEHIND_SHARE = 0.015
 #: Most tokens per row that the rest of a call is expected to have, since it may end early.
 COUNTED_AHEAD = 256
-#: At its start a call may be behind by the share of so many steps; each step adds its own.
+#: A call may be behind by this share of so many steps at its start; each step adds its own share.
 FIRST_STEPS = 64
 #: Most plain steps that a call can be ahead, so that old gains are not spent; and most plain steps in a row before another attempt.
 MOST_AHEAD, LONGEST_REST = 64, 32
-#: Factor on the price of a draft token where a call is as far behind as it may be.
+#: Factor on the price of a draft token when a call is as far behind as it may be.
 STRICTNESS = 4
 
 
 @dataclass
 class Ledger:
-    """Tracks how far a call is behind plain decoding; if it is too far, it decodes plainly until it can afford another attempt.
+    """Tracks how far a call is behind plain decoding; beyond a limit, the call decodes plainly until it can afford another attempt.
 
     The progress of rows that begin together is that of the slowest row.
 

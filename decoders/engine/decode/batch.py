@@ -315,8 +315,7 @@ class Batch:
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the tokens that were left to the first step, because a draft model shares the target's slots and needs them now.
-        """
+        """Prefills the tokens that were left to the first step, because a draft model shares the target's slots and needs them now."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]

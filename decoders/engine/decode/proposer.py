@@ -165,8 +165,7 @@ class Proposer:
 
     @property
     def _prunes(self) -> bool:
-        """Whether drafts may be cut or skipped: not if a verifier judges their distribution, or a strategy learns from every step.
-        """
+        """Whether drafts may be cut or skipped: not if a verifier judges their distribution, or a strategy learns from every step."""
         strategy = self.batch.request.strategy
         return (
             not self.batch.target.static and self.batch.verifier is None and (strategy.rests or not strategy.observes)
