@@ -175,7 +175,7 @@ class ModelDrafter(Drafter):
 
     @property
     def _prefill(self) -> Callable[..., None]:
-        """Reads a chunk of the prompts."""
+        """The function that reads a chunk of the prompts."""
         return partial(self.engine.forward_pass.prefill, recordings=self.session.recordings)
 
     @property

@@ -90,7 +90,7 @@ class Tiers:
     The two round differently, so a call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
 
     Attributes:
-        kinds: for each kind of passes, its graph or the time spent towards it.
+        kinds: for each kind of passes, its compilation and the seconds of its uncompiled passes.
         regional: the compiled pass, None before compiling begins; `regional_mixed` is the compiled pass with a piece of a prompt.
         mode: the setting ``compile`` of the present call.
         report: of the present call.
