@@ -33,7 +33,7 @@ class Experience:
         learning: mean seconds of `observe`, if it can be left out with the draft.
         lost: seconds of trials without a gain, over all calls, so that several calls together can afford a trial that one call
             cannot.
-        looks: the gains of runs, and how often it is asked.
+        looks: the gains of trials, and how often the drafter is asked.
     """
 
     runs: int = 0
@@ -115,7 +115,7 @@ class Candidate:
         """Its draft: for every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
 
         Raises:
-            DraftError: it is no draft. UnsupportedError: its nodes cannot be selected one by one.
+            DraftError: it is no draft. UnsupportedError: the nodes of the drafter's tree cannot be selected one by one.
         """
         begun = self._clock()
         if limit is not None:
@@ -213,7 +213,7 @@ def missing(strategy: Strategy, context: Context) -> str | None:
     return None
 
 
-#: Share of the time for trials of a drafter that bring nothing; the first run of a draft model given by the user may take twice that.
+#: Share of the time for trials of a drafter without a gain; the first run of a draft model given by the user may take twice that.
 LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 #: A call may fall behind plain decoding by this share of the time.
 BEHIND_SHARE = 0.015

@@ -54,7 +54,7 @@ class Normaliser(SchemaAlgebra):
     Args:
         dropped: (path, keyword) of the keywords that are left out. Leaving one out makes the schema as a whole allow more: it
             allows everything, or nothing under ``not``. ``oneOf`` is read as ``anyOf``.
-        evaluation: whether a keyword depends on what others have evaluated.
+        evaluation: whether the schema has a keyword that depends on what other keywords have evaluated (``unevaluatedItems``).
     """
 
     def __init__(self, dropped: frozenset[tuple[str, str]] = frozenset(), evaluation: bool = True) -> None:

@@ -33,7 +33,7 @@ class DemoTraining:
 
     Attributes:
         shape: of the model, with its peak learning rate.
-        tokens: to learn from, which gives the number of steps.
+        tokens: number of training tokens, from which the number of steps follows.
         seed: of the weights and of the order of the data.
         rows: of a batch.
         length: tokens of a row.
