@@ -105,7 +105,7 @@ class Candidate:
         self.preparing, self.requested_depth = 0.0, 0
 
     def read(self, chunk: PromptChunk) -> None:
-        """Shows it a chunk of the prompts, if it reads them."""
+        """Shows the drafter a chunk of the prompts, if it reads prompts."""
         if self.strategy.reads_prompt:
             layers = layers_of_part(chunk.layers, self._every, self._layers)
             logits = chunk.logits if self.strategy.prompt_logits else None

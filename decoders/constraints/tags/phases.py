@@ -205,7 +205,7 @@ class PhaseAutomaton:
         return [self.next_token(place.phase, place.node)]
 
     def exact_tokens(self, number: int, node: int) -> frozenset[int]:
-        """The tokens that go on from `node` toward the markers of a phase."""
+        """The tokens that continue the beginning of a marker at `node`, for the markers of a phase."""
         known = self._exact_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]

@@ -175,7 +175,7 @@ class DraftStage:
 
 
 class StageClock(Clock):
-    """Counts the seconds of the strategy; those of the draft model are counted by :meth:`ModelDrafter.run`."""
+    """Counts the seconds of the strategy; :meth:`ModelDrafter.run` counts the draft model's."""
 
     def __init__(self, drafter: StagedDrafter) -> None:
         self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.batch.report.timings)
