@@ -161,7 +161,7 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """`records`, without ratios if steps waited for more than half of their time, and a warning about it, else ""."""
+    """`records`, without ratios if steps waited for more than half of their time, and a warning about that, else ""."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (

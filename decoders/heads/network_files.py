@@ -85,7 +85,9 @@ def _explained(problem: Any) -> str:
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built of Llama's modules. Its fields are those of transformers' ``LlamaConfig``."""
+    """The config of decoder layers that are built of Llama's modules. Its fields have the names and meanings of transformers'
+    ``LlamaConfig``.
+    """
 
     hidden_size: Count
     num_attention_heads: Count
@@ -199,10 +201,10 @@ def find_network(named: str | None, config: Any, kind: str, what: str, argument:
         kind: the name of the strategy and of that folder, such as "eagle3".
         what: the network, for messages: "a head".
         argument: the strategy's setting that names the folder.
-        advice: how to get one, for messages: "`my-command` makes one".
+        advice: how to get a network, for messages: "`my-command` makes one".
 
     Raises:
-        UnsupportedError: no folder is named, and there is none beside the model.
+        UnsupportedError: no folder is named, and the model's folder has no such network.
     """
     demo = Path(__file__).parent.parent / "demo" / "models" / "target" / kind
     if named == DEMO and demo.is_dir():

@@ -14,7 +14,7 @@ class Waiting:
     """Waiting requests, the next one first: by priority, then by arrival. Its owner holds a lock.
 
     Attributes:
-        expiry: no deadline of theirs passes before this time.
+        expiry: no deadline of the waiting requests passes before this time.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Waiting:
         self.expiry = min(self.expiry, generation.expires)
 
     def next(self) -> Generation:
-        """Takes the next one."""
+        """Takes the next request."""
         return heapq.heappop(self._heap)[2]
 
     def remove(self, generation: Generation) -> bool:

@@ -1,4 +1,4 @@
-"""Requests from any thread, decoded together by one: rows come and go between two steps."""
+"""Requests from any thread, decoded together by one thread: rows come and go between two steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIRST_SHARE = 2
 
 
 class Scheduler:
-    """Decodes many requests at a time on one model. Each has the tokens of a call of its own with the same seed.
+    """Decodes many requests at a time on one model. Each has the tokens of a separate call with the same seed.
 
     One thread decodes. Requests that can share a step do, whatever their lengths, seeds, sampling values, stop tokens, grammars and
     budgets; those with another strategy, other kinds of processors or another verifier take turns with them, step by step. Calls of
@@ -55,9 +55,9 @@ class Scheduler:
         tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
         strategy, strategy_config: of requests that name none, as in ``generate``.
         rows: most requests that are decoded at a time.
-        slots: most tokens of a request, prompt and new ones.
+        slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: most requests that wait.
-        longest_pause: seconds that reading a prompt may hold up those that are being decoded, per step.
+        longest_pause: seconds per step for which reading a prompt may delay the requests that are being decoded.
         first: whether it goes before other schedulers and calls on the model: they have a third of the time while it needs the rest.
             Otherwise all take turns.
         defaults: arguments of ``generate`` for requests that do not say otherwise.
