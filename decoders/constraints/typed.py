@@ -43,54 +43,17 @@ _TOLD: dict[str, frozenset[str]] = {
     }.items()
 }  # fmt: skip
 #: Names in core schemas that do not restrict values, or whose restriction JSON schemas always cover.
-_IDLE = frozenset(
-    (
-        "type",
-        "ref",
-        "metadata",
-        "serialization",
-        "strict",
-        "cls",
-        "cls_name",
-        "generic_origin",
-        "frozen",
-        "slots",
-        "computed_fields",
-        "extra_behavior",
-        "title",
-        "revalidate_instances",
-        "from_attributes",
-        "custom_error_type",
-        "custom_error_message",
-        "custom_error_context",
-        "fail_fast",
-        "kw_only",
-        "collect_init_only",
-        "init_only",
-        "serialization_alias",
-        "serialization_exclude",
-        "serialization_exclude_if",
-        "function_name",
-        "return_schema",
-        "extra_fields_behavior",
-        "typed_dict_total",
-        "loc_by_alias",
-        "str_min_length",
-        "str_max_length",
-        "hide_input_in_errors",
-        "cache_strings",
-        "validation_error_cause",
-        "coerce_numbers_to_str",
-        "regex_engine",
-        "validate_by_name",
-        "serialize_by_alias",
-        "ser_json_timedelta",
-        "ser_json_temporal",
-        "ser_json_bytes",
-        "ser_json_inf_nan",
-        "polymorphic_serialization",
-    )
-)  # Values of other keywords that do not restrict texts either; None never does.
+_IDLE = frozenset((
+    "type", "ref", "metadata", "serialization", "strict", "cls", "cls_name", "generic_origin", "frozen", "slots",
+    "computed_fields", "extra_behavior", "title", "revalidate_instances", "from_attributes", "custom_error_type",
+    "custom_error_message", "custom_error_context", "fail_fast", "kw_only", "collect_init_only", "init_only",
+    "serialization_alias", "serialization_exclude", "serialization_exclude_if", "function_name", "return_schema",
+    "extra_fields_behavior", "typed_dict_total", "loc_by_alias", "str_min_length", "str_max_length", "hide_input_in_errors",
+    "cache_strings", "validation_error_cause", "coerce_numbers_to_str", "regex_engine", "validate_by_name",
+    "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
+    "polymorphic_serialization",
+))  # fmt: skip
+#: Values of other names that do not restrict values either; None never does.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
@@ -209,7 +172,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema` with each function that validation would call replaced by a function without effect."""
+    """`schema` with functions that validation would call replaced by one that does nothing."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":

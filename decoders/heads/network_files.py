@@ -85,9 +85,7 @@ def _explained(problem: Any) -> str:
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built of Llama's modules. Its fields have the names and meanings of transformers'
-    ``LlamaConfig``.
-    """
+    """The config of decoder layers that are built of Llama's modules. Its fields are named as in ``LlamaConfig``."""
 
     hidden_size: Count
     num_attention_heads: Count

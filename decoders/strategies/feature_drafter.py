@@ -147,8 +147,7 @@ class FeatureWindow(ABC):
 
         Args:
             logits: ``[B, Q, D]``.
-            offsets: ``[B, Q]`` int64, or one number for all: how far each node is behind the row's last token, 0 for that token
-                itself.
+            offsets: ``[B, Q]`` int64, or one number for all: how far each node is behind the row's last token.
         """
         written = (self.sequences.length - self.sequences.prompt_length)[:, None]
         return self.vocabulary.best(

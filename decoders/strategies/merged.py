@@ -221,9 +221,7 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """The step as the part that drafted the nodes `mine` sees it, with these nodes right behind the root; without data from the
-    host, so that it can be recorded.
-    """
+    """The step with the nodes `mine` right behind the root, without data from the host, so that it can be recorded."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

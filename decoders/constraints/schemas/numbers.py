@@ -125,8 +125,7 @@ def point(value: Any) -> Numbers:
 
 
 def fraction(value: Any) -> Fraction:
-    """`value` of a schema as the exact number that was written: 0.1 is one tenth. Large floats keep their binary value: 1e23 is not
-    ten to the 23rd.
+    """`value` of a schema as it was written: 0.1 is one tenth. Large floats keep their binary value: 1e23 is not ten to the 23rd.
 
     Raises:
         GrammarError: infinite or not a number.

@@ -341,12 +341,12 @@ class Batch:
     def read_chunk(
         self, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
     ) -> PromptChunk:  # fmt: skip
-        """logits: whether the chunk has logits.
+        """Runs a chunk of texts for a strategy that reads prompts.
 
         Args:
             lengths: ``[B]``, of the texts.
             tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
-            logits: whether the chunk has them.
+            logits: whether the chunk has logits.
         """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1

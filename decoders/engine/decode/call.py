@@ -34,7 +34,7 @@ from .rows import shapes_of
 from .sampling import sampling_of
 from .step import step
 
-#: Slots that a call reserves behind its prompts at first. the stack gives sessions back after an error, too
+#: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; those that need more get it then.
 SLOTS_AHEAD = 2048
 
 
@@ -168,9 +168,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
 
 
 def recordable(proposer: Proposer) -> bool:
-    """Whether a step of the proposer's batch can be recorded and replayed: it needs nothing from the host, and its shapes are
-    fixed.
-    """
+    """Whether a step of its batch can be recorded and replayed: it needs nothing from the host, and its shapes are fixed."""
     batch, request = proposer.batch, proposer.batch.request
     return (
         batch.session.recordings is not None and request.strategy.on_device
@@ -187,8 +185,7 @@ def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
 
 
 class StepRecording:
-    """Makes the steps of a batch. The first steps run unrecorded; later ones replay a recorded step, of this call or an earlier
-    one.
+    """Makes the steps of a batch. The first steps run unrecorded; later ones replay a recorded step.
 
     When more of the step has been compiled, it is recorded again; within a call only if tokens do not depend on the tier.
 

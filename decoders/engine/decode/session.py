@@ -182,9 +182,8 @@ class Session:
             run: runs each pass, as :meth:`Target.prefill` does.
             first: the row of the first prompt.
             leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for both.
-            Otherwise rows are read one at a time: a recurrent state must see every token once, and none after a text's end.
-                Otherwise their rows are read one at a time: a recurrent state must see every token once, and none after a text's
-                end.
+            padded: whether `run` tells recurrent layers which tokens are padding. Otherwise their rows are read one at a time: a
+                recurrent state must see every token once, and none after a text's end.
             given: see :meth:`PrefillPlan.of`.
 
         Returns:
@@ -263,9 +262,7 @@ class Session:
         return where
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of each row as its text. prompts: the prompts of the first rows; other rows have no
-        salt.
-        """
+        """Keeps the first `lengths[i]` tokens of each row as its text. prompts: those of the first rows; other rows have no salt."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):

@@ -173,9 +173,7 @@ def append(
     room = torch.where(finished, 0, limit - length)
     if most is not None:
         room = torch.minimum(room, most)
-    candidate = tree.ancestors[
-        :, 1:, 0
-    ]  # the tokens of a lookahead window can never be accepted, so they do not count as drafted
+    candidate = tree.ancestors[:, 1:, 0]  # tokens of a lookahead window are never accepted: they do not count
     drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
     emitted = torch.minimum(acceptance.depth + 1, room)
     is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])

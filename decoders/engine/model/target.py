@@ -91,8 +91,7 @@ class Target:
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these can read a text in several passes.
         taps: the outputs besides logits that a pass keeps.
-        multiple: numbers of nodes of blocks, and of tokens of chunks, are rounded up to a multiple of it. More than 1 where bits
-            matter and depend on the slots of a
+        multiple: blocks and chunks of text have a multiple of so many nodes. More than 1 where bits matter and depend on the slots of a
             path, too: then what was accepted on a branch is run again in its own slots.
         ranks: the processes that share its weights.
 
