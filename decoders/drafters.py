@@ -116,7 +116,7 @@ class Drafter(ABC):
 
         Args:
             step: the verified draft.
-            own_nodes: number of nodes that this drafter proposed, root included. If the block has other nodes (merged strategies),
+            own_nodes: number of nodes that this drafter proposed, root included. In a block with other nodes (merged strategies),
                 the step may have accepted any of them.
             displaced: greatest number of accepted nodes with keys and values outside the slots of their positions: 0 for a chain,
                 the depth for a tree.

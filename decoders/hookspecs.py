@@ -57,7 +57,7 @@ def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
 
     A value is anything else that ``grammar=`` takes (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), or a
     function without arguments that returns it on first use. The rules for names are the same as for strategies, in a separate
-    namespace. The library of this package keeps its names.
+    namespace. Names of this package's own grammars cannot be taken.
     """
 
 

@@ -189,7 +189,7 @@ def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
         for _ in load:
             result = manager.get_result(timeout=PATIENCE)
             if result is None:
-                raise RuntimeError(f"transformers' continuous batching gave nothing for {PATIENCE:.0f} seconds")
+                raise RuntimeError(f"transformers' continuous batching returned nothing for {PATIENCE:.0f} seconds")
             ends[numbers[result.request_id]] = time.monotonic()
         sender.join()
     return result_of("transformers, continuous", load, began, [], ends)

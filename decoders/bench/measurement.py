@@ -140,7 +140,7 @@ class Competitor:
 
     Attributes:
         status: "ok", "skipped" (the method does not do this) or "failed" (an error).
-        reason: why there are no figures; "" if there are.
+        reason: why the method has no figures; "" if it has.
         warmup: the first two calls.
         checks: the output of one untimed call, by workload.
         samples: the timed calls.

@@ -164,7 +164,7 @@ def transformers_methods(
             vocabulary.
 
     Raises:
-        UnknownNameError: there is no such method.
+        UnknownNameError: the method was not found.
         SettingsError: the brackets are wrong.
     """
     dtype = dtype or str(model.dtype).removeprefix("torch.")
@@ -232,8 +232,8 @@ def strategy_methods(
         assistant_tokenizer: the tokenizer of a draft model with another vocabulary.
 
         Raises:
-            UnknownNameError, PluginError: there is no such strategy.
-            SettingsError: there is no such setting, or `settings` names a strategy that is not measured.
+            UnknownNameError, PluginError: the strategy was not found.
+            SettingsError: the setting does not exist, or `settings` names a strategy that is not measured.
     """
     enable(model, tokenizer)
     settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}

@@ -44,8 +44,8 @@ class Record:
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
-        baseline: the method that they were compared with: transformers; when sampling, or with a grammar, our plain decoding if it
-            was measured.
+        baseline: the method that the tokens were compared with: transformers; when sampling, or with a grammar, our plain decoding
+            if it was measured.
         difference: where they first differ.
         leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
         compared: number of the baseline's new tokens.
@@ -161,7 +161,7 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """`records`, without ratios if steps waited for more than half of their time, and a warning about it, else ""."""
+    """`records`, without ratios if steps waited for more than half of their time, and a warning about that, else ""."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (

@@ -16,7 +16,7 @@ def in_loops(ids: Tensor) -> Tensor:
 
     A token is if it and those before it equal the tokens one period earlier, for more than a whole period and for more than
     :data:`SHORTEST_LOOP` tokens. So the first repetition of a passage does not count, since code repeats itself on purpose; all
-    tokens from the second one on do.
+    tokens from the second repetition on do.
     """
     looping = torch.zeros_like(ids, dtype=torch.bool)
     for period in range(1, min(LONGEST_PERIOD, ids.shape[-1] - 1) + 1):

@@ -52,7 +52,7 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """The methods of a run, under headings of what they were measured on; the heading is empty if that is one unchanged model."""
+    """The methods of a run, grouped by model; the heading is empty for a single unchanged model."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}

@@ -96,7 +96,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
 
 
 def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Gives a made-up drafter the text that plain decoding writes in this call, unless it has it already."""
+    """Gives a made-up drafter the text that plain decoding writes in this call, unless the drafter has it already."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
     if drafter.rehearsed == key:

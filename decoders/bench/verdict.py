@@ -153,7 +153,7 @@ def _wrong(record: Record) -> bool:
 
 
 def _made_up(record: Record) -> bool:
-    """Whether the drafter was made up (it knew the text), so that nobody can use it."""
+    """Whether the drafter was made up (it knew the text), so that it is not for use."""
     return record.method.startswith("synthetic[")
 
 

@@ -134,7 +134,7 @@ def demo(
     console.print(f"{compilation(entries)}\n", style="dim")
     deadline = time.monotonic() + seconds
     lively = live and not as_json and console.is_terminal
-    # Per prompt: one text to check, one for the table, one to look at.
+    # Texts per prompt: one to check, one for the table, one to look at.
     new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), seconds, max_new_tokens)
     for entry, (name, _, content), workload in show_order(entries, texts, workloads) if lively else ():
         if time.monotonic() < deadline:
@@ -190,7 +190,7 @@ def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float,
 def choose_prompts(
     prompt: str | None, prompt_file: Path | None, kind: str | None, known: Sequence[str] = DEMO_KINDS
 ) -> list[tuple[str, str, Content]]:
-    """(name, kind, text or messages) of the prompts: the user's own, or one of `kind`, or one of each of the first two `known`
+    """(name, kind, text or messages) of the prompts: the user's own, or all of one `kind`, or one of each of the first two `known`
     kinds.
 
     The user's own prompt goes through the chat template, too, unless `known` are the demo model's kinds.

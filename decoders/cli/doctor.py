@@ -63,7 +63,7 @@ def doctor(
 
 
 def as_table(findings: Iterable[Finding]) -> Table:
-    """A line for each, longer ones wrapped in their column."""
+    """One line for each finding, longer ones wrapped in their column."""
     from rich.table import Table
     from rich.text import Text
 

@@ -143,8 +143,8 @@ def complete_file(
             progress.update(bar, advance=1, description=speed + (f", {failed} failed" if failed else ""))
     if written != task.left:
         raise SettingsError(
-            f"{task.input} was changed while it was completed: {task.left} prompts were left in it, and {written} have been read and "
-            "written. Run the same command again"
+            f"{task.input} has changed during the run: {task.left} prompts were left at its start, and {written} were completed. "
+            "Run the same command again"
         )
     startup = ready.prepared_since(begun)
     seconds = time.perf_counter() - begun - startup

@@ -232,7 +232,7 @@ def _service(
 
 
 def _corpus(path: Path) -> list[Content]:
-    """The texts of ``--suffix-corpus``. Raises SettingsError: it is no file of texts."""
+    """The texts of ``--suffix-corpus``. Raises SettingsError: the path is no file of texts."""
     from ..prompts.reading import read_file
 
     try:

@@ -90,7 +90,7 @@ def texts_of(
 
 
 def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
-    """The demo models' texts: their training files; their held-out files, those of the prompts as test texts and the others as
+    """The demo models' texts: their training files as training texts, the prompts' files as test texts, the other held-out files as
     held-out texts.
 
     Args:

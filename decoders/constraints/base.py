@@ -20,7 +20,7 @@ from .vocabulary import Policy, Vocabulary
 
 @dataclass(frozen=True)
 class Language:
-    """A set of texts, in the notations that backends read; at least one is given.
+    """A set of texts, in the notations that backends read; at least one notation is given.
 
     Attributes:
         name: for messages and reports.

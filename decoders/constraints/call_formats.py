@@ -15,7 +15,7 @@ from .schemas.raw_text import Notation, Parameters, Quoted
 
 @dataclass(frozen=True)
 class CallIds:
-    """Ids that the model writes between the name of a function and what stands in front of the arguments.
+    """Ids that the model writes between the name of a function and the arguments.
 
     Attributes:
         before: an id.
@@ -30,7 +30,7 @@ class CallIds:
     whole: str = "{id}"
 
     def of(self, name: str, id: str, number: int) -> str:
-        """The id of a call as a template takes it: `id` itself if it is one, else that of the call of this number."""
+        """The id of a call as a template takes it: `id` itself if it has that form, else the id of the call with this number."""
         head, tail = self.whole.format(name=re.escape(name), id="\0").split("\0")
         return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.told(name, self.plain.format(number))
 
@@ -88,7 +88,7 @@ class CallFormat:
 
     @property
     def before(self) -> str:
-        """What stands in front of an id; nothing without ids."""
+        """The text in front of an id; empty if calls have no ids."""
         return "" if self.ids is None else self.ids.before
 
     @property

@@ -223,7 +223,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern of outlines; those of Python types are replaced by patterns whose texts Python can read back."""
+    """A pattern of outlines; patterns of Python types are replaced by patterns whose texts Python can read back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern

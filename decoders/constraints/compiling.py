@@ -109,7 +109,7 @@ class Cache:
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
-        """Evicts the least recently used while there are too many bytes; never `newest`, nor what is being compiled."""
+        """Evicts the least recently used grammars while there are too many bytes; never `newest`, nor one in compilation."""
         with self._lock:
             there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
             size = sum(entry.nbytes for entry in there.values())

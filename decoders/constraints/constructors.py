@@ -90,7 +90,7 @@ def choice(
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: there are no options, too many, or one that has no such text.
+        GrammarError: there are no options, too many, or an option without such a text.
     """
     if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
         raise GrammarError(f"choice: a list of texts is needed, not {shortened(repr(options))}", "choice")

@@ -1,4 +1,4 @@
-"""Specifications: what a user gives as ``grammar=``, and the languages that backends compile of it."""
+"""Specifications, the values of ``grammar=``, and the languages that backends compile them to."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Regex(Spec):
     """Texts that match a regular expression as a whole.
 
     Attributes:
-        pattern: as it was given.
+        pattern: as the user wrote it.
     """
 
     pattern: str
@@ -162,7 +162,7 @@ class Choice(Spec):
     def whole(self) -> str:
         """The choices as a regular expression.
 
-        Their common prefix and suffix are written once, so that the automaton has one path for these. The rest is a plain
+        Their common prefix and suffix are written once, so that the automaton has one path for them. The rest is a plain
         list: automaton builders merge literals themselves, faster than they read a nested pattern.
         """
         ordered = sorted(self.texts)
@@ -298,7 +298,7 @@ class JsonSchema(Spec):
                 raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
             except GrammarError as problem:
                 steps += normaliser.steps
-                needed = problem.keyword in (None, *_NEEDED)  # None: it is no schema, or too large as a whole
+                needed = problem.keyword in (None, *_NEEDED)  # None: the schema is invalid, or too large as a whole
                 cause = None if self.strict or needed else normaliser.droppable(problem)
                 if cause is None or len(dropped) == _MOST_DROPPED or steps > _MOST_ATTEMPTS * limits.STEPS:
                     raise

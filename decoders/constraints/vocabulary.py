@@ -92,7 +92,7 @@ class Vocabulary:
         that grammars can contain them.
 
         Raises:
-            GrammarError: one of them is a stop token.
+            GrammarError: a name belongs to a stop token.
         """
         if not names:
             return self

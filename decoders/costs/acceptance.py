@@ -142,7 +142,7 @@ class Proposals:
 
         Args:
             source: the drafter's bit.
-            tokens: tokens of nodes 1, 2, …; -1 for none ends the branch.
+            tokens: tokens of nodes 1, 2, …; -1: no token, the branch ends there.
             parents: parents of nodes 0, 1, 2, …
             grades: grades of nodes 1, 2, …, 0 or more.
 

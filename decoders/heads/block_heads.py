@@ -1,8 +1,8 @@
 """Heads that choose the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
 
-The network gives each place its likely tokens without knowing which tokens its neighbours become. A head scores them by how they
-fit the token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q`` nodes of the draft tree whose
-children are scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the network.
+The network gives each place its likely tokens without knowing which tokens its neighbours become. A head scores them by how well
+they follow the token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q`` nodes of the draft tree
+whose children are scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the network.
 """
 
 from __future__ import annotations

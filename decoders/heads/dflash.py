@@ -26,7 +26,7 @@ class DFlashConfig:
     """The shape of a draft model, as its checkpoint describes it.
 
     Attributes:
-        layer: config of its decoder layers: their number, hidden size ``H``, heads, rotary positions, windows.
+        layer: config of the decoder layers: their number, hidden size ``H``, heads, rotary positions, windows.
         block_size: number of tokens in a block in training: the last committed token, and masks.
         mask_token_id: the token that is embedded where a token is to be drafted.
         layers: decoder layers of the target whose outputs it reads.
@@ -36,7 +36,7 @@ class DFlashConfig:
         from_last: whether the last committed token's place drafts the first token, and the first mask the second (DSpark).
         taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.
         group: number of channels that share the correction of a tap.
-        head: the head, before its weights are loaded; None: there is none.
+        head: the head, before its weights are loaded; None: the draft model has no head.
         draft_vocab_size: number of tokens that it can draft; None: all.
     """
 

@@ -53,8 +53,8 @@ class DFlashFiles:
 
     Attributes:
         head: chooses tokens; None: the network's likeliest tokens are drafted.
-        embed: its own embedding; None: it uses the target's.
-        lm_head: its own output head; None: it uses the target's.
+        embed: the draft model's own embedding; None: it uses the target's.
+        lm_head: the draft model's own output head; None: it uses the target's.
         vocabulary: the tokens that it drafts; None: all.
     """
 
@@ -112,7 +112,7 @@ def find_draft_model(named: str | None, config: Any) -> Path:
     """The folder of the draft model for a model with this `config`: `named`, or else ``dflash`` beside the model's own files.
 
     Raises:
-        UnsupportedError: no folder is named, and there is none beside the model.
+        UnsupportedError: no folder is named, and the model's folder has no such network.
     """
     return find_network(named, config, "dflash", "a draft model", "draft_model", "`decoders train dflash` makes one")
 

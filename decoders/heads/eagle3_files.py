@@ -54,7 +54,7 @@ def find_head(named: str | None, config: Any) -> Path:
     """The folder of the head for a model with this `config`: `named`, or else ``eagle3`` beside the model's own files.
 
     Raises:
-        UnsupportedError: no folder is named, and there is none beside the model.
+        UnsupportedError: no folder is named, and the model's folder has no such network.
     """
     return find_network(named, config, "eagle3", "a head", "head", "`decoders train eagle3` makes one")
 

@@ -118,7 +118,7 @@ class MedusaHeads(nn.Module):
         return head_scores(hidden, self.weights(), lm_head, lm_bias)
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
-        """Scores ``[P, V]`` of head `k` alone, since those of all heads may not fit in memory."""
+        """Scores ``[P, V]`` of head `k` alone, since the scores of all heads may not fit in memory."""
         stacked, head = self.weights(), slice(k, k + 1)
         projection, down, up = (None if part is None else part[head] for part in stacked[2:])
         weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
@@ -145,7 +145,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
 
     Raises:
         SettingsError: there is no folder `named`.
-        UnsupportedError: no folder is named, and there is none beside the model.
+        UnsupportedError: no folder is named, and the model's folder has no such network.
     """
     folder = find_network(named, model.config, "medusa", "heads", "heads", "`decoders train medusa` makes one")
     if not folder.exists():

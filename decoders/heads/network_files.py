@@ -59,7 +59,7 @@ class FileConfig(BaseModel):
             kind: what the file should be: "config of an EAGLE-3 head".
 
         Raises:
-            SettingsError: it is no object, lacks fields, or has one of another type or out of range.
+            SettingsError: the value is no object, lacks fields, or has a field of another type or out of range.
         """
         if not isinstance(raw, dict):
             raise SettingsError(f"{place} is no {kind}: it holds {shortened(json.dumps(raw))} instead of an object")
@@ -85,7 +85,7 @@ def _explained(problem: Any) -> str:
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built of Llama's modules. Its fields are those of transformers' ``LlamaConfig``."""
+    """The config of decoder layers that are built of Llama's modules. Its fields are named as in ``LlamaConfig``."""
 
     hidden_size: Count
     num_attention_heads: Count
@@ -192,17 +192,17 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
 
 
 def find_network(named: str | None, config: Any, kind: str, what: str, argument: str, advice: str = "") -> Path:
-    """The folder of a network for a model with this `config`: the `named` one, or the one among the model's own files.
+    """The folder of a network for a model with this `config`: the `named` folder, or the model's own folder with such files.
 
     Args:
         named: a path; ``demo`` is the network of this `kind` that comes with the demo model.
         kind: the name of the strategy and of that folder, such as "eagle3".
         what: the network, for messages: "a head".
         argument: the strategy's setting that names the folder.
-        advice: how to get one, for messages: "`my-command` makes one".
+        advice: how to get a network, for messages: "`my-command` makes one".
 
     Raises:
-        UnsupportedError: no folder is named, and there is none beside the model.
+        UnsupportedError: no folder is named, and the model's folder has no such network.
     """
     demo = Path(__file__).parent.parent / "demo" / "models" / "target" / kind
     if named == DEMO and demo.is_dir():

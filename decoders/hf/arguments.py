@@ -85,7 +85,7 @@ TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "prefill_chunk_size": ("prefill_chunk", lambda v: v),
 }
 
-#: Arguments that mean what they mean in transformers; some have no effect without beams or an encoder.
+#: Arguments with transformers' meaning; some have no effect without beams or an encoder.
 HONOURED = frozenset({
     "inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
     "prefix_allowed_tokens_fn", "assistant_model", "streamer", "tokenizer", "assistant_tokenizer", "trust_remote_code",

@@ -121,7 +121,7 @@ class Assistants:
         """Loads a draft model in the target's dtype and on its device, and the draft's tokenizer (None if there is none).
 
         Raises:
-            UnsupportedError: there is no such model.
+            UnsupportedError: the model was not found.
         """
         kept = self._loaded.get(path)
         if kept is None or (kept[0].dtype, kept[0].device) != (target.dtype, target.device):

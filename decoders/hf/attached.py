@@ -124,7 +124,7 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
 def refuse_adapter_names(model: PreTrainedModel) -> None:
     """Raises UnsupportedError if the caller passed ``adapter_names=`` for several rows to a ``PeftModel`` around `model`.
 
-    PEFT handles the argument by hooks on every layer. The error would leave them there and break plain calls: they are removed.
+    PEFT handles the argument by hooks on every layer. The error would leave the hooks there and break plain calls: they are removed.
     """
     if "peft_config" not in vars(model):  # PEFT sets it on models whose layers it has replaced
         return

@@ -104,7 +104,7 @@ def read_file(path: Path) -> list[tuple[str, Content]]:
     """Kind and content of the texts of a file: a text, or objects with text or messages, see :func:`read_rows`.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: it is no such file.
+        OSError, ValueError, KeyError, TypeError: the file has another format.
     """
     if path.suffix.lower() in (".jsonl", ".gz", ".parquet"):
         return [_prompt(item, path.name.partition(".")[0]) for item in read_rows(path)]

@@ -58,7 +58,7 @@ def format_named(name: str) -> CallFormat:
     """The format of calls with this name.
 
     Raises:
-        UnknownNameError: there is no such format.
+        UnknownNameError: the format was not found.
     """
     known = {each.name: each for each in FORMATS}
     if name not in known:
@@ -78,7 +78,7 @@ class CallStyle:
         values_as_text: whether the values of that object are passed as JSON strings (strings stay), because the template would
             write Python's ``True``.
         short_ids: whether it takes only ids of nine letters and digits.
-        one_call: whether it takes only one call per message.
+        one_call: whether the template takes only one call per message.
         one_text: whether a message with calls may have a thought or a text, but not both.
         special: whether the markers of calls contain special tokens.
     """
@@ -137,7 +137,7 @@ class MessageStyle:
     Attributes:
         parts: roles whose content is passed as a list of parts; for other roles it is a string.
         unread: roles whose messages the template refuses or silently leaves out.
-        needs_text: whether it refuses an assistant's message without text, such as one with a thought alone.
+        needs_text: whether the template refuses an assistant's message without text, such as a thought alone.
     """
 
     parts: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from ..strategies import merged
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 
-#: What a name such as ``"a+b"`` makes of strategies a and b.
+#: The strategy for a combined name such as ``"a+b"``.
 MERGED = merged.Merged
 
 

@@ -1,4 +1,4 @@
-"""The kinds of things that plugins provide (strategies, verifiers, …): their hooks, their checks, and which plugin gets a name."""
+"""The kinds of objects that plugins provide (strategies, verifiers, …): their hooks, their checks, and which plugin gets a name."""
 
 from __future__ import annotations
 

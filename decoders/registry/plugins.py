@@ -101,14 +101,14 @@ class Registry:
         return self._find(GRAMMAR, name)
 
     def grammar_types(self) -> dict[str, Entry[Any]]:
-        """What makes a grammar of an object of other types, by the type's full name."""
+        """The functions that turn objects of other types into grammars, by the types' full names."""
         return dict(self._names[GRAMMAR_TYPE].usable)
 
     def grammar_of(self, value: object) -> Any:
-        """What the function for the type of `value` makes of it; `value` itself if there is none.
+        """The grammar that a plugin's function makes of `value`; `value` itself if no function takes its type.
 
         Raises:
-            PluginError: several plugins claim its type. GrammarError: the plugin's function fails, or makes nothing.
+            PluginError: several plugins claim its type. GrammarError: the plugin's function fails, or returns no grammar.
         """
         names = self._names[GRAMMAR_TYPE]
         name = next((name for name in type_names(value) if name in names.usable or name in names.conflicts), None)
@@ -290,7 +290,7 @@ def registry() -> Registry:
     global _shared, _loading
     if _shared is None:
         with _lock:
-            if _loading:  # the lock lets nobody but the loading thread get here
+            if _loading:  # only the loading thread gets here, because of the lock
                 raise PluginError("a plugin must not ask for the registry while it is being loaded")
             if _shared is None:
                 _loading = True

@@ -181,7 +181,7 @@ def grammar_or_file(text: str) -> Spec | CompiledGrammar:
     """The grammar in the file `text` if it exists, else the grammar called `text`.
 
     Raises:
-        GrammarError: `text` looks like a file's name, and there is no such file. Also all errors of :func:`resolve_grammar`.
+        GrammarError: `text` looks like a file's name, and the file does not exist. Also all errors of :func:`resolve_grammar`.
     """
     library.check_file(text)
     return spec_of_file(Path(text)) if Path(text).is_file() else _named(text)

@@ -203,7 +203,7 @@ def suppress_at(scores: Tensor, value: Tensor, positions: Tensor, **more: object
 def forced_tokens(
     scores: Tensor, value: Tensor, positions: Tensor, sequences: BiasedSequences, **_: object
 ) -> Tensor:  # fmt: skip
-    """After `value` new tokens, keeps nothing but the last tokens of `sequences`."""
+    """After `value` new tokens, keeps only the last tokens of `sequences`."""
     here = positions[..., None] == value
     if host_reads(scores) and not here.any():
         return scores

@@ -28,7 +28,7 @@ log = logging.getLogger("decoders")
 class Generation:
     """A request of a :class:`~decoders.Scheduler`; safe to use from any thread, and in any event loop.
 
-    Iterating yields new output as soon as it is there: pieces of text if the prompt was text, else token ids. ``await`` returns the
+    Iterating yields new output when it arrives: pieces of text if the prompt was text, else token ids. ``await`` returns the
     result, and ``async for`` iterates.
 
     Attributes:
@@ -62,7 +62,7 @@ class Generation:
         """Waits for the end and returns the new text if the prompt was text, else the result of ``generate`` for that prompt.
 
         Raises:
-            TimeoutError: it is not done within `timeout` seconds; the request continues.
+            TimeoutError: the request is not done within `timeout` seconds; it continues.
             CancelledError, DeadlineError: it was cancelled, or its deadline passed. Errors of ``generate`` are raised as they are.
                 The error's ``partial`` is the output so far.
         """
@@ -161,7 +161,7 @@ class Generation:
 
     @property
     def report(self) -> Report | None:
-        """Figures of this request, once it is done. Times are those of steps that it shared.
+        """Figures of this request, once it is done. Times include steps that it shared with other requests.
 
         If the grammar is wider than its specification, the first thread that asks for the report or the result validates the text.
         This may take long, so the decoding thread does not do it.

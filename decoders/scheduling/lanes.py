@@ -51,7 +51,7 @@ class Lanes:
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
         current = [lane for lane in alike if not lane.outdated]
-        if len(alike) - len(current) > 1:  # each lane has its own cache, so there is no third one
+        if len(alike) - len(current) > 1:  # each lane has its own cache, so a third cache is not opened
             current = alike
         lane = max((lane for lane in current if lane.free), key=lambda lane: len(lane.seats), default=None)
         if lane is None:

@@ -68,7 +68,7 @@ def generate_many(
         prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
             a prompt that could not be read: it is that prompt's error.
         ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. In order, a
-            very long one delays the others once 16 times `rows` wait behind it.
+            very long completion delays the others once 16 times `rows` wait behind it.
         errors: "raise" the first error, or "keep" it in its completion and go on.
         arguments: arguments of ``generate`` for all prompts.
 

@@ -157,7 +157,7 @@ class OutputLines:
         self._note(item, place)
 
     def _merge(self) -> None:
-        """Gives every prompt one line, in a file that takes the place of this one when it is whole.
+        """Gives every prompt one line, in a new file that replaces this one when it is complete.
 
         Raises:
             OSError: it cannot be written; the file is as it was.
@@ -216,7 +216,7 @@ class OutputLines:
             self._end()
 
     def _end(self) -> None:
-        """Closes the file, and removes one that was made for nothing."""
+        """Closes the file, and removes an empty one."""
         try:
             if self._new and not self._whole:
                 with suppress(OSError):
@@ -249,7 +249,7 @@ def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:
 def locked(file: io.FileIO) -> bool:
     """Takes the lock of `file`, which ends when it is closed, at the latest with the process. False: another process has it.
 
-    A file system without locks gives them all, with a warning.
+    On a file system without locks the run continues with a warning.
     """
     try:
         if sys.platform == "win32":
@@ -270,7 +270,7 @@ def locked(file: io.FileIO) -> bool:
 
 
 def _ours(line: bytes) -> dict[str, Any] | None:
-    """A line, if it is a whole one of ours."""
+    """The parsed line, if it is a complete line that this class wrote."""
     try:
         item = json.loads(line)
     except (ValueError, RecursionError):
@@ -283,7 +283,7 @@ def _ours(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_cut(line: bytes, behind: bool) -> bool:
-    """Whether a line without an end is one of ours that was cut off. behind: whether there are whole ones before it."""
+    """Whether a line without an end was written by this class and cut off. behind: whether complete lines come before it."""
     if behind and (_FIRST.startswith(line) or not line.strip(b"\0")):
         return True  # a few bytes, or what some file systems leave after a power cut
     rest = line.removeprefix(_FIRST).lstrip(b"0123456789")

@@ -11,10 +11,10 @@ from .lanes import is_over
 
 
 class Waiting:
-    """Waiting requests, the next one first: by priority, then as they came. Its owner holds a lock.
+    """Waiting requests, the next one first: by priority, then by arrival. Its owner holds a lock.
 
     Attributes:
-        expiry: no deadline of theirs passes before this time.
+        expiry: no deadline of the waiting requests passes before this time.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Waiting:
         self.expiry = min(self.expiry, generation.expires)
 
     def next(self) -> Generation:
-        """Takes the next one."""
+        """Takes the next request."""
         return heapq.heappop(self._heap)[2]
 
     def remove(self, generation: Generation) -> bool:
@@ -42,7 +42,7 @@ class Waiting:
         return place is not None
 
     def take_over(self, now: float) -> list[Generation]:
-        """Takes out those that were cancelled or whose time is over."""
+        """Removes and returns the requests that were cancelled or whose time is over."""
         over = [entry[2] for entry in self._heap if is_over(entry[2], now)]
         self._heap = [entry for entry in self._heap if not is_over(entry[2], now)]
         heapq.heapify(self._heap)

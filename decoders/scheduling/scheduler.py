@@ -1,4 +1,4 @@
-"""Requests from any thread, decoded together by one: rows come and go between two steps."""
+"""Requests from any thread, decoded together by one thread: rows come and go between two steps."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ log = logging.getLogger("decoders")
 
 _FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
 
-#: Where no request runs, the first ones wait for others to come, to share passes with them: until none came for so many seconds.
+#: If no request runs, the first requests wait for others to share passes with: until none has arrived for so many seconds.
 GATHERING = 0.002
 #: Seconds that they wait at most.
 LONGEST_GATHERING = 0.05
-#: What a scheduler that goes first has of the model's time, in multiples of what all others have.
+#: Time that a scheduler with `first` has of the model, in multiples of what all others have.
 FIRST_SHARE = 2
 
 
 class Scheduler:
-    """Decodes many requests at a time on one model. Each has the tokens of a call of its own with the same seed.
+    """Decodes many requests at a time on one model. Each has the tokens of a separate call with the same seed.
 
     One thread decodes. Requests that can share a step do, whatever their lengths, seeds, sampling values, stop tokens, grammars and
     budgets; those with another strategy, other kinds of processors or another verifier take turns with them, step by step. Calls of
@@ -55,9 +55,9 @@ class Scheduler:
         tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
         strategy, strategy_config: of requests that name none, as in ``generate``.
         rows: most requests that are decoded at a time.
-        slots: most tokens of a request, prompt and new ones.
+        slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: most requests that wait.
-        longest_pause: seconds that reading a prompt may hold up those that are being decoded, per step.
+        longest_pause: seconds per step for which reading a prompt may delay the requests that are being decoded.
         first: whether it goes before other schedulers and calls on the model: they have a third of the time while it needs the rest.
             Otherwise all take turns.
         defaults: arguments of ``generate`` for requests that do not say otherwise.
@@ -122,7 +122,7 @@ class Scheduler:
         Args:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
             priority: requests with a higher one go first; ties are served in order of arrival.
-            deadline: seconds from now after which it is given up.
+            deadline: seconds from now after which the request is given up.
             wait: whether to wait for room in a full queue.
             top_logprobs: keep the log probability of every token and of this many likeliest tokens, in :attr:`Generation.logprobs`;
                 0 or more.
@@ -162,7 +162,7 @@ class Scheduler:
 
     def close(self, cancel: bool = False) -> None:
         """Refuses new requests, waits for the present ones or cancels them, and frees everything."""
-        if not self.alive:  # nothing to wait for, and at interpreter exit waiting is impossible
+        if not self.alive:  # at once, because at interpreter exit waiting is impossible
             return
         with self._changed:
             self._closing = True

@@ -140,7 +140,7 @@ class Asked(Part):
 
     Attributes:
         instead: fields that are refused, with what to do instead.
-        names: this route's names of fields, by their names in chat, where they differ.
+        names: this route's names of fields, by their names in the chat route, where they differ.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD

@@ -85,7 +85,7 @@ def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Links:
-    """The ids of calls in the form that the template takes, and which call each answer belongs to.
+    """The ids of calls in the template's form, and the call that each answer belongs to.
 
     An object serves one conversation, whose messages it must see in order.
 

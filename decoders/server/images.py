@@ -27,7 +27,7 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
         others: earlier images of the same request.
 
         Raises:
-            Refusal: it is no data URL or no image, or the images are too many or too large.
+            Refusal: the value is no data URL or no image, or the images are too many or too large.
     """
     if len(others) == MOST:
         raise _refusal(param, f"there are more than {MOST} images, which is the limit")

@@ -61,7 +61,7 @@ class Arrival:
         return DeadlineError(f"the request was not finished within its {seconds:.3g} seconds")
 
     def salt(self, given: str | None) -> str:
-        """The salt that separates the request's cached texts from those of other keys and of other values of ``cache_salt``. given:
+        """The salt that separates the request's cached texts from texts of other keys and of other values of ``cache_salt``. given:
         the request's ``cache_salt``.
         """
         if not self.client and given is None:

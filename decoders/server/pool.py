@@ -140,7 +140,7 @@ class SchedulerPool:
         """Name and settings in force.
 
         Raises:
-            UnknownNameError, PluginError: there is no such strategy. Refusal: clients may not set a setting, or it has a wrong
+            UnknownNameError, PluginError: the strategy was not found. Refusal: clients may not set a setting, or it has a wrong
                 value.
         """
         given = dict(config or {})
@@ -157,7 +157,7 @@ class SchedulerPool:
         return name, settings
 
     def _make_room(self) -> None:
-        """Closes the idle scheduler that was used longest ago, if the pool is full; never that of the default strategy."""
+        """Closes the idle scheduler that was used longest ago, if the pool is full; never the default strategy's."""
         others = [each for each in self._entries.values() if each.key != self._default_key]
         self._closing = [each for each in self._closing if each.is_alive()]
         if len(others) < self.most:

@@ -82,7 +82,7 @@ class Kept:
         """The response of `owner` with this id, as JSON.
 
         Raises:
-            Refusal: there is no such response.
+            Refusal: the response was not found.
         """
         return self._found(owner, id).response
 
@@ -90,7 +90,7 @@ class Kept:
         """The items of a response's conversation including its own, as JSON.
 
         Raises:
-            Refusal: there is no such response.
+            Refusal: the response was not found.
         """
         return self._found(owner, id, "previous_response_id", "previous_response_not_found").items
 
@@ -98,7 +98,7 @@ class Kept:
         """Deletes a response.
 
         Raises:
-            Refusal: there is no such response.
+            Refusal: the response was not found.
         """
         self._found(owner, id)
         client, salt = owner

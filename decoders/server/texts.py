@@ -270,7 +270,7 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece`, the text of the held-back tokens, among these tokens; a token begins where the text before it ended.
+        """Divides `piece`, the text of the held-back tokens, among these tokens: each begins where the text before it ended.
 
         Args:
             token: the last of these tokens. A special token may appear, or be matched, by name.

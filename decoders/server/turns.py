@@ -49,7 +49,7 @@ class TurnCall:
 
 
 class Turn:
-    """The assistant's turn of one choice.
+    """The assistant's turn in one choice of an answer.
 
     Args:
         reasoning: how the turn begins with a thought; None if it does not.
@@ -83,7 +83,7 @@ class Turn:
         return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
-        """The pieces that are new since the last call, their spans, and their tokens if log probabilities were requested."""
+        """The new pieces since the last call, their spans, and their tokens if log probabilities were requested."""
         spans, tokens = self.growing.read(ended)
         self._written += joined(spans)
         if self._reasoning is not None:

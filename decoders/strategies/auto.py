@@ -168,7 +168,7 @@ class Auto(Strategy):
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
 
     def rebatch(self, state: AutoState, rows: Tensor, context: Context) -> AutoState:
-        """Rows that stay keep their rates of acceptance; new ones begin with those of all calls."""
+        """Rows that stay keep their acceptance rates; new rows begin with the rates over all calls."""
         before, costs = state.rows, context.costs(measure=True) or _Flat()
         for candidate in state.candidates:
             candidate.state = candidate.strategy.rebatch(

@@ -31,9 +31,9 @@ class Experience:
         runs: how often it was asked.
         cost: mean seconds of a run; per token of its draft if it is limited.
         learning: mean seconds of `observe`, if it can be left out with the draft.
-        lost: seconds of runs that brought nothing, over all calls, so that several calls together can afford a trial that one call
+        lost: seconds of trials without a gain, over all calls, so that several calls together can afford a trial that one call
             cannot.
-        looks: the gains of runs, and how often it is asked.
+        looks: the gains of trials, and how often the drafter is asked.
     """
 
     runs: int = 0
@@ -105,7 +105,7 @@ class Candidate:
         self.preparing, self.requested_depth = 0.0, 0
 
     def read(self, chunk: PromptChunk) -> None:
-        """Shows it a chunk of the prompts, if it reads them."""
+        """Shows the drafter a chunk of the prompts, if it reads prompts."""
         if self.strategy.reads_prompt:
             layers = layers_of_part(chunk.layers, self._every, self._layers)
             logits = chunk.logits if self.strategy.prompt_logits else None
@@ -115,7 +115,7 @@ class Candidate:
         """Its draft: for every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
 
         Raises:
-            DraftError: it is no draft. UnsupportedError: its nodes cannot be selected one by one.
+            DraftError: it is no draft. UnsupportedError: the nodes of the drafter's tree cannot be selected one by one.
         """
         begun = self._clock()
         if limit is not None:
@@ -181,7 +181,7 @@ def _mean(known: float, seconds: float, runs: int) -> float:
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Expected seconds of the first run of a drafter: a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    Its passes are estimated from the target's by the number of layers. Drafters without a model take next to nothing.
+    Its passes are estimated from the target's by the number of layers. Drafters without a model take almost no time.
     """
     if not strategy.limits:
         return 0.0
@@ -213,23 +213,23 @@ def missing(strategy: Strategy, context: Context) -> str | None:
     return None
 
 
-#: Share of the time for trials of a drafter that bring nothing; the first run of a draft model given by the user may take twice that.
+#: Share of the time for trials of a drafter without a gain; the first run of a draft model given by the user may take twice that.
 LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 #: A call may fall behind plain decoding by this share of the time.
 BEHIND_SHARE = 0.015
 #: Most tokens per row that the rest of a call is expected to have, since it may end early.
 COUNTED_AHEAD = 256
-#: At its start a call may be behind by the share of so many steps; each step adds its own.
+#: A call may be behind by this share of so many steps at its start; each step adds its own share.
 FIRST_STEPS = 64
 #: Most plain steps that a call can be ahead, so that old gains are not spent; and most plain steps in a row before another attempt.
 MOST_AHEAD, LONGEST_REST = 64, 32
-#: Factor on the price of a draft token where a call is as far behind as it may be.
+#: Factor on the price of a draft token when a call is as far behind as it may be.
 STRICTNESS = 4
 
 
 @dataclass
 class Ledger:
-    """Tracks how far a call is behind plain decoding; if it is too far, it decodes plainly until it can afford another attempt.
+    """Tracks how far a call is behind plain decoding; beyond a limit, the call decodes plainly until it can afford another attempt.
 
     The progress of rows that begin together is that of the slowest row.
 

@@ -62,7 +62,7 @@ class AutoState:
         rows: followers of the rows' texts.
         ledger: how far the call is behind plain decoding.
         new_tokens: most that a row may write, where all rows begin together.
-        tokens: numerator of the present rate, per step; those of rows that others wait for count more.
+        tokens: numerator of the present rate, per step; tokens of rows that others wait for count more.
         seconds: denominator of the present rate, per step.
         history: of the choices.
         steps: their number.

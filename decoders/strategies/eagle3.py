@@ -72,8 +72,8 @@ class Eagle3(ReadsFeatures):
         if isinstance(head, EagleConfig):
             if s.layers:
                 raise SettingsError(
-                    f"eagle3: layers={s.layers}, and the head in {folder} is one of EAGLE or EAGLE-2, which reads none, but what the "
-                    "target's output head reads: leave layers= out"
+                    f"eagle3: layers={s.layers}, and the head in {folder} is an EAGLE or EAGLE-2 head, which reads only the "
+                    "input of the target's output head: leave layers= out"
                 )
             return ()
         if head.target_hidden_size != width:

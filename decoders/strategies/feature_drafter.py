@@ -99,8 +99,8 @@ class FeatureWindow(ABC):
         """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, the last ``Q`` of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Keeps the windows of rows that stay; the prompts of new ones come by :meth:`prefill`. rows: as :meth:`Strategy.rebatch` gets
-        them.
+        """Keeps the windows of rows that stay; the prompts of new rows come by :meth:`prefill`. rows: as :meth:`Strategy.rebatch`
+        gets them.
         """
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
@@ -118,8 +118,8 @@ class FeatureWindow(ABC):
     def observe(self, step: Step, features: Tensor) -> None:
         """Moves the window on to the tokens that a step has committed; features ``[B, N, F]`` of its nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # Where the host has not read it, a step commits a token per level of an own draft at most, and one per node where others
-        # drafted, or nobody. Own blocks are padded to at most twice their size.
+        # If the host has not read `known`, a step commits at most one token per level of this strategy's own draft, and at most one
+        # per node of another draft. Blocks of this strategy's own drafts are padded to at most twice their size.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         most = self.new if own else nodes
@@ -147,7 +147,7 @@ class FeatureWindow(ABC):
 
         Args:
             logits: ``[B, Q, D]``.
-            offsets: ``[B, Q]`` int64, or one for all: how far each node is behind the row's last token, 0 for that token itself.
+            offsets: ``[B, Q]`` int64, or one number for all: how far each node is behind the row's last token.
         """
         written = (self.sequences.length - self.sequences.prompt_length)[:, None]
         return self.vocabulary.best(
@@ -235,7 +235,7 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """Base of strategies whose network reads the target's hidden states and fills a tree.
 
-    A subclass writes `start`, which returns a :class:`FeatureState` or a subclass of it; what it reads, it says as
+    A subclass writes `start`, which returns a :class:`FeatureState` or a subclass of it, and names the layers that it reads as
     :attr:`~decoders.Strategy.hidden_layers` or in :meth:`~decoders.Strategy.layers_for`.
     """
 

@@ -15,7 +15,7 @@ OVERLAP = 16
 
 
 class TextIndex(Protocol):
-    """An index of a text: what a lookup keeps of a row.
+    """An index of a row's text, for lookups.
 
     Attributes:
         tokens: the text.

@@ -27,9 +27,9 @@ from ..tree import NO_PARENT, Topology
 class LookaheadSettings(Settings):
     """Shape of the block, ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
-    Unset values follow from the measured costs of a step: the more nodes a step affords, the wider the window. Without measured costs
-    W = 2, N = 8 and G = 2: narrow blocks suit small models on a CPU, and of the shapes whose window finds n-grams by itself (W above
-    1) this is among the fastest on the demo target.
+    Unset values follow from the measured costs of a step: the more nodes a step affords, the wider the window. Without measured
+    costs W = 2, N = 8 and G = 2: narrow blocks suit small models on a CPU, and of the shapes whose window finds n-grams by itself
+    (W above 1) these are among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -300,7 +300,7 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of `new` are the first of their kind, ``[B, M]`` bool, and their rank among those."""
+    """The first of equal entries of `new`, ``[B, M]`` bool, and for each entry how many of them come before it with its key."""
     order = torch.arange(new.shape[2], device=new.device)
     earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column before row
     kept = valid & ~(_equal(new, new) & earlier).any(-1)

@@ -52,7 +52,7 @@ class _State:
         lm_head: ``[V, H]``, the target's, for heads without a projection of their own.
         lm_bias: ``[V]``, its bias, if it has one.
         hidden: ``[B, H]``, the heads' input: the hidden state that the next block's root was chosen from.
-        known: ``[B, 1]`` bool, whether there is one yet.
+        known: ``[B, 1]`` bool, whether the row has a hidden state yet.
         ahead: ``[K]`` int64, 0 … K-1.
         plan: of the call.
         sampling: likewise; None outside a call.

@@ -56,7 +56,7 @@ def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
-    """Of the layers `every` of a step or chunk, ``[B, N, T, H]``, those that a part reads; None: there are none."""
+    """Of the layers `every` of a step or chunk, ``[B, N, T, H]``, the layers that a part reads; None: it reads none."""
     if layers is None or every == own:
         return layers
     return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
@@ -197,7 +197,7 @@ class Merged(Strategy):
 
     def observe(self, state: MergedState, step: Step) -> None:
         count = step.own_nodes
-        # Without nodes of its own there is nothing to separate.
+        # A part without nodes of its own has nothing to separate.
         owned = state.owned if count != 0 else [range(1, 1)] * len(self.parts)
         for part, own, mine in zip(self.parts, state.parts, owned, strict=True):
             if not part.observes:
@@ -221,7 +221,7 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """The step with some nodes moved right behind the root, without data from the host, so that it can be recorded."""
+    """The step with the nodes `mine` right behind the root, without data from the host, so that it can be recorded."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

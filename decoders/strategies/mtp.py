@@ -124,7 +124,7 @@ class MtpDrafter(FeatureDrafter):
 
 
 class _SingleLayers(nn.Module):
-    """Passes of single layers of an ``MtpModel``; called without one, all of them in turn.
+    """Runs single layers of an ``MtpModel``; called without a layer, all of them in turn.
 
     Args:
         layers: see :func:`fitted`.
@@ -216,7 +216,7 @@ def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
 
     Raises:
         SettingsError: they are no ``MtpModel``, have no layer, or another hidden size than the model.
-        UnsupportedError: transformers is too old to have them.
+        UnsupportedError: this version of transformers lacks such layers.
     """
     if layers is not None:
         _check_fit(layers, model)
@@ -254,7 +254,7 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
     """The multi-token-prediction layers of `model`.
 
     Raises:
-        UnsupportedError: it has none, its checkpoint lacks them, or transformers is too old to build them.
+        UnsupportedError: the model has no such layers, its checkpoint lacks them, or transformers is too old to build them.
     """
     if ATTRIBUTE in vars(model):
         return vars(model)[ATTRIBUTE]

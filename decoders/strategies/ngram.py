@@ -28,7 +28,7 @@ from .ngram_table import MAX_NGRAM, context_key, load_table
 class NgramSettings(Settings):
     """Shape of drafts, and source of the counts.
 
-    The default tree costs as much as a chain of 7. Wider ones, such as the paper's, pay where nodes cost next to nothing.
+    The default tree costs as much as a chain of 7. Wider trees, such as the paper's, pay where nodes cost next to nothing.
     """
 
     widths: tuple[int, ...] = Field(

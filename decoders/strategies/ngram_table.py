@@ -69,7 +69,7 @@ class NgramTable:
             followers: most followers per context.
 
         Raises:
-            SettingsError: a vocabulary too large for 64-bit keys, a token outside it, or nothing to count.
+            SettingsError: a vocabulary too large for 64-bit keys, a token outside it, or no tokens to count.
         """
         if vocab_size**MAX_NGRAM >= 2**63:
             raise SettingsError(f"n-grams of {vocab_size} different tokens do not fit 64 bits: at most 2097151")
@@ -121,7 +121,7 @@ class NgramTable:
         """Reads a file written by :meth:`save`.
 
         Raises:
-            SettingsError: no such file, no table, or an inconsistent one.
+            SettingsError: the file is missing, is no table, or is inconsistent.
         """
         if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
             raise SettingsError(f"n-gram table {path} cannot be read: it is no regular file")
@@ -180,7 +180,7 @@ def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[Ngram
     """The orders of the table in `path` on `device`, read once per process and state of the file.
 
     Raises:
-        SettingsError: no such table, or one of another vocabulary.
+        SettingsError: the file is missing, or the table is for another vocabulary.
     """
     try:
         state = path.stat()

@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the same words before, in this call or earlier ones.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the same words in this or an earlier call.
 
 Section 4.1: a tree of the texts is matched with the end of the row, the continuations are expanded greedily by their
 frequencies, and a longer match is worth a longer draft.

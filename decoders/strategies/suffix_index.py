@@ -54,7 +54,7 @@ def path_first(nodes: Sequence[DraftedNode]) -> list[DraftedNode]:
     decoding, and need not be run again.
 
     Args:
-        nodes: the likelier before their siblings, as :func:`expand` gives them.
+        nodes: sorted so that the likelier come before their siblings, as :func:`expand` returns them.
     """
     path = [0]
     for number, node in enumerate(nodes, 1):

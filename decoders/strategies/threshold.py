@@ -193,7 +193,7 @@ def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
     return torch.where(draft_tokens, weights.exp(), -1.0).amax(1)
 
 
-#: Steps that are averaged, and the least number that is used.
+#: Number of steps that are averaged, and the least number with which averages are used.
 WINDOW, ENOUGH = 32, 3
 
 

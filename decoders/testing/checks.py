@@ -238,7 +238,7 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
 
 
 def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """With a grammar, the tokens are those of plain decoding under it; rows may have different ones, or none."""
+    """With a grammar, the tokens equal plain decoding under the grammar; rows may have different grammars, or none."""
     stops = [5, 9]
     for seed, draw in ((1, {}), (2, dict(do_sample=True, **DRAWS[0]))):
         name, inputs = conditions.models[0], prompts(4)

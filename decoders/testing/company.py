@@ -20,7 +20,7 @@ from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import Spy, spied
 
-#: Strategies that need nothing and are often right; the partner is the first one that the strategy does not contain.
+#: Strategies without requirements that are often right; the partner is the first one that the strategy does not contain.
 PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 

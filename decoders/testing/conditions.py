@@ -117,7 +117,7 @@ def run(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, **options: Any,
 ) -> Any:  # fmt: skip
-    """One call with `strategy`; a strategy that needs a draft model gets one, and one that needs a grammar one of all texts."""
+    """One call with `strategy`; the strategy gets a draft model if it needs one, and a grammar of all texts if it needs a grammar."""
     options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
     # Memory and pruning are off, unless a check is about them.
     loop = {"memory": False, "prune": False} | options.pop("decoders_config", {"compile": conditions.compile})

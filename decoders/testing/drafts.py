@@ -20,7 +20,7 @@ from .toy_grammar import TokenAutomaton
 
 #: A strategy that drafts fewer tokens than this passes.
 FEWEST_DRAFTED = 64
-#: At least one of so many steps with a draft must have a token accepted.
+#: Out of so many steps with a draft, at least one must have a token accepted.
 STEPS_PER_HIT = 50
 #: Periods of the rows' texts, in tokens.
 PERIODS = (1, 2, 3, 5)

@@ -68,7 +68,7 @@ class GrammarCase:
         return matcher
 
     def told(self, tokens: Sequence[int]) -> str:
-        """Tokens for a message."""
+        """The tokens as text, for a message."""
         return f"{list(tokens)} {self.vocabulary.spell([t for t in tokens if 0 <= t < len(self.vocabulary)])!r}"
 
 

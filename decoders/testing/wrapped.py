@@ -67,7 +67,7 @@ class Replayed(Wrapped):
     After the steps before a recording, shapes and the state's tensors must stay the same.
 
     Args:
-        record: after these steps also record each hook, and replay it from then on.
+        record: after the first steps, record each hook and replay it from then on.
 
     Attributes:
         drafts: the draft tokens of every step, as lists.

@@ -118,7 +118,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. It predicts what the target's output head makes of the highest feature, since its layer adds nothing yet."""
+    """A new head. It predicts what the target's output head predicts from the highest feature: its layer adds nothing yet."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)

@@ -37,7 +37,7 @@ KEPT = 2 << 30
 
 @dataclass(frozen=True)
 class Lesson:
-    """Rows of text with what the target computes for them.
+    """Rows of text with the target's results for them.
 
     Attributes:
         features: ``[B, T, F]``, outputs of the target's layers side by side.

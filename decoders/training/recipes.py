@@ -140,7 +140,7 @@ class BlockTraining(Recipe):
         """The layers that are read of a target with `count`, counted from 0.
 
         Raises:
-            SettingsError: the target has no such layer, or it is the last layer, whose output is taken before the norm by some
+            SettingsError: the target lacks the layer, or it is the last layer, whose output is taken before the norm by some
                 engines and after it by others.
         """
         layers = self.layers

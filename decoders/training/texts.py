@@ -115,7 +115,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """`ids` where the model has replaced the text behind the first `prompt` tokens of the first `share` of the rows, greedily."""
+    """A copy of `ids` in which the model has greedily continued the first `prompt` tokens of each of the first `share` of the rows."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))

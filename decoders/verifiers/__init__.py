@@ -1,4 +1,4 @@
-"""Rules that decide how much of a draft is kept: the contract in ``verifier.py``, and the built-in ones in ``rules.py``."""
+"""Rules that decide how much of a draft is kept: the contract in ``verifier.py``, and the built-in rules in ``builtin.py``."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class _Anchors:
 
 
 def _merged(readings: Iterable[_Reading]) -> _Readings:
-    """`readings` with those of the same anchors joined: at most four are left."""
+    """`readings`, joined where their anchors are equal: at most four remain."""
     kinds: dict[tuple[bool, bool], list[Pattern]] = {}
     for reading in readings:
         kinds.setdefault((reading.begins, reading.ends), []).append(reading.tree)

@@ -102,7 +102,7 @@ def irregular(node: Pattern) -> TypeError:
 
 
 def cat(*parts: Pattern) -> Pattern:
-    """Simplified concatenation of simplified parts; :data:`NOTHING` if one of them is."""
+    """Simplified concatenation of simplified parts; :data:`NOTHING` if a part is :data:`NOTHING`."""
     flat: list[Pattern] = []
     for part in parts:
         if part == NOTHING:

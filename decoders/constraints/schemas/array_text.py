@@ -169,7 +169,7 @@ def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
 
 
 def _points(numbers: Numbers, most: int) -> list[int | float] | None:
-    """All of `numbers`; None if there are more than `most`, or one is no float."""
+    """All of `numbers`; None if there are more than `most`, or a number is no float."""
     low, high, step = numbers.low, numbers.high, numbers.step
     if low is None or high is None or (step is None and low != high):
         return None

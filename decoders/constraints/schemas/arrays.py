@@ -74,7 +74,7 @@ class Arrays:
 
 
 def intersection(a: Arrays, b: Arrays, algebra: NodeAlgebra) -> Arrays | None:
-    """The arrays of both `a` and `b`; None if there are none."""
+    """The arrays in both `a` and `b`; None if there are none."""
     nodes = algebra.nodes
     prefix = tuple(nodes.intersection(a.item_at(i), b.item_at(i)) for i in range(max(len(a.prefix), len(b.prefix))))
     highs = [x.high for x in (a, b) if x.high is not None]

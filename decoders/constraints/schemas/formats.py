@@ -40,7 +40,7 @@ def _labels(first: int, other: int) -> str:
 
 
 _LONGEST_NAME = 253
-# Labels of up to 63 characters, 253 in all: an automaton that counts both would be too large.
+# Labels of up to 63 characters, 253 in all: an automaton that counts both lengths would be too large.
 _HOSTNAME = "|".join(_labels(*sizes) for sizes in ((63, 63), (63, 18), (35, 35), (5, 5)))
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"

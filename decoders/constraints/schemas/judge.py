@@ -73,7 +73,7 @@ class Judge:
         """Whether the schema at `place` allows `value`.
 
         Raises:
-            GrammarError: it cannot be judged: the schema makes no sense, a reference leads to itself, or time is up.
+            GrammarError: the value cannot be judged: the schema is invalid, a reference leads to itself, or time is up.
         """
         if isinstance(place, bool):
             return _VALID if place else Judgement(Failure(None, False, value))
@@ -256,7 +256,7 @@ def _is_of(name: Any, value: Any) -> bool:
     if name == "integer":
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         return whole and not isinstance(value, bool)
-    keywords.of_type(name)  # raises if there is no such type
+    keywords.of_type(name)  # raises for an unknown type
     return isinstance(value, _TYPES[name]) and (name != "number" or not isinstance(value, bool))
 
 

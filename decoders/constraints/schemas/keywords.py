@@ -29,7 +29,7 @@ OBJECTS = (
 
 
 def of_type(name: Any) -> Shapes:
-    """All values of a type. Raises GrammarError: there is no such type."""
+    """All values of a type. Raises GrammarError for an unknown type."""
     known = {
         "null": Shapes(frozenset(["null"])), "boolean": Shapes(frozenset(["true", "false"])),
         "number": Shapes(numbers=(Numbers(),)), "integer": Shapes(numbers=(Numbers(kind="integer"),)),

@@ -1,4 +1,4 @@
-"""Bounds on time and memory. A schema that exceeds one is refused with the limit's name; nothing is left half done.
+"""Bounds on time and memory. A schema that exceeds a limit is refused with the limit's name; no partial result is left.
 
 Those of patterns and their automata are in :mod:`decoders.constraints.patterns.limits`.
 """

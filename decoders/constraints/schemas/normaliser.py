@@ -52,9 +52,9 @@ class Normaliser(SchemaAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
-        dropped: (path, keyword) of keywords that are left out: they allow everything, or nothing under ``not``, so that the whole
-            schema allows more. ``oneOf`` is read as ``anyOf``.
-        evaluation: whether a keyword depends on what others have evaluated.
+        dropped: (path, keyword) of the keywords that are left out. Leaving one out makes the schema as a whole allow more: it
+            allows everything, or nothing under ``not``. ``oneOf`` is read as ``anyOf``.
+        evaluation: whether the schema has a keyword that depends on what other keywords have evaluated (``unevaluatedItems``).
     """
 
     def __init__(self, dropped: frozenset[tuple[str, str]] = frozenset(), evaluation: bool = True) -> None:

@@ -84,7 +84,7 @@ class Numbers:
 
 
 def intersection(a: Numbers, b: Numbers) -> Numbers | None:
-    """The numbers of both `a` and `b`; None if there are none."""
+    """The numbers in both `a` and `b`; None if there are none."""
     kind = b.kind if a.kind == "any" else a.kind
     if b.kind not in ("any", kind):
         return None

@@ -1,7 +1,7 @@
 """Objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
 
 A grammar does not remember which keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may
-occur twice, and readers of JSON keep the last value: so only one of them is counted, and conditions are met by the last members.
+occur twice, and JSON readers keep the last value: so only one occurrence is counted, and conditions are met by the last members.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from .strings import Strings
 
 @dataclass(frozen=True)
 class Property:
-    """A declared property. An optional one whose node is ``FALSE`` must be absent."""
+    """A declared property. An optional property whose node is ``FALSE`` must be absent."""
 
     name: str
     node: Node
@@ -37,7 +37,7 @@ class Objects:
         properties: the declared ones.
         rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
             the same node.
-        exists: for each entry an undeclared property has such a key and such a value.
+        exists: for each entry, an undeclared property with such a key and value exists.
         evaluated: evaluated properties; does not affect the set.
     """
 

@@ -113,7 +113,7 @@ class SchemaAlgebra(NodeAlgebra):
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """The operations on sets of values of one type: the set of all, and alternatives of an intersection and a complement."""
+    """Sets of values of one type: the set of all values, intersection, and complement, the latter two as lists of alternatives."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]

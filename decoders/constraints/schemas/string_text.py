@@ -121,7 +121,7 @@ def length(low: int, high: int | None) -> str:
 
 
 def raw_chars(ranges: Ranges) -> str | None:
-    """One character of `ranges` as it is, a unit for repetition; None if none can be written."""
+    """One character of `ranges` as it is, a unit for repetition; None if no character can be written."""
     return unit(Chars(ranges)) if characters.common(ranges, characters.ENCODABLE) else None
 
 

@@ -64,7 +64,7 @@ class Strings:
         conditions = self.conditions | {(pattern, True) for pattern in trees if pattern is not None}
         try:
             return replace(self, conditions=conditions, formats=frozenset()).simplified()
-        except GrammarError as problem:  # only the formats make it too large
+        except GrammarError as problem:  # only the formats make the automaton too large
             raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
     def automaton(self) -> FSM:
@@ -91,7 +91,7 @@ _ONLY_EMPTY = Strings(values=frozenset([""]))
 
 
 def intersection(a: Strings, b: Strings) -> Strings | None:
-    """The strings of both `a` and `b`; None if there are none."""
+    """The strings in both `a` and `b`; None if there are none."""
     if a == b or b.unconstrained:
         return a
     if a.unconstrained:

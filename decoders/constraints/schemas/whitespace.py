@@ -59,7 +59,7 @@ class Rules:
         rules: by their names.
         todo: places that a rule refers to and that have no rule yet, each with its depth.
         depth: brackets around the current place, where white space depends on it.
-        warnings: what was left out, one sentence each.
+        warnings: the conditions that were left out, one sentence each.
     """
 
     def __init__(self, normaliser: Normaliser, whitespace: Whitespace | int, closed: bool = False) -> None:

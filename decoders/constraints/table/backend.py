@@ -114,7 +114,7 @@ def restored(content: bytes, vocabulary: Vocabulary) -> MaskedAutomaton:
     return MaskedAutomaton(next.numpy(), classes, mask_of, rows, accepting, start, stopped)
 
 
-#: States of a minimal automaton.
+#: Greatest number of states of a minimal automaton.
 STATES = 4096
 
 

@@ -100,7 +100,7 @@ def determinise(regex: str) -> ByteAutomaton:
     """The automaton of the whole texts that match `regex`, neither minimal nor trimmed.
 
     Raises:
-        GrammarError: it is no expression of Rust's ``regex``, or too large.
+        GrammarError: `regex` is no expression of Rust's ``regex``, or its automaton is too large.
     """
     if len(regex) > LONGEST:
         raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")

@@ -25,7 +25,7 @@ def symbols_of(marker: str | int, vocabulary: Vocabulary) -> Symbols:
     """`marker`, a text or a token's id, in symbols. Names of special tokens in a text stand for these tokens.
 
     Raises:
-        GrammarError: there is no such token.
+        GrammarError: a special token is unknown.
     """
     if isinstance(marker, int):
         if not 0 <= marker < len(vocabulary):
@@ -74,7 +74,7 @@ class Markers:
         markers: each in symbols.
 
     Raises:
-        GrammarError: one is empty, or can never be found because another one ends within it.
+        GrammarError: a marker is empty, or can never be found because another one ends within it.
     """
 
     def __init__(self, markers: Sequence[Symbols], vocabulary: Vocabulary) -> None:

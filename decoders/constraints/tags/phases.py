@@ -61,7 +61,7 @@ class Inside:
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token` is written instead of the grammar, of which nothing is written at `place`."""
+        """Whether `token` opens a phase in the place of the grammar, of which nothing is written at `place`."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
@@ -205,7 +205,7 @@ class PhaseAutomaton:
         return [self.next_token(place.phase, place.node)]
 
     def exact_tokens(self, number: int, node: int) -> frozenset[int]:
-        """The tokens that go on from `node` toward the markers of a phase."""
+        """The tokens that continue the beginning of a marker at `node`, for the markers of a phase."""
         known = self._exact_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]
@@ -238,7 +238,7 @@ class PhaseAutomaton:
         return known
 
     def _toward(self, number: int, marker: Symbols, begin: int) -> int:
-        """The token with which `marker` goes on behind its first `begin` symbols."""
+        """The token that continues `marker` behind its first `begin` symbols."""
         rest = marker[begin:]
         if rest[0] >= TOKEN:
             return rest[0] - TOKEN
@@ -285,6 +285,6 @@ class PhaseAutomaton:
         return replaced
 
     def spelled(self, number: int) -> Vocabulary | None:
-        """The vocabulary of a phase whose grammar spells special tokens; None for others."""
+        """The vocabulary of a phase whose grammar spells special tokens; None for other phases."""
         phase = self.phases[number] if number != ENDED else None
         return phase.grammar.vocabulary if isinstance(phase, Inside) and phase.grammar.vocabulary.spelled else None

@@ -57,7 +57,7 @@ class TaggedGrammar(CompiledGrammar):
         return sum(grammar.nbytes for grammar in self.grammars)
 
     def mask_of(self, tokens: Sequence[int], out: Tensor, *, without: bool = False) -> None:
-        """Writes the mask of `tokens` to `out`, or that of all others."""
+        """Writes the mask of `tokens`, or of all other tokens, to `out`."""
         words = torch.zeros_like(out)
         for token in tokens:
             bit = 1 << (token & 31)

@@ -164,8 +164,8 @@ class Admission:
     def _companions(self, seat: Seat) -> list[Seat]:
         """The seats whose prompts are prefilled in the same passes as the prompt of `seat`, itself included.
 
-        A pass over several short prompts takes little longer than over one. Lengths are within a factor of two. Prompts that share
-        more than half of their text are not read together: their common part is read once and copied.
+        Lengths are within a factor of two. Prompts that share more than half of their text are not read together: their common part
+        is read once and copied.
         """
         own, prompt = seat.prefix, seat.prompt
         if seat.member.request.multimodal is not None:
@@ -232,8 +232,8 @@ class Admission:
         return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a pass. For a strategy that reads prompts, it keeps the results for later; results for prompts with
-        images are already kept.
+        """The function that runs a pass. For a strategy that reads prompts, it keeps each pass's results until the strategy reads
+        them; prompts with images keep theirs elsewhere.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill

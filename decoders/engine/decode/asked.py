@@ -33,8 +33,8 @@ class Models:
 
     Attributes:
         model: the user's.
-        tokenizer: if there is one.
-        assistant_model: for strategies that need one.
+        tokenizer: the tokenizer, if the caller gave one.
+        assistant_model: the draft model, for strategies that need one.
         draft_models: the draft models that the strategy may open.
     """
 
@@ -65,7 +65,7 @@ class Stopping:
 
     Attributes:
         tokens: end-of-sequence ids.
-        pad_token: follows them.
+        pad_token: fills rows that have ended.
         criteria: asked after every token, on the host.
     """
 
@@ -76,11 +76,11 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call gives besides tokens, and who is told of its steps.
+    """What a call returns besides tokens, and the observers of its steps.
 
     Attributes:
-        logits: return them per generated token.
-        top_logprobs: keep the log probability of every token and of so many likeliest ones; None: keep none.
+        logits: return the logits of every generated token.
+        top_logprobs: number of likeliest tokens whose log probabilities are kept beside the generated token's; None: keep none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
         observers: called when it starts, after every step, and when it ends.
     """

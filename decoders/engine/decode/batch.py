@@ -1,6 +1,6 @@
 """Rows that are decoded together: the requests they belong to, and what a step does with their drafts.
 
-Between two steps rows join and leave. What proposes their drafts is a :class:`~decoders.engine.decode.proposer.Proposer`.
+Between two steps rows join and leave. A :class:`~decoders.engine.decode.proposer.Proposer` proposes their drafts.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from .verify import NOTHING_LEFT
 class Batch:
     """Rows that are decoded together. What belongs to one request is in its :class:`RequestOutput`.
 
-    A call of ``generate`` has one to itself (:mod:`~decoders.engine.decode.call`). In a scheduler's
+    A call of ``generate`` has a batch of its own (:mod:`~decoders.engine.decode.call`). In a scheduler's
     (:mod:`~decoders.engine.decode.lane`) requests of one row join and leave.
 
     Attributes:
         request: what the members have in common; its prompts are the rows' texts.
         members: the requests and the first row of each, in the order of rows; every row is a member's.
-        capacity: most rows there can be.
+        capacity: greatest number of rows.
         shared: whether requests join and leave; then errors and reports are per request.
         width: rows of a step. Where sizes are static, some may be padding, which counts as ended.
-        verifier: decides what is accepted; None where the built-in rule does.
+        verifier: decides what is accepted; None: the built-in rule does.
         report: of all steps.
-        session: where the rows' tokens, keys and values are.
+        session: holds the rows' tokens, keys and values.
         longest: most tokens that a row can have, prompt included.
         noise_keys: ``[B]`` int64, the noise key of each row.
         guide: tracks the rows' positions in their grammars; None where no row has one.
         core: forward, verification and commit of a block.
         pending: committed tokens that the next step runs once more in front of the root.
-        prompt_left: how many of these are the end of the prompts, not prefilled yet.
+        prompt_left: number of pending tokens that are the end of the prompts and not prefilled yet.
         where: the current phase, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step reads in its own pass (chunked prefill); None for none.
-        root: ``[B, H]``, the embedding of what the rows end with before the first step, where that is no token.
+        root: ``[B, H]``, the embedding of each row's last position before the first step, if that position has no token id.
         may_err: whether the device may hold faults of hooks (:meth:`raise_faults`).
 
     Args:
@@ -154,7 +154,7 @@ class Batch:
 
         Args:
             request: what the members have in common.
-            sources: which row of the batch before each row is, -1 for one that is new.
+            sources: the former index of each row, -1 for a new row.
             same: whether the rows before were decoded by the same plan.
         """
         self.request, self.members[:], self.width = request, members, len(sources)
@@ -215,7 +215,7 @@ class Batch:
             drafted = draft.tokens if draft.on_host else draft.tokens.new_empty(self.width, 0, device="cpu")
             tokens = F.pad(drafted, (0, tokens.shape[1] - drafted.shape[1]), value=-1)
         legal, masks = self.guide.block(tokens, block.shape_of(draft, self.guide.on_device), draft.levels)
-        if on_host:  # a matcher on the host has been shown what was drafted there, and read nothing from the device
+        if on_host:  # a matcher on the host has already been shown the draft, and has read nothing from the device
             legal = block.draft_tokens if legal is tokens else moved_together([legal], self.target.device)[0]
         # A verifier of the draft's distribution must judge every token drawn from it: leaving one out would bias the output.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
@@ -233,16 +233,16 @@ class Batch:
                 for row, count in enumerate(outcome.accepted)
             ]
         if traced:
-            tokens = block.draft_tokens[:, : draft.tokens.shape[1]].tolist()  # without what grammars forbid
+            tokens = block.draft_tokens[:, : draft.tokens.shape[1]].tolist()  # without the tokens that grammars forbid
             for member, first in traced:
                 member.trace(draft, tokens, paths, outcome, first)
         return outcome
 
     def check_drawn(self, outcome: Outcome, out: StepOutput | None = None) -> None:
-        """Raises InputError where there was nothing to draw; a request that shares steps ends without the tokens of this one.
+        """Raises InputError if processors left no token to draw; a request that shares steps ends without this step's tokens.
 
         Args:
-            out: whose rows are cut then; None for a call of its own.
+            out: the step whose rows are cut then; None for a call of its own.
         """
         for member, first in self.members if self.request.plan.reads_text else ():
             for row, tokens in enumerate(outcome.part(first, member.rows).written):
@@ -289,7 +289,7 @@ class Batch:
         """
         self.where = "streamer"
         if self.shared:
-            self.report.steps += 1  # otherwise its only request counts them
+            self.report.steps += 1  # otherwise the only request counts its own steps
         for member, first in self.members:
             new = member.book(outcome.part(first, member.rows), out, first)
             with self._callback_of(member):
@@ -309,13 +309,13 @@ class Batch:
             member.error = member.error or error
 
     def raise_faults(self, wait: bool) -> None:
-        """Raises the faults of hooks that the device has noted. Without `wait` they are read only on a CPU."""
+        """Raises the faults of hooks that the device has noted. If `wait` is false, faults are read only on a CPU."""
         if not self.may_err or (self.target.static and not wait):
             return
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the tokens that were left to the first step, for a draft model that shares the target's slots and needs them now."""
+        """Prefills the tokens that were left to the first step, because a draft model shares the target's slots and needs them now."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
@@ -346,7 +346,7 @@ class Batch:
         Args:
             lengths: ``[B]``, of the texts.
             tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
-            logits: whether the chunk has them.
+            logits: whether the chunk has logits.
         """
         positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         valid = positions < lengths[:, None] - 1
@@ -361,7 +361,7 @@ class Batch:
 
 
 def chunk_of(result: ForwardResult, tokens: Tensor, begin: Tensor, lengths: Tensor, *, logits: bool) -> PromptChunk:
-    """A stretch of texts with what a pass over it gave.
+    """A stretch of texts with the results of a pass over it.
 
     Args:
         tokens: ``[B, N]``, from slots `begin` ``[B]`` on.

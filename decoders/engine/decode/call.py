@@ -132,7 +132,7 @@ def end(proposer: Proposer) -> None:
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    if batch.request.given is None:  # else slots hold what the caller has computed
+    if batch.request.given is None:  # otherwise slots hold keys and values that the caller has computed
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = proposer.resources.peak_memory
@@ -154,7 +154,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
     """`request` as all processes that share the model decode it.
 
     Raises:
-        RanksError: they were asked for different things. UnsupportedError: for compiled passes.
+        RanksError: the processes were asked for different things. UnsupportedError: for compiled passes.
     """
     if not ranks.several:
         return request
@@ -180,14 +180,14 @@ def recordable(proposer: Proposer) -> bool:
 
 
 def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
-    """The counts of draft models, and of those that draft for them."""
+    """The counts of `drafters`, and of the models that draft for them."""
     return [each.counts for drafter in drafters for each in drafter.chain]
 
 
 class StepRecording:
-    """Makes the steps of a batch. The first ones run as they are; later ones replay a recorded step, this call's or an earlier one's.
+    """Makes the steps of a batch. The first steps run unrecorded; later ones replay a recorded step.
 
-    Once more of the step is compiled it is recorded again, within a call only if tokens do not depend on the tier.
+    When more of the step has been compiled, it is recorded again; within a call only if tokens do not depend on the tier.
 
     Args:
         proposer: its batch is recordable, and about to begin.

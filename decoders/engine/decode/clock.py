@@ -58,7 +58,7 @@ class StepClock(Clock):
             self.proposer.book_replay(self._drafting + core)
         if batch.prompt_left and not report.steps:
             report.prefill_steps = 1
-            self.timings.prefill += core  # not a measure of what nodes cost
+            self.timings.prefill += core  # not a measure of the cost of nodes
         else:
             self._learn_cost(core, draft, block, outcome)
         if not report.steps:
@@ -92,7 +92,7 @@ class StepClock(Clock):
         """Books the `core` seconds of the step, and shows them to the cost models."""
         batch, timings = self.batch, self.timings
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
-        if block.piece is not None:  # not a measure of what nodes cost
+        if block.piece is not None:  # not a measure of the cost of nodes
             read = block.piece.tokens.shape[1]
             self.piece_seconds = core * read / (read + nodes * batch.width)
             timings.core += core - self.piece_seconds

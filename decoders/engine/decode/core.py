@@ -31,7 +31,7 @@ class StepOutput:
 
     Attributes:
         nodes: as in :class:`decoders.strategy.Step`.
-        chosen: as there.
+        chosen: as in :class:`~decoders.engine.decode.verify.Verified`.
         path: as there.
         new: ``[B, N]`` int64, tokens in order of commitment.
         summary: ``[4, B]`` int64 for the host: tokens emitted, draft tokens accepted, draft tokens made, finished.
@@ -54,7 +54,7 @@ class StepOutput:
     for_host: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> StepOutput:
-        """Views of those of some rows."""
+        """Views of the entries of some rows."""
         rows, scores, layers = slice(begin, end), self.scores, self.layers
         return StepOutput(
             self.nodes[rows], self.chosen[rows], self.path[rows], self.new[rows], self.summary[:, rows], self.logits[rows],
@@ -71,7 +71,7 @@ class StepOutput:
         )  # fmt: skip
 
     def packed(self) -> StepOutput:
-        """The same with what the host reads in one tensor, so that one copy brings it."""
+        """The same output with everything that the host reads in one tensor, so that one copy fetches it."""
         parts = self.summary, self.new, self.path
         for_host = torch.cat([part.flatten() for part in parts])
         split = for_host.split([part.numel() for part in parts])
@@ -82,8 +82,8 @@ class StepOutput:
         """:attr:`summary`, :attr:`new` and :attr:`path` as lists.
 
         Args:
-            lists: gives the values of tensors.
-            paths: whether the paths are needed; else they may be left out.
+            lists: returns the values of tensors.
+            paths: whether the caller needs the paths.
         """
         if self.for_host is None:
             summary, new, *path = lists(self.summary, self.new, *([self.path] if paths else []))
@@ -103,7 +103,7 @@ class Rule(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether it never needs the host, so that a device records it together with the pass."""
+        """Whether the rule never needs the host, so that a device records it together with the pass."""
         ...
 
     def verify(
@@ -119,13 +119,13 @@ class Rule(Protocol):
 
 
 class Core:
-    """The device's part of a step: the pass of one model over a block, a rule that verifies it, and the commitment of what is accepted.
+    """The device's part of a step: a model's pass over a block, a rule that verifies it, and the commitment of the accepted tokens.
 
     Attributes:
         forward_pass: the model's.
         functions: of the model's steps.
         rule: verifies.
-        plan: what runs on the logits.
+        plan: the operations on the logits.
     """
 
     def __init__(self, forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule) -> None:
@@ -142,7 +142,7 @@ class Core:
         return RecordedCore(forward_pass, plan, rule, recordings, copy=copy)
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """The target's pass over a block, which of its nodes are accepted, and what becomes of the rows."""
+        """The target's pass over a block, the verification of its nodes, and the update of the rows."""
         nodes, given = input_of(block, rows)
         forwarded = self.forward_pass(given)
         verified = self.rule.verify(draft, block, nodes, forwarded, rows)
@@ -187,7 +187,7 @@ class RecordedCore(Core):
         self.recordings, self.copy = recordings, copy
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """As :meth:`Core.forward_verify_commit`, with what the host reads in one tensor."""
+        """As :meth:`Core.forward_verify_commit`, with everything that the host reads in one tensor."""
         if self.rule.on_device:
             plain = super().forward_verify_commit
             key = "step", self.plan, self.target.layers, draft.in_place
@@ -286,7 +286,7 @@ class StepFunctions(Beside):
 
 @dataclass(frozen=True)
 class CoupledRule:
-    """Draws the target's token after every node: accepted is what matches. The built-in rule."""
+    """Draws the target's token after every node, and accepts draft tokens that match. The built-in rule."""
 
     forward_pass: ForwardPass
     plan: SamplingPlan
@@ -303,7 +303,7 @@ class CoupledRule:
 
 
 def _laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` as the compiled :func:`settle` takes it, which does not read visibility."""
+    """`tree` for the compiled :func:`settle`, which does not read visibility."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
 

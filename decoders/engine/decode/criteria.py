@@ -1,7 +1,7 @@
 """Callbacks on the host: stopping criteria, asked after every token, and logits processors that read the prefix.
 
-Processors run along the target's path, depth by depth: the same calls in the same order as in plain decoding, for any tree. So
-processors with a state work, too.
+Processors run along the target's path, depth by depth: the same calls in the same order as in plain decoding, for any tree.
+Processors with a state therefore work, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Outcome:
 
     Attributes:
         emitted: number of committed tokens.
-        accepted: number of draft tokens among them.
+        accepted: number of draft tokens among the emitted tokens.
         drafted: number of verified draft tokens.
         ended: whether the row has ended, 0 or 1.
         new: the new tokens in order, `emitted` of them valid.
@@ -84,7 +84,7 @@ class CriteriaRun:
 
     Args:
         padded_rows: the rows in transformers' layout.
-        scores: per row and token, if they are kept.
+        scores: per row and token, if scores are kept.
         ranks: the processes that share the model. The first process's criteria decide, since criteria may read a clock.
     """
 

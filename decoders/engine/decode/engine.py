@@ -97,7 +97,7 @@ class Engine:
         self._stream: Any = None  # of the last call
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
-        """Whether this engine still serves `model`. What was made of weights that were written to since is renewed or dropped."""
+        """Whether this engine still serves `model`. Data computed from weights that have changed is renewed or dropped."""
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def _rounds_otherwise(self) -> bool:
-        """Whether torch rounds products otherwise than when the target was checked and its steps were recorded."""
+        """Whether torch's rounding of products has changed since the target was checked and its steps were recorded."""
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
@@ -169,8 +169,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Queues this call's work on the device behind the last call's, which may have been made within another stream: when a call
-        returns, a step that changes nothing may still be running.
+        """Queues this call's work on the device behind the last call's: that call may have run within another stream, and after its
+        return one last step without effect may still be running.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)
@@ -190,7 +190,7 @@ class Engine:
         with self.lock:
             self._memories.clear()
             self.sessions.forget()
-            self.sessions.forget_recordings()  # they write to the dropped memories
+            self.sessions.forget_recordings()  # recordings write to the dropped memories
 
     def memories(self) -> dict[MemoryKey, Any]:
         """Copies of what strategies keep between calls."""
@@ -205,7 +205,7 @@ class Engine:
                 self._memories.pop(key, None)
                 self._memories[key] = copied.to(self.target.device) if isinstance(copied, Tensor) else copied
             self._bound_memories()
-            self.sessions.forget_recordings()  # they read and write the replaced memories
+            self.sessions.forget_recordings()  # recordings read and write the replaced memories
 
     @property
     def texts(self) -> Any:
@@ -213,7 +213,7 @@ class Engine:
         return self._memories.get(TEXTS)
 
     def _bound_memories(self) -> None:
-        # Texts that were given have a bound of their own.
+        # Texts that callers gave have a limit of their own.
         sizes = {key: getattr(kept, "nbytes", 0) for key, kept in self._memories.items() if key != TEXTS}
         while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes.values()) > KEPT_MEMORY_BYTES):
             key = next(iter(sizes))  # the least recently used goes
@@ -231,7 +231,7 @@ class Engine:
         """The forward pass for calls with `strategy`: the common one, or one that also returns the hidden layers it reads.
 
         Raises:
-            SettingsError: the model has no such layers. UnsupportedError: the model's decoder layers were not found.
+            SettingsError: the model lacks one of these layers. UnsupportedError: the model's decoder layers were not found.
         """
         if not strategy.reads_layers:
             return self.forward_pass
@@ -244,7 +244,7 @@ class Engine:
             return self._watching[layers]
 
     def own_forward(self, model: PreTrainedModel, target: Target) -> OwnForward:
-        """The forward pass of `model` as transformers has it, for prompts with images; made once.
+        """The unmodified forward pass of `model`, for prompts with images; made once.
 
         Args:
             model: the one that this engine serves.

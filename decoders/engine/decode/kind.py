@@ -1,6 +1,6 @@
 """What the steps of a request depend on beside tensors, said once for every field and setting.
 
-By it recordings are found, requests share steps, and processes that share a model see that they were asked for the same.
+Recordings are found by it, requests with equal kinds share steps, and processes that share a model compare it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUEST = {
     "prompts": Use.INPUT, "new_tokens": Use.INPUT, "stopping.tokens": Use.INPUT, "sampling.values": Use.INPUT,
     "sampling.sequences": Use.INPUT, "sampling.seed": Use.INPUT, "grammars": Use.INPUT,
     "processors": Use.HOST, "stopping.criteria": Use.HOST, "returned.logits": Use.HOST, "returned.top_logprobs": Use.HOST,
-    # Objects of this process, which sharing compares by identity; what is known of them by then; what is told of a call.
+    # Values of this process that are compared by identity; values known only at run time; observers of a call.
     "models.model": Use.APART, "models.tokenizer": Use.APART, "models.assistant_model": Use.APART,
     "models.draft_models": Use.APART, "resolve": Use.APART, "origin": Use.APART, "padded_prompt": Use.APART,
     "stopping.pad_token": Use.APART, "returned.on_step": Use.APART, "returned.observers": Use.APART,
@@ -41,7 +41,7 @@ RUNTIME = {
     "compile": Use.KIND, "prune": Use.KIND, "memory": Use.KIND, "draft_weights": Use.KIND,
     "reuse": Use.INPUT, "prefill_chunk": Use.INPUT, "slots": Use.INPUT,
     "trace": Use.HOST,
-    # Of the engine, or read when the request was made.
+    # Attributes of the engine, or values read when the request was made.
     "weights": Use.APART, "kv_cache": Use.APART, "attention": Use.APART, "exact_products": Use.APART, "strategy": Use.APART,
     "verifier": Use.APART, "cost_cache": Use.APART, "constraint_backend": Use.APART, "constraint_cache": Use.APART,
     "constraint_seconds": Use.APART,
@@ -64,7 +64,7 @@ class StepKind:
 
     @property
     def shared(self) -> StepKind:
-        """The part of it that requests have in common which share steps: grammars and criteria are of rows."""
+        """The part that requests must have in common to share steps; grammars and criteria may differ by row."""
         host = tuple(name for name in self.host if name == "processors")
         return replace(self, plan=replace(self.plan, masked=False), host=host)
 
@@ -95,9 +95,9 @@ def _part(value: Any) -> object:
 
 
 class Made:
-    """All that a strategy or a verifier was made with, the strategies that it is made of included, to compare it with another.
+    """All arguments of a strategy or a verifier, including those of the strategies it is composed of, to compare it with another.
 
-    Two may say the same of themselves (``repr``) and draft otherwise: it shows their settings alone.
+    Equal representations (``repr``) are not enough, because they show the settings alone.
     """
 
     __slots__ = ("attributes", "shown")

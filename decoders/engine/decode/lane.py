@@ -38,7 +38,7 @@ class Lane:
 
     Args:
         engine: the model's engine.
-        request: the first request; defines what all have in common.
+        request: the first request; it defines what all requests have in common.
         capacity: greatest number of requests at a time. It becomes 1 if a strategy reads prompts and cannot read the texts of running
             requests again when another joins or leaves: it does not rebatch, or prompts have images, which are read once.
 
@@ -79,7 +79,7 @@ class Lane:
 
     @property
     def free(self) -> int:
-        """The number of further requests that the lane can take."""
+        """The number of requests that the lane can still take."""
         return self.capacity - len(self.seats)
 
     @property

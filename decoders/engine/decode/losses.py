@@ -1,4 +1,4 @@
-"""Warnings, each once in a process, where this machine or its load makes decoding slow or comparisons wrong."""
+"""Warnings, each once per process, of conditions on this machine that make decoding slow or comparisons wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def warn_of_format(target: Target) -> None:
-    """Warns of weights of 16 bits where none of our kernels multiply by them: torch's products of several rows are slow."""
+    """Warns of 16-bit weights that none of our kernels can multiply: torch's products of several rows are slow."""
     if target.device.type != "cpu" or target.precision.weights is not None or target.dtype.itemsize != 2:
         return
     if (choice := cpu.chosen()).kernels is None:
@@ -24,7 +24,7 @@ def warn_of_format(target: Target) -> None:
 
 
 def warn_of_load(report: Report) -> None:
-    """Warns of other processes that take the cores."""
+    """Warns if other processes use the cores."""
     if report.busy:
         consequence = "That slows transformers more than this loop, so compare no speeds now: close other programs"
         _once("load", f"{report.busy_line}. {consequence}")

@@ -55,14 +55,14 @@ class PromptReader:
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
         """Whether all unread tokens of the prompts are text. lengths, reusable: see :meth:`read`."""
         target, starts = self.batch.target, reusable
-        if not target.recurrent:  # rows advance together: one may have to read some of its text again
+        if not target.recurrent:  # rows advance together: a row may have to read some of its text again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
         return inputs.in_front_of(starts)
 
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
         """Reads the prompts whose images are not in place, one by one if the images are divided among prompts; returns their rows.
 
-        The division of the images is a guess. If it is wrong, the model raises, and all prompts are read together.
+        The division of the images is a guess. If the division is wrong, the model raises, and all prompts are read together.
         """
         read: set[int] = set()
         try:

@@ -25,7 +25,7 @@ from .verify import step_keys
 
 
 class Proposer:
-    """The strategy of a batch, with its state and what it has opened.
+    """The strategy of a batch, with its state and the resources that it has opened.
 
     Attributes:
         resources: draft models, modules and costs that the strategy uses.
@@ -35,7 +35,7 @@ class Proposer:
         skipped: whether this step has no draft, because drafting does not pay at present.
 
     Args:
-        stack: closes what is opened here.
+        stack: closes the resources opened here.
     """
 
     def __init__(self, batch: Batch, stack: ExitStack) -> None:
@@ -43,7 +43,7 @@ class Proposer:
         self.state: Any = None
         self.worth: DraftWorth | None = None
         request, shared = batch.request, batch.shared
-        if request.runtime.prune and (shared or len(request.prompts) > 1):  # one row waits for no other
+        if request.runtime.prune and (shared or len(request.prompts) > 1):  # a single row never waits for others
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
             self.worth = DraftWorth(self.resources.step_costs, None if shared else ends, request.strategy.grade_rates)
         self.skipped = self.arranged = self._started = False
@@ -106,13 +106,13 @@ class Proposer:
 
     @property
     def tiers(self) -> tuple:
-        """Which parts of a step run compiled now: the target's pass, those of draft models, and the strategy's functions."""
+        """The tiers of the step's parts: the target's pass, the draft models' passes, and the strategy's functions."""
         batch = self.batch
         target = batch.forward_pass.tiers.tier(batch.width, batch.request.plan)
         return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
-        """Books the time of a replayed step with every model it may run: enough time makes their compilation worthwhile."""
+        """Books the time of a replayed step with every model that it runs: enough time makes compiling them worthwhile."""
         share = seconds / (1 + len(self.drafters))
         self.batch.forward_pass.tiers.book_replay(share, self.batch.width)
         for drafter in self.drafters:
@@ -149,7 +149,7 @@ class Proposer:
 
     @property
     def _shows_lists(self) -> bool:
-        """Whether the strategy is shown what the host knows of the rows: one that promises to stay on the device asks for none."""
+        """Whether the strategy is given the host's lists of the rows: a strategy that promises to stay on the device is not."""
         return not self.batch.request.strategy.on_device and not recorded()
 
     def _without_placeholders(self, draft: Draft) -> Draft:
@@ -165,7 +165,7 @@ class Proposer:
 
     @property
     def _prunes(self) -> bool:
-        """Whether drafts may be cut or left out: not if a verifier judges their distribution, or a strategy learns from every step."""
+        """Whether drafts may be cut or skipped: not if a verifier judges their distribution, or a strategy learns from every step."""
         strategy = self.batch.request.strategy
         return (
             not self.batch.target.static and self.batch.verifier is None and (strategy.rests or not strategy.observes)
@@ -187,7 +187,7 @@ class Proposer:
         return draft
 
     def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Shows the strategy what became of its draft."""
+        """Shows the strategy which of its draft tokens were accepted."""
         batch, strategy = self.batch, self.batch.request.strategy
         batch.where = "observe"
         if self.worth is not None and outcome is not None:

@@ -32,7 +32,7 @@ from .prefix_cache import KeptText
 
 @dataclass(frozen=True)
 class Request:
-    """A checked call. All rooms below ``hf`` read a call's arguments here.
+    """A checked call. All packages below ``hf`` read a call's arguments from this object.
 
     Attributes:
         models: the models that its strategy may use.
@@ -44,7 +44,7 @@ class Request:
         prompts: a 1-D int64 tensor per row, without padding; -1 at positions without a token id, whose keys and values are `given`.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: greatest number of tokens to generate per row.
-        stopping: what ends a row before that.
+        stopping: the conditions that end a row before its budget is used.
         plan: the operations on logits inside the step; ``masked`` if a row has a grammar.
         sampling: the values of the plan's operations, and the seed.
         processors: processors on the host, if the plan cannot express them.

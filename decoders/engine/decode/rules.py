@@ -101,12 +101,12 @@ class VerifierRule:
 
 @dataclass(frozen=True)
 class HostRule:
-    """Walks down the target's choices with logits processors that need the host, each request by itself.
+    """Verifies with logits processors that need the host: follows the target's choices from node to node, request by request.
 
     Attributes:
-        plan: what all members have in common.
+        plan: the operations that all members have in common.
         members: the requests whose rows are decoded, and the first row of each; read in every step.
-        shared: whether what a request's processors raise ends that request alone.
+        shared: whether an exception of a request's processors ends that request alone.
     """
 
     plan: SamplingPlan

@@ -19,7 +19,7 @@ def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) ->
     """For one request, or several of one row each; parameters that all share are not repeated per row.
 
     Args:
-        rows: theirs, and padding rows behind them.
+        rows: number of rows, padding rows included.
     """
     added = [requests[0]] * (rows - len(requests)) if len(requests) > 1 else []
     every = [*requests, *added]
@@ -56,7 +56,7 @@ def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tenso
     count = round_up(max(len(operation) for own in lists for operation in own), 8)
 
     def filled(own: OperationSequences) -> tuple[list, list]:
-        """In the order of their last tokens. What fills a table up adds nothing to the first of these."""
+        """In the order of their last tokens. The filling entries of a table add nothing to the scores of its first token."""
         tokens, biases = [], []
         for operation in own:
             each = sorted(operation, key=lambda sequence: sequence[0][-1])

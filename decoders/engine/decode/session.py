@@ -262,7 +262,7 @@ class Session:
         return where
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of each row as its text. prompts: of the first rows; other rows have no salt."""
+        """Keeps the first `lengths[i]` tokens of each row as its text. prompts: those of the first rows; other rows have no salt."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):

@@ -66,7 +66,7 @@ class Sessions:
 
         Args:
             shared: whether rows read the tensors of `sampling` directly, not the session's copy.
-            prefixes: the prompts for the comparison with kept texts, if they are more than tokens.
+            prefixes: the prompts for the comparison with kept texts, if prompts are more than tokens.
             shifts: of the prompts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).
         """
         texts = list(prefixes or [KeptText(prompt.cpu()) for prompt in prompts])

@@ -1,7 +1,7 @@
-"""One step of decoding, in the order of the papers. Read this file first: the others in this package are what it calls.
+"""One step of decoding, in the order of the papers. Read this file first: the other files of this package are called from here.
 
-A device that records whole steps records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and a strategy that drafts for a
-draft model has its steps made by it as well (:mod:`~decoders.engine.decode.drafters.staged`).
+A device that records whole steps records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and it also makes the steps of
+a strategy that drafts for a draft model (:mod:`~decoders.engine.decode.drafters.staged`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .rows import Rows
 
 
 def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
-    """One step of all rows of `batch`, each of which accepts its own number of the tokens that `proposer` drafts.
+    """One step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
 
     Args:
         clock: is told when each phase is over.
-        recording: whether a device records the step: then the host reads nothing of it, and replays of it are delivered by who
-            replays them.
+        recording: whether a device records the step: the host then reads nothing, and the caller that replays the step delivers its
+            tokens.
     """
     clock = clock or UNTIMED
     clock.begun()
@@ -30,9 +30,9 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     clock.proposed()
     block = batch.mask(draft, block)
     clock.masked()
-    # The target's pass, which of the nodes are accepted, and what becomes of the rows.
+    # The target's pass, the verification of the nodes, and the update of the rows.
     out = batch.core.forward_verify_commit(draft, block, batch.rows)
-    # Here the host learns what was accepted, and stopping criteria may take some of it back.
+    # Here the host reads which tokens were accepted, and stopping criteria may take some back.
     outcome = None if recording else batch.read(draft, block, out)
     clock.read(draft, block, outcome)
     if outcome is not None:
@@ -49,11 +49,11 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
 
 
 class Proposes(Protocol):
-    """Drafts tokens for rows, and is shown what became of them (:class:`~decoders.engine.decode.proposer.Proposer`)."""
+    """Drafts tokens for rows, and observes which were accepted (:class:`~decoders.engine.decode.proposer.Proposer`)."""
 
     def propose(self) -> Draft: ...
     def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """outcome: what the host has read of the step, None where it has not."""
+        """outcome: the step's results on the host; None if the host has not read them."""
         ...
 
 
@@ -61,12 +61,12 @@ class Computes(Protocol):
     """The device's part of a step (:class:`~decoders.engine.decode.core.Core`)."""
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """The pass over a block, which of its nodes are accepted, and what becomes of the rows."""
+        """The pass over a block, the verification of its nodes, and the update of the rows."""
         ...
 
 
 class Verifies(Protocol):
-    """Rows whose drafts can be verified: a target's (:class:`~decoders.engine.decode.batch.Batch`) or a draft model's."""
+    """The rows that a target (:class:`~decoders.engine.decode.batch.Batch`) or a draft model verifies drafts for."""
 
     @property
     def rows(self) -> Rows: ...

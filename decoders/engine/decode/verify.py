@@ -16,7 +16,7 @@ from ...verifiers.verifier import Outcomes
 # Used as positions, which are never negative, so that the two draws of a step are independent of the draft's noise.
 _END_NODE = -1
 _NEXT_TOKEN = -2
-#: In the place of a token where there was none to draw.
+#: Stands for a token where none could be drawn.
 NOTHING_LEFT = -3
 #: How far the sum of a verifier's probabilities may be from 1.
 SUM_TOLERANCE = 1e-2
@@ -110,7 +110,7 @@ def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> 
 
 def _is_outcomes(mass: Tensor) -> Tensor:
     """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
-    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # NaN is neither
+    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # NaN is neither positive nor negative
 
 
 def _salt(keys: Tensor, value: int) -> Tensor:
@@ -138,7 +138,7 @@ def draw_tokens(
     Args:
         logits: ``[B, N, V]``.
         positions: ``[B, N]`` int64, how many tokens were generated before each.
-        prefixes: the nodes' texts, where the plan reads them.
+        prefixes: the nodes' texts, if the plan reads them.
     """
     left = candidates(logits, plan, inputs, positions, masks, prefixes=prefixes)
     if plan.keep_scores:
@@ -173,7 +173,7 @@ def append(
     room = torch.where(finished, 0, limit - length)
     if most is not None:
         room = torch.minimum(room, most)
-    candidate = tree.ancestors[:, 1:, 0]  # a lookahead window can never be accepted: it does not count as drafted
+    candidate = tree.ancestors[:, 1:, 0]  # tokens of a lookahead window are never accepted: they do not count
     drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
     emitted = torch.minimum(acceptance.depth + 1, room)
     is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])

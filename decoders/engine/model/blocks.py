@@ -122,7 +122,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The tree of the `draft` behind this block: on the device if `on_device`, else where the draft is."""
+        """The tree of the `draft` behind this block: on the device if `on_device`, else on the draft's device."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 

@@ -69,7 +69,7 @@ def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False)
 
 
 def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
-    """Whether a difference in the last bit may change a token; in float32, it is far below any near-tie.
+    """Whether a difference in the last bit may change a token; in float32, that difference is far below any near-tie.
 
     rounds: whether intermediate values are rounded to a lower precision.
     """

@@ -95,7 +95,7 @@ class CacheBuffers:
     Attributes:
         keys, values: a tensor per layer; int8 if quantized.
         key_scales, value_scales: ``[B, heads, L, 1]``, a scale per head and slot. Empty if not quantized.
-        states: the recurrent states of every layer, if there are any.
+        states: the recurrent states of every layer, if the model has any.
         shifts: ``[B]`` int64, position minus slot of a row's next token, which images make different. None for text-only models.
         places: addresses of the tensors (:func:`~decoders.engine.model.kernels.moves.places_of`), if a kernel moves slots.
     """
@@ -112,7 +112,7 @@ class CacheBuffers:
     def allocate(
         layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False, by_kernel: bool = False
     ) -> CacheBuffers:
-        """Empty ones. by_kernel: whether a kernel of ours moves slots."""
+        """Allocates empty buffers. by_kernel: whether a kernel of ours moves slots."""
 
         def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
             tensors = []
@@ -130,7 +130,7 @@ class CacheBuffers:
         return CacheBuffers(*parts, states, shifts).placed(by_kernel)
 
     def placed(self, by_kernel: bool) -> CacheBuffers:
-        """The same with :attr:`places` if they are wanted. Not within a recording: they come from the host."""
+        """The same buffers with :attr:`places` if `by_kernel`. Not within a recording: the addresses come from the host."""
         return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
@@ -288,7 +288,7 @@ class SlotCache(Cache):
         buffers: keys and values; written in place.
         slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
         view: attention sees slots ``0 … view-1``: its cost follows the current length, not the capacity.
-        states: runs recurrent layers in this pass, if there are any.
+        states: runs recurrent layers in this pass, if the model has any.
         counts: ``[N]``, number of tokens before each node of a single row minus its index in the pass, for designs that add both
             (:class:`~decoders.engine.model.layout.CountedTokens`).
         in_levels: whether attention takes quantized keys and values as :class:`Levels`; else the cache dequantizes them.

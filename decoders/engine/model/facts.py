@@ -1,4 +1,4 @@
-"""What a target is found to be when it is made, by subject: vocabulary, attention, products, lengths, and what checks have shown."""
+"""Facts about a target, found when it is made: vocabulary, attention, products, lengths, and results of checks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Invariance:
 
     Attributes:
         holds: whether drafts that are chains give the bits of plain decoding.
-        differs: the comparisons in which bits differed; the one of branches does not count for `holds`.
+        differs: the comparisons in which bits differed; the comparison of branches does not count for `holds`.
         single: whether a block may have one node in one row; False if that was not compared.
     """
 

@@ -117,12 +117,12 @@ class LayerStates:
 
 
 class Taps:
-    """What is kept of a private tree's passes besides logits.
+    """The outputs besides logits that a private tree's passes keep.
 
     Attributes:
         head: the input of its head.
         layers: indices of the decoder layers whose outputs are kept.
-        states: their outputs; None without any.
+        states: the layers' outputs; None if `layers` is empty.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
@@ -181,7 +181,7 @@ class _Output(BaseModelOutputWithPast):
 
 @dataclass
 class _HiddenStates:
-    """``[B, N, H]``, in a call of the head; otherwise None."""
+    """``[B, N, H]`` during a call of the head; otherwise None."""
 
     hidden: Tensor | None = None
 

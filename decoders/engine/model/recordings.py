@@ -134,7 +134,7 @@ _as_parts = ContextVar("as_parts", default=False)
 
 @contextmanager
 def as_parts() -> Iterator[None]:
-    """Switches off recordings of parts: the code inside is, or will be, part of a larger recording."""
+    """Switches off recordings of parts, because the code inside is part of a larger recording."""
     token = _as_parts.set(True)
     try:
         yield

@@ -186,8 +186,8 @@ def tokens_of(args: tuple, keywords: dict[str, Any]) -> Tensor:
 def on_others(
     args: tuple, keywords: dict[str, Any], kind: type[Cache], cache: Cache, tensor: Callable[[Tensor], Tensor]
 ) -> tuple[tuple, dict[str, Any]]:
-    """A module's arguments for a call on other tokens: `cache` replaces a cache of class `kind`, the results of `tensor` replace
-    tensors, and masks are removed, because these calls have no padding.
+    """A module's arguments for a call on other tokens: `cache` replaces a cache of class `kind`, `tensor` is applied to tensors,
+    and masks are removed, because these calls have no padding.
     """
 
     def replaced(value: Any) -> Any:

@@ -44,7 +44,7 @@ class Sides:
 
     def take(self, side: int) -> None:
         """Sets the side of the next passes."""
-        if side != self.now:  # never while a step is recorded: replays would repeat it
+        if side != self.now:  # never while a step is recorded: replays would repeat the change
             self.now = side
             self.flag.fill_(side)
 

@@ -55,7 +55,7 @@ class ForwardResult:
     layers: Tensor | None = None
 
     def behind(self, count: int) -> ForwardResult:
-        """The same without the hidden states of the first `count` nodes, for which there are no logits."""
+        """The same results without the hidden states of the first `count` nodes, for which there are no logits."""
         if not count:
             return self
         layers = self.layers[:, count:] if self.layers is not None else None
@@ -70,7 +70,7 @@ class ForwardResult:
 
 
 class Target:
-    """A causal language model whose weights are the user's and whose module tree is private.
+    """A causal language model with the user's weights on a private module tree.
 
     :func:`~decoders.engine.model.self_check.target_of` creates one that is checked.
 
@@ -79,18 +79,18 @@ class Target:
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded to buckets.
-        precision: of the matrices and of the cache, where it is not the model's own.
+        precision: of the matrices and of the cache, where it differs from the model's.
         vocabulary: the tokens that it reads and writes.
         attending: how its layers attend.
         products: how its matrices are multiplied.
         lengths: how its results depend on the length of a text.
-        checks: what checking it has shown.
-        weights: state of the weights that kept texts and quantized matrices are of.
+        checks: the results of the checks made when it was created.
+        weights: the state of the weights from which kept texts and quantized matrices were computed.
         rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
             last bit may change a rounded value.
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these can read a text in several passes.
-        taps: what is kept of a pass besides logits.
+        taps: the outputs besides logits that a pass keeps.
         multiple: blocks and chunks of text have a multiple of so many nodes. More than 1 where bits matter and depend on the slots of a
             path, too: then what was accepted on a branch is run again in its own slots.
         ranks: the processes that share its weights.
@@ -171,13 +171,13 @@ class Target:
         return ours if unfit is None else None
 
     def _few_tokens(self) -> PassInput:
-        """A pass over four tokens of one row, to try what the model computes."""
+        """A pass over four tokens of one row, for checks."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
         return PassInput(tokens, start, tree, self.buffers(1, 16), torch.arange(8, device=self.device))
 
     def _read_few(self, watch: Callable[[SlotCache], None]) -> None:
-        """A pass over a few tokens. watch: is given its cache first."""
+        """Runs a pass over a few tokens. watch: called with its cache before the pass."""
         given = self._few_tokens()
         inputs = self.inputs(given.nodes, given.base, given.tree, given.buffers, given.view)
         watch(inputs[self._cache_keyword])
@@ -185,7 +185,7 @@ class Target:
         self.taps.head.forget()
 
     def check_lengths(self, longest: int, rows: int) -> None:
-        """Raises ContextLengthError if texts of up to `longest` tokens in so many rows cannot be decoded as by the model."""
+        """Raises ContextLengthError if `rows` texts of up to `longest` tokens cannot be decoded with the model's own results."""
         name, most = type(self.model).__name__, self.checks.longest
         if most is not None and longest > most:
             raise ContextLengthError(
@@ -196,11 +196,11 @@ class Target:
             self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
-        """The side of a text of so many tokens (:class:`~decoders.engine.model.rope.Sides`); 0 where there is one."""
+        """The side of a text of `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 where there is one side."""
         return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
 
     def take_side(self, side: int) -> None:
-        """Makes the next passes those of texts on `side`."""
+        """Makes the next passes use the rotary table of `side`."""
         if self.lengths.sides is not None:
             self.lengths.sides.take(side)
 
@@ -230,7 +230,7 @@ class Target:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Decoder layers whose outputs are in its results, see :meth:`watching`."""
+        """Indices of the decoder layers whose outputs are in its results, see :meth:`watching`."""
         return self.taps.layers
 
     @property
@@ -271,7 +271,7 @@ class Target:
         return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
-        """The same model on another module tree with the same weights, quantized ones included. layers: as of :meth:`watching`."""
+        """The same model on another module tree with the same weights, quantized ones included. layers: as in :meth:`watching`."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -317,7 +317,7 @@ class Target:
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
     def forward(self, given: PassInput) -> ForwardResult:
-        """One pass over a block of nodes, without the piece that it may come with."""
+        """One pass over a block of nodes, without the prompt piece that may come with the block."""
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
@@ -407,7 +407,7 @@ class Target:
         return self.arguments(nodes, positions, mask, cache)
 
     def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:
-        """What the model is called with. tokens, positions: ``[B, N]`` int64."""
+        """The arguments for the model's ``forward``. tokens, positions: ``[B, N]`` int64."""
         return {
             "input_ids": tokens.clamp(0, self.vocabulary.embeddings - 1),
             "attention_mask": mask,

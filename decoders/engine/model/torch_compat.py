@@ -106,15 +106,15 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 
 # Modules.
 
-#: A module's forward hooks and forward pre-hooks by id. Nothing public lists them. An `attrgetter` is faster than a Python function:
-#: every call asks every module.
+#: A module's forward hooks and forward pre-hooks by id. torch has no public list of them. An `attrgetter` is faster than a Python
+#: function: every call asks every module.
 hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks"
 )
 
 
 def hooks_everywhere() -> tuple[int, ...]:
-    """The ids of global hooks (``register_module_forward_hook``). Nothing public lists them."""
+    """The ids of global hooks (``register_module_forward_hook``). torch has no public list of them."""
     registered = nn.modules.module
     return *registered._global_forward_hooks, *registered._global_forward_pre_hooks
 
@@ -127,8 +127,8 @@ def remove_hooks(module: nn.Module, ids: Iterable[int]) -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's dict of its own parameters. Writing to it bypasses ``register_parameter``, which would run hooks and accepts nothing
-    but parameters. A parametrized or pruned weight is not in it, although ``module.weight`` exists.
+    """The module's dict of its own parameters. Writing to it bypasses ``register_parameter``, which would run hooks and accepts
+    nothing but parameters. A parametrized or pruned weight is not in it, although ``module.weight`` exists.
     """
     return module._parameters
 

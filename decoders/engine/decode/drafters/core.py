@@ -24,14 +24,14 @@ class DraftCore(Core):
 
     A block starts with the row's last ``U`` committed tokens before the root, because their keys and values may be missing: the last
     token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. A few more tokens in a pass cost
-    next to nothing, and no keys and values need to be moved. With the target's own slots (:mod:`.shared_slots`) nothing is missing;
-    then a block that would be too small is padded behind its root.
+    next to nothing, and no keys and values have to be moved. With the target's own slots (:mod:`.shared_slots`) no keys and values
+    are missing; a block below the least size is then padded behind its root.
 
     Args:
         vocab: size of the target's vocabulary. Entries of the draft's head beyond it are padding and never proposed.
         children: how many continuations :meth:`root`, :meth:`expand` and :meth:`advance` give per node, ``C``.
 
-    Grammar masks, where rows have grammars, are given to every pass: one for each node that gets a continuation.
+    Every pass gets a grammar mask for each node that is continued, if rows have grammars.
     """
 
     def __init__(self, forward_pass: ForwardPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
@@ -86,14 +86,14 @@ class DraftCore(Core):
     ) -> Expansion:
         """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before.
 
-        Operations that read the text are left out, as the tokens of the others are not at hand.
+        Operations that read the text are left out, because the other nodes' tokens are not at hand.
         """
         result = self.forward_pass(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._expanded(result.logits[..., : self.vocab], rows, positions, masks)
 
     def _text(self, rows: Rows, view: Tensor) -> Prefixes | None:
-        """The texts that the rows' last tokens end, if they are read."""
+        """The texts that the rows' last tokens end; None if the plan reads no text."""
         if not self.plan.reads_text:
             return None
         last = rows.tokens.gather(1, rows.length[:, None] - 1)

@@ -1,7 +1,7 @@
 """Counts of a draft model during a call: tokens that it has not read yet, passes, tokens and seconds.
 
-Accepted tokens are counted on the device, passes on the host. While a step is recorded Python runs and the device does nothing; in
-replays it is the other way round. So the counts must be told of recordings and replays.
+Accepted tokens are counted on the device, passes on the host. While a step is recorded, Python runs and the device does nothing; in
+replays the device runs without Python. So the counts must be told of recordings and replays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from ....report import Stage
 from ...model.buckets import node_bucket
 
-#: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
+#: Fewest tokens that are run before the root: smaller sizes would need graphs of their own.
 MIN_PENDING = 2
 #: Most tokens per pass that a stage's histogram tells apart.
 LONGEST = 64

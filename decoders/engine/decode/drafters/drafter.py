@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
         self.vocab_size, self.children = self.core.vocab, self.core.children
         self.mask_token = getattr(target.model.config, "pard_token", None)
         self._tiers = self.engine.forward_pass.tiers.steady_tiers(batch.request.runtime.compile)
-        # A row's limit is set anew in every round, as its length is.
+        # A row's limit is set in every round, like its length.
         slots = (above.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, batch.engine.target.layout
         shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
@@ -129,24 +129,24 @@ class ModelDrafter(Drafter):
         """Follows the batch after rows have joined or left, and prefills the new ones; a prompt is a row's committed text.
 
         Args:
-            rows: which row of the batch before each row is, -1 for one that is new.
-            context: the strategy's new one.
+            rows: the former index of each row, -1 for a new row.
+            context: the strategy's new context.
         """
         self._seat(context, rows)
         self._settle()
 
     def _settle(self) -> None:
-        """Resets what belongs to the rows: the guide and their lengths."""
+        """Resets the guide and the lengths of the rows."""
         self.guide: Guide | None = self.above.guide.ahead() if self.above.guide is not None else None
         self._begun = self.rows.length.clone()
         self.reach = max(map(len, self.batch.request.prompts))
         self._drafting = False
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
-        """Puts its rows in the order of the target's and prefills the new ones.
+        """Puts the draft's rows in the order of the target's and prefills the new ones.
 
         Args:
-            rows: which row of the batch before each row is, -1 for one that is new.
+            rows: the former index of each row, -1 for a new row.
         """
         session, sequences = self.session, context.sequences
         if isinstance(session, SharedSlots):
@@ -175,7 +175,7 @@ class ModelDrafter(Drafter):
 
     @property
     def _prefill(self) -> Callable[..., None]:
-        """Reads a chunk of the prompts."""
+        """The function that reads a chunk of the prompts."""
         return partial(self.engine.forward_pass.prefill, recordings=self.session.recordings)
 
     @property
@@ -188,17 +188,17 @@ class ModelDrafter(Drafter):
 
     @property
     def longest(self) -> int:
-        """Most tokens that a row can have, those of a round included."""
+        """Greatest number of tokens of a row, including a round's draft."""
         return self.above.longest + self.ahead
 
     @property
     def passes(self) -> int:
-        """Forward passes so far."""
+        """Number of forward passes so far."""
         return self.counts.passes
 
     @property
     def chain(self) -> list[ModelDrafter]:
-        """This draft model, those that draft for it, and so on."""
+        """This draft model, its own draft model, and so on."""
         return [self, *(drafter for inner in self.inner for drafter in inner.chain)]
 
     @property
@@ -208,7 +208,7 @@ class ModelDrafter(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Memory of its cache and those of its drafters; slots shared with the target are not counted."""
+        """Bytes of its cache and those of its drafters; slots shared with the target are not counted."""
         return sum(each.rows.buffers.nbytes for each in self.chain if not isinstance(each.session, SharedSlots))
 
     @property
@@ -253,7 +253,7 @@ class ModelDrafter(Drafter):
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         count = nodes.shape[1]
-        if count == 1:  # one node would get a graph of its own
+        if count == 1:  # one node would need a graph of its own
             nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
         expansion = self.run("expand", self.covering(len(tree))[0], nodes, tree, *self._expanded(nodes, tree))
         if count == nodes.shape[1]:
@@ -271,7 +271,7 @@ class ModelDrafter(Drafter):
             self.fall_behind(int(step.emitted.max()) if host_reads(step.emitted) else step.nodes.shape[1])
             return
         self._drafting = False
-        # Another number of nodes than its own: the draft was merged with others, or cut by a node budget.
+        # The number of nodes differs: the draft was merged with others, or cut by a node budget.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
@@ -282,7 +282,7 @@ class ModelDrafter(Drafter):
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
-        """Adds pending tokens: so many were committed that this model did not draft."""
+        """Adds `tokens` to the pending tokens: they were committed without being drafted by this model."""
         for drafter in self.chain:
             drafter.counts.pending += tokens
 
@@ -318,12 +318,12 @@ class ModelDrafter(Drafter):
 
     @property
     def outdated(self) -> bool:
-        """Whether more of it, or of a model that drafts for it, was compiled since it began."""
+        """Whether more of this model, or of a model that drafts for it, was compiled since the call began."""
         own = self.engine.forward_pass.tiers.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """Surrounds a pass with this call's settings and report: other calls and lanes may use the model with theirs."""
+        """Surrounds a pass with this call's settings and report, because other calls and lanes may use the model with theirs."""
         target = self.engine.target
         target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
@@ -344,18 +344,18 @@ class ModelDrafter(Drafter):
         return result
 
     def _masks(self) -> tuple[Masks, ...]:
-        """Masks of what may follow the rows' last tokens; empty without grammars."""
+        """Masks of the tokens that may follow the rows' last tokens; empty without grammars."""
         return (self.guide.end(),) if self.guide is not None else ()
 
     def _expanded(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
-        """Masks of what may follow `nodes`, the last of `tree`; empty without grammars."""
+        """Masks of the tokens that may follow `nodes`, the last of `tree`; empty without grammars."""
         if self.guide is None:
             return ()
         before = len(tree) - nodes.shape[1]
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
-        """The view and the sequences for a block of so many nodes behind the tokens drafted so far in this round."""
+        """The view and the sequences for a block of `nodes` nodes behind the tokens drafted so far in this round."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.longest + nodes

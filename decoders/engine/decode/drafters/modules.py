@@ -1,4 +1,4 @@
-"""Drafting networks that are no language models, with our products, a slot cache and tree masks as a draft model has them."""
+"""Drafting networks that are no language models, run with our products, a slot cache and tree masks like a draft model."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class ModuleTwin:
         attends: the target's attention.
 
     Attributes:
-        layout: what its attention layers store.
-        attends: "cpu" where the target attends by the kernel for CPUs and this module can, too; else "sdpa".
+        layout: the shapes of keys and values that its attention layers store.
+        attends: "cpu" if the target attends with the kernel for CPUs and this module can, too; else "sdpa".
 
     Raises:
-        UnsupportedError: it is on another device than the target, or does not go through the cache.
+        UnsupportedError: the module is on another device than the target, or bypasses the cache.
     """
 
     attends: Literal["sdpa", "cpu"] = "sdpa"
@@ -108,7 +108,7 @@ class ModuleTwin:
 
     @torch.no_grad()
     def _take_kernel(self, example: tuple[Tensor, ...]) -> None:
-        """Attends by the kernel for CPUs if that gives what PyTorch's attention gives for a small tree."""
+        """Attends with the kernel for CPUs if it gives what PyTorch's attention gives for a small tree."""
         tree, view = Topology.branches(2, 1).tensors(1, self.device), torch.arange(64, device=self.device)
         draws, results = torch.Generator().manual_seed(0), []
         inputs = [each.expand(1, 3, *each.shape[2:]).clone() for each in example]
@@ -174,7 +174,7 @@ class SlotPasses(ModulePasses):
         self._range = torch.arange(self.buffers.slots, device=self.twin.device)
 
     def reserve(self, slots: int) -> None:
-        """Makes room for a block that ends at `slots`; what the rows hold stays."""
+        """Makes room for a block that ends at `slots`; the rows' contents stay."""
         if slots_for(slots, self.static) > self.buffers.slots:
             self.buffers = self.buffers.enlarged(slots_for(2 * slots, self.static))
             self._settle()

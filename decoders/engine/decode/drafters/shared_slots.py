@@ -14,8 +14,8 @@ from ..session import Session
 class SharedSlots(Session):
     """Rows with tokens and lengths of their own, and with the keys and values of another session's first layers.
 
-    Keys and values of committed tokens are there already: the target has computed them with the same weights. A draft writes only
-    from the root on. The target's pass over the block overwrites that, and nothing reads the slots behind the block.
+    The keys and values of committed tokens are already there: the target has computed them with the same weights. A draft writes
+    only from the root on. The target's pass over the block overwrites that, and nothing reads the slots behind the block.
 
     Args:
         target: the first layers.

@@ -104,7 +104,7 @@ class DraftStage:
 
     Attributes:
         state: the strategy's.
-        started: whether it has one that is not finished.
+        started: whether it has a round that is not finished.
         expansion: continuations of the nodes of the last block.
     """
 
@@ -154,7 +154,7 @@ class DraftStage:
         return out
 
     def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> None:
-        """Nothing: what a draft model has accepted stays on the device."""
+        """Returns nothing: the tokens that a draft model accepts stay on the device."""
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None: ...
     def deliver(self, out: StepOutput, outcome: Outcome) -> None: ...
@@ -164,7 +164,7 @@ class DraftStage:
             self.drafter.guide.accept(out)
 
     def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Shows the strategy what became of its draft."""
+        """Shows the strategy which of its draft tokens were accepted."""
         self.drafter.counts.accepted(out.summary)
         if not self.strategy.observes:
             return
@@ -175,7 +175,7 @@ class DraftStage:
 
 
 class StageClock(Clock):
-    """Counts the seconds of the strategy; those of the draft model are counted by :meth:`ModelDrafter.run`."""
+    """Counts the seconds of the strategy; :meth:`ModelDrafter.run` counts the draft model's."""
 
     def __init__(self, drafter: StagedDrafter) -> None:
         self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.batch.report.timings)

@@ -1,6 +1,6 @@
 """Tokenization history: learns how rows split text into tokens, to propose tokens for the bytes that a grammar forces.
 
-Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, but it tends to repeat itself. The
+Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to do so again. The
 proposed token is the last token that followed the same token, else the last token that began with the same byte, else the tokenizer's.
 """
 

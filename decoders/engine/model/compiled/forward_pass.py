@@ -22,7 +22,7 @@ from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 
-#: Nodes that get logits if none are needed; for a single one Dynamo would compile a graph of its own.
+#: Nodes that get logits if none are needed; for a single node Dynamo would compile a graph of its own.
 FEWEST_LOGITS = 2
 
 
@@ -49,7 +49,7 @@ class ForwardPass:
             compiled, single = self.tiers.runs_compiled(several=True), nodes.shape[1] == 1
             if self.tiers.mixes(len(nodes), single=single):
                 return self._mixed(given, given.piece, compiled)
-            # Otherwise the block has other sizes than was foreseen, or a graph became ready meanwhile.
+            # Otherwise the block has other sizes than expected, or a graph became ready meanwhile.
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
             self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
@@ -63,9 +63,9 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
         recordings: Recordings | None = None,
     ) -> None:  # fmt: skip
-        """As :meth:`Target.prefill`. recordings: of the session that the rows are of."""
+        """As :meth:`Target.prefill`. recordings: those of the rows' session."""
         if recordings is not None:
-            # The number of slots that attention looks at is a size, which a recording fixes: it looks at all of them.
+            # The number of slots that attention reads is a size, which a recording fixes: it reads all of them.
             key = "prefill", buffers.place, len(view)
             read = lambda tokens, start: self.prefill(tokens, start, buffers, view, buffers.slots)  # noqa: E731
             self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=False)

@@ -26,7 +26,7 @@ _serial = itertools.count()
 def private(function: Callable) -> Callable:
     """A copy of `function` (or bound method) with a code object of its own.
 
-    Dynamo keeps compiled graphs per code object. Two models with the same one would check each other's graphs and share one
+    Dynamo keeps compiled graphs per code object. Two models that share a code object would check each other's graphs and share one
     recompilation limit.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
@@ -83,7 +83,7 @@ class CompiledFunction:
             self._worked = True
             return result
         except (*torch_compat.COMPILER_ERRORS, AssertionError) as error:
-            result = self.function(*args)  # an error of the function itself is raised here
+            result = self.function(*args)  # errors of the function itself are raised here
             self._failed.add(kind)
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
@@ -104,7 +104,7 @@ def compilations() -> int:
     return torch_compat.graphs_compiled()
 
 
-#: Seconds that compiling one is expected to take on two cores.
+#: Seconds that compiling a function is expected to take on two cores.
 FUNCTION_SECONDS = 5.0
 #: Most kinds of arguments that one function is compiled for: Dynamo's own limit.
 MOST_KINDS = 8

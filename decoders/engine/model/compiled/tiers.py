@@ -76,7 +76,7 @@ class Beside:
         """Drops compiled code."""
 
     def compiling(self, target: Target) -> Callable[[int, int], object]:
-        """Returns the function that compiles what is compiled with the pass, for so many rows and nodes."""
+        """Returns the function that compiles the functions used beside the pass, for so many rows and nodes."""
         return lambda rows, count: None
 
     def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
@@ -85,16 +85,16 @@ class Beside:
 
 
 class Tiers:
-    """Decides whether passes of one model run compiled: uncompiled at first, and compiled once that is worth its time.
+    """Decides whether passes of one model run compiled: uncompiled at first, compiled once they have taken long enough.
 
     The two round differently, so a call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
 
     Attributes:
-        kinds: how far each kind of passes is.
-        regional: the compiled pass, None before it is begun; `regional_mixed` is that with a piece of a prompt.
+        kinds: for each kind of passes, its compilation and the seconds of its uncompiled passes.
+        regional: the compiled pass, None before compiling begins; `regional_mixed` is the compiled pass with a piece of a prompt.
         mode: the setting ``compile`` of the present call.
         report: of the present call.
-        beside: what is compiled beside the pass.
+        beside: the functions that are compiled together with the pass.
     """
 
     def __init__(self, target: Target) -> None:
@@ -137,7 +137,7 @@ class Tiers:
     def steady_tiers(
         self, mode: Compile, plan: SamplingPlan | None = None, *, joined: bool = False
     ) -> set[Hashable] | None:
-        """The kinds of passes and draws that a call beginning now may run compiled; None: those that `mode` gives.
+        """The kinds of passes and draws that a call beginning now may run compiled; None: as `mode` says.
 
         Args:
             plan: only draws by this plan.

@@ -78,7 +78,7 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
-    """The parts of groups that can be multiplied as one: layers whose `kind` is equal and not None.
+    """The parts of groups that can be multiplied as one product: layers whose `kind` is equal and not None.
 
     Other layers may run between them, an adapter's first layer for example, but calls of two parts do not interleave.
     """

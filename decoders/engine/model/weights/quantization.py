@@ -85,7 +85,7 @@ class QuantizedWeight:
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized; kept alive.
         made: attributes for the layer; the tensors stay the same objects, because graphs hold them.
-        of: the state of the sources (:func:`values_of`) when it was made.
+        of: the state of the sources (:func:`values_of`) when the copy was made.
     """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Any]]) -> None:
@@ -141,7 +141,7 @@ def take_packed(model: nn.Module) -> Quantized:
         if (weight := _packed(module, form, bits)) is not None:
             quantized.layers[path] = (module, weight)
     for module, weight in quantized.layers.values():
-        for name in ("forward", "quantization_scheme"):  # compressed-tensors would unpack by them
+        for name in ("forward", "quantization_scheme"):  # compressed-tensors would unpack with these hooks
             vars(module).pop(name, None)
         vars(module).update(weight.made)
         module.__class__ = QuantizedLinear
@@ -286,7 +286,7 @@ def _narrow_copy(source: Tensor) -> QuantizedWeight | None:
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:
-    """The weight of a layer that torchao or a library alike has quantized, if there is a kernel for its format: recognized by the
+    """The weight of a layer that torchao or a similar library has quantized, if there is a kernel for its format: recognized by the
     weight's attributes ``qdata``, ``scale`` and ``block_size``, without quantized activations.
     """
     weight: Any = torch_compat.own_parameters(module).get("weight") if isinstance(module, nn.Linear) else None

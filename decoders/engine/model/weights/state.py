@@ -141,7 +141,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _sample(tensor: Tensor) -> object:
     place, size = tensor.data_ptr(), tensor.nbytes if tensor.is_contiguous() else _span(tensor) * tensor.element_size()
-    if not place:  # its memory was given away
+    if not place:  # the tensor's memory was released
         return None
     if size <= _STRETCHES * _BYTES:
         return ctypes.string_at(place, size)

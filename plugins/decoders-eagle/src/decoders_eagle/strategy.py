@@ -31,7 +31,7 @@ class TinyEagleSettings(TreeSettings):
 
 
 class TinyEagle(ReadsFeatures):
-    """Drafts with the network, whose predicted hidden states stand for those that the target has not computed yet."""
+    """Drafts with the network, whose predicted hidden states replace those that the target has not computed yet."""
 
     name = NAME
     summary = "A small layer drafts from the target's hidden states: an example of a feature drafter."

@@ -51,7 +51,7 @@ def check_capacity(
 ) -> list[CapacityCost]:
     """Times the core of `methods` (one per dtype, of ours) at every capacity, taking turns.
 
-    The prompt is made of random tokens: what they say does not matter to plain decoding.
+    The prompt is made of random tokens: plain decoding takes as long for any text.
     """
     generator = torch.Generator().manual_seed(0)
     costs = []

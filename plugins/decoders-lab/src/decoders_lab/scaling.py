@@ -112,7 +112,7 @@ def in_scale(
 
     Raises:
         UnknownNameError: no such size or dtype.
-        ScalingError: one of them does not fit.
+        ScalingError: the target or the draft cannot be padded to this scale.
     """
     if dtype not in DTYPES[1:]:
         raise UnknownNameError("dtype", dtype, DTYPES[1:])

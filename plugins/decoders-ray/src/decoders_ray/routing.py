@@ -14,7 +14,7 @@ BLOCKS = 200_000
 
 
 class PrefixTable:
-    """Remembers who got which prompt. Every router has its own: where it knows nothing, all of them choose alike.
+    """Remembers who got which prompt. Every router has its own table: for prompts that it does not know, all routers choose alike.
 
     Args:
         block: tokens per block.

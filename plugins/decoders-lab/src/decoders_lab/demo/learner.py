@@ -33,7 +33,7 @@ class DemoTraining:
 
     Attributes:
         shape: of the model, with its peak learning rate.
-        tokens: to learn from, which gives the number of steps.
+        tokens: number of training tokens, from which the number of steps follows.
         seed: of the weights and of the order of the data.
         rows: of a batch.
         length: tokens of a row.
@@ -198,7 +198,8 @@ class UnlikelihoodLearner(Learner):
     equation 6), for loops instead of all repeated n-grams, because code repeats n-grams on purpose.
 
     Args:
-        before: the learner of the training before. Its model is trained further, from the weights that it would write.
+        before: the learner of the training on files, which came before. Its model is trained further, from the weights that it
+            would write.
         first_step: the first step whose data it has not seen.
     """
 
