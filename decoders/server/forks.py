@@ -10,12 +10,12 @@ import io
 import math
 import os
 import pickle
-import select
-import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..constraints import Auto, Regex, Vocabulary, compiled
@@ -27,33 +27,25 @@ SPARE_SECONDS, MEGABYTES = 1, 1024
 NICE = 5
 #: Seconds between two checks whether a waiting thread should stop waiting.
 PATIENCE = 0.05
-_SIZE = 8  # the prefix of a message: its length
 
 #: A function that raises if nobody waits for the result any more.
 Check = Callable[[], None]
 
 
-def exchanged(connection: socket.socket, content: bytes, check: Check) -> bytes | None:
-    """Sends a message and returns the answer; None if the other side closed. check: called while waiting; an error that it raises
-    ends the wait.
+def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | None:
+    """The answer of a fork to a message; None if it was killed. control: our end of the workshop's socket; check: called while
+    waiting; an error that it raises ends the wait.
     """
-    connection.settimeout(PATIENCE)
-    left, answer, size = memoryview(len(content).to_bytes(_SIZE) + content), bytearray(), math.inf
-    while len(answer) < size:
-        try:
-            if left:
-                left = left[connection.send(left) :]
-                continue
-            piece = connection.recv(1 << 20)
-        except TimeoutError:
+    mine, theirs = Pipe()
+    with mine, tempfile.TemporaryFile() as task, contextlib.suppress(ConnectionError, EOFError):
+        task.write(content)
+        task.seek(0)
+        with theirs:
+            socket.send_fds(control, [b"."], [theirs.fileno(), task.fileno()])
+        while not mine.poll(PATIENCE):
             check()
-            continue
-        if not piece:
-            return None
-        answer += piece
-        if size == math.inf and len(answer) >= _SIZE:
-            size = _SIZE + int.from_bytes(answer[:_SIZE])
-    return bytes(answer[_SIZE:])
+        return mine.recv_bytes()
+    return None
 
 
 class _Pickler(pickle.Pickler):
@@ -100,17 +92,8 @@ def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
 # The following runs in the workshop's process.
 
 
-@dataclass(frozen=True)
-class _Forked:
-    """A piece of work: its process, our end of its socket, and a pipe that closes when the process ends."""
-
-    pid: int
-    job: int
-    life: int
-
-
 def work(descriptor: int) -> None:
-    """Forks a process for every descriptor that arrives over the socket `descriptor`, until the socket is closed."""
+    """Forks a process for every task that arrives over the socket `descriptor`, until the socket is closed."""
     os.nice(NICE)
     vocabulary = Vocabulary(*pickle.load(sys.stdin.buffer))
     for pattern in (
@@ -121,52 +104,39 @@ def work(descriptor: int) -> None:
             compiled(Regex(pattern), vocabulary, Auto())
     gc.collect()
     gc.freeze()
-    poll, running = select.poll(), dict[int, _Forked]()
+    running: dict[Connection, Any] = {}  # the process that answers each client
     with socket.socket(fileno=descriptor) as control:
-        poll.register(control, select.POLLIN)
         while True:
-            for ready, _ in poll.poll():
-                if ready == descriptor:
-                    word, jobs, *_ = socket.recv_fds(control, 1, 1)
+            ends = {process.sentinel: client for client, process in running.items()}
+            for ready in wait([control, *running, *ends]):
+                if ready is control:
+                    word, descriptors, *_ = socket.recv_fds(control, 1, 2)
                     if not word:
-                        for each in {*running.values()}:
-                            _kill(each.pid)
+                        for process in running.values():
+                            process.kill()
                         return
-                    begun = _forked(jobs[0], vocabulary, [descriptor, *running])
-                    running |= {begun.job: begun, begun.life: begun}
-                    poll.register(begun.job, 0)  # the client hung up
-                    poll.register(begun.life, 0)  # the process has ended
-                elif (over := running.get(ready)) is not None:
-                    _kill(over.pid)
-                    os.waitpid(over.pid, 0)
-                    for end in (over.job, over.life):
-                        del running[end]
-                        poll.unregister(end)
-                        os.close(end)
+                    client, task = Connection(descriptors[0]), descriptors[1]
+                    others = [control, *running]
+                    running[client] = get_context("fork").Process(
+                        target=_answer, args=(client, task, others, vocabulary)
+                    )
+                    running[client].start()
+                    os.close(task)
+                # A client sends nothing more, so it has hung up; or the process has ended.
+                elif (process := running.pop(client := ends.get(ready, ready), None)) is not None:
+                    process.kill()
+                    process.join()
+                    client.close()
 
 
-def _forked(job: int, vocabulary: Vocabulary, others: list[int]) -> _Forked:
-    life, alive = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(alive)
-        return _Forked(pid, job, life)
+def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabulary) -> None:
+    for each in others:
+        each.close()
+    with open(task, "rb") as file:
+        work = unpickled(file.read(), vocabulary)
+    _limit(math.ceil(getattr(work, "seconds", 1) + SPARE_SECONDS))
     try:
-        os.setpgid(0, 0)  # a process group, so that its children are killed as well
-        for each in (*others, life):
-            os.close(each)
-        with socket.socket(fileno=job) as connection:
-            _answer(connection, vocabulary)
-    finally:
-        os._exit(0)
-
-
-def _answer(connection: socket.socket, vocabulary: Vocabulary) -> None:
-    with connection.makefile("rb") as file:
-        task = unpickled(file.read(int.from_bytes(file.read(_SIZE))), vocabulary)
-    _limit(math.ceil(getattr(task, "seconds", 1) + SPARE_SECONDS))
-    try:
-        content = pickled(task(vocabulary))
+        content = pickled(work(vocabulary))
     except MemoryError:
         return
     except Exception as error:
@@ -174,7 +144,7 @@ def _answer(connection: socket.socket, vocabulary: Vocabulary) -> None:
             content = pickled(error)
         except Exception:  # such as an exception class of a plugin
             content = pickled(RuntimeError(repr(error)))
-    connection.sendall(len(content).to_bytes(_SIZE) + content)
+    client.send_bytes(content)
 
 
 def _limit(seconds: int) -> None:
@@ -187,9 +157,3 @@ def _limit(seconds: int) -> None:
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize() + (MEGABYTES << 20)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-
-
-def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the process may not have its own group yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)

@@ -8,7 +8,6 @@ calling thread does the work, within the bounds of :mod:`decoders.constraints`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -250,12 +249,7 @@ class Workshop:
             return None
         self.begin()
         assert self._control is not None
-        mine, theirs = socket.socketpair()
-        with mine, contextlib.suppress(ConnectionError):
-            with theirs:
-                socket.send_fds(self._control, [b"."], [theirs.fileno()])
-            return exchanged(mine, content, check)
-        return None
+        return exchanged(self._control, content, check)
 
 
 def _name(wanted: Wanted) -> str:
