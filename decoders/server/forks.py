@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..constraints import Auto, Regex, Vocabulary, compiled
+from ..constraints import Auto, Vocabulary, compiled, regex
 from ..errors import GrammarError
 
 #: Limits of a piece of work: processor seconds beyond those it is given, and MiB beyond the workshop's own memory.
@@ -118,7 +118,7 @@ def work(descriptor: int) -> None:
         "[a-z]{5000}",
     ):  # tables of the vocabulary that every grammar needs are built once, before the forks
         with contextlib.suppress(GrammarError):
-            compiled(Regex(pattern), vocabulary, Auto())
+            compiled(regex(pattern), vocabulary, Auto())
     gc.collect()
     gc.freeze()
     poll, running = select.poll(), dict[int, _Forked]()
