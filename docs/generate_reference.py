@@ -44,6 +44,7 @@ from decoders import (
     verifiers,
 )
 from decoders.cli import catalogue
+from decoders.common import transformers_compat
 from decoders.constraints import library
 from decoders.heads import network_files
 from decoders.hf import arguments
@@ -74,7 +75,9 @@ BASES = ("draft_model", "draft_tree", "feature_drafter", "followed_text", "text_
 #: Where the public names about heads live.
 HEADS = {
     "decoders.heads.network_files": network_files.__all__,
-    "decoders.heads.block_heads": ("BlockHead", "DraftedBlock", "HeadScores", "HeadFields"),
+    "decoders.heads.block_heads": ("BlockHead", "DraftedBlock", "HeadScores", "HeadFields", "MarkovHead"),
+    "decoders.heads.dflash": ("DFlashConfig",),
+    "decoders.heads.eagle3": ("Eagle3Config",),
     "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length", "picture"),
     "decoders.training.medusa": ("train_medusa",),
     "decoders.training.recipes": ("Recipe", "HeadsTraining"),
@@ -117,8 +120,8 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategy", {n: getattr(strategy, n) for n in names})
     yield from section("decoders.text_memory", {n: getattr(text_memory, n) for n in text_memory.__all__})
     yield from section("decoders.tree", {"NO_PARENT": tree.NO_PARENT})
-    yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
-    names = ("RuntimeSettings", "Table", "load_settings")
+    yield from section("decoders.report", {n: getattr(report, n) for n in ("Timings", "GrammarUse", "Stage", "BUSY")})
+    names = ("RuntimeSettings", "Table", "load_settings", "parse_assignments")
     yield from section("decoders.settings", {n: getattr(settings, n) for n in names})
     names = (
         "registry", "reset_registry", "Registry", "PluginInfo", "Entry", "resolve_strategy", "resolve_verifier", "resolve_backend",
@@ -142,6 +145,8 @@ def api() -> Iterator[str]:
         "Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced", "OpensDraft", "OpensModule",
     )  # fmt: skip
     yield from section("decoders.drafters", {n: getattr(drafters, n) for n in (*names, "cache_keyword")})
+    names = ("config_value", "decoder_layers", "set_attention", "cache_of")
+    yield from section("decoders.common.transformers_compat", {n: getattr(transformers_compat, n) for n in names})
     yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
     yield from section("decoders.scheduling", {n: getattr(scheduling, n) for n in scheduling.__all__})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
@@ -149,7 +154,7 @@ def api() -> Iterator[str]:
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
     names = (
-        "Policy", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "Vocabulary",
+        "Policy", "Spec", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "mask_words", "Vocabulary",
     )  # fmt: skip
     yield from section("decoders.constraints", {n: getattr(constraints, n) for n in names})
     yield from section(
@@ -248,6 +253,7 @@ CONSTANTS = {
     "costs of a step allow.",
     "decoders.strategies.draft_tree.Children": "Type of a setting: most continuations of a node, 1 to 32.",
     "decoders.strategies.draft_tree.Beam": "Type of a setting: nodes of a dynamic tree that are continued per level, 1 to 32.",
+    "decoders.report.BUSY": "Share of its time, from 0 to 1, that a call may wait for a processor; above it, `Report` warns. 0.5.",
     "decoders.tree.NO_PARENT": "-1, the parent of the root in the lists of parents that `Topology` takes.",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",
 }

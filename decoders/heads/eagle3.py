@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from ..common.transformers_compat import cache_keyword
+from ..drafters import cache_keyword
 
 
 @dataclass(frozen=True)

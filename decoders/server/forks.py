@@ -19,7 +19,7 @@ from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..constraints import Auto, Regex, Vocabulary, compiled
+from ..constraints import Auto, Vocabulary, compiled, regex
 from ..errors import GrammarError
 
 #: Limits of a piece of work: processor seconds beyond those it is given, and MiB beyond the workshop's own memory.
@@ -102,7 +102,7 @@ def work(descriptor: int) -> None:
         "[a-z]{5000}",
     ):  # tables of the vocabulary that every grammar needs are built once, before the forks
         with contextlib.suppress(GrammarError):
-            compiled(Regex(pattern), vocabulary, Auto())
+            compiled(regex(pattern), vocabulary, Auto())
     gc.collect()
     gc.freeze()
     running: dict[Connection, Any] = {}  # the process that answers each client

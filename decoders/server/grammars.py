@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..common import library
 from ..constraints import (
     Called,
     Calls,
@@ -22,6 +21,7 @@ from ..constraints import (
     Written,
     as_spec,
     choice,
+    library,
     regex,
 )
 from ..errors import GrammarError

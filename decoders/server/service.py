@@ -14,7 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..constraints import Backend, Regex, Vocabulary
+from ..constraints import Backend, Vocabulary, regex
 from ..enabling import OwnDefaults, enable, enabled
 from ..engine.model.layout import context_length
 from ..engine.model.threads import release_threads
@@ -132,7 +132,7 @@ class Service:
 
     def warm_up(self) -> None:
         """Decodes a token to make the model ready, starts the workshop, and finds out which strategies run."""
-        grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
+        grammar = regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
         with suppress(UnsupportedError):  # the tokens have no bytes: requests with grammars will be refused
             self.workshop.begin()

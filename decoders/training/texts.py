@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.transformers_compat import cache_keyword, cache_of
+from ..common.transformers_compat import cache_of
+from ..drafters import cache_keyword
 from ..errors import TrainingError
 from .progress import progress_bar
 from .recipes import Recipe
