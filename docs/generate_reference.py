@@ -154,7 +154,8 @@ def api() -> Iterator[str]:
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
     names = (
-        "Policy", "Spec", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "mask_words", "Vocabulary",
+        "Policy", "Spec", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "mask_words",
+        "Vocabulary",
     )  # fmt: skip
     yield from section("decoders.constraints", {n: getattr(constraints, n) for n in names})
     yield from section(

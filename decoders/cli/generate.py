@@ -105,8 +105,7 @@ def generate(
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, "importing torch and transformers"):
         if grammar is not None:
-            from ..constraints import Spec
-            from ..constraints.llguidance.source import refuse_invalid
+            from ..constraints import Spec, refuse_invalid
             from ..registry import grammar_or_file
 
             arguments["grammar"] = given_grammar = grammar_or_file(grammar)

@@ -118,7 +118,7 @@ def load(
     known_dtype(dtype)
     import torch
 
-    place = _place(device)  # a mistake is reported before the model is loaded
+    place = device_called(device)  # a mistake is reported before the model is loaded
     torch_dtype: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
     if name.partition(":")[0] == DEMO:
         from .. import demo
@@ -126,14 +126,14 @@ def load(
         model, tokenizer = demo.load(
             name.partition(":")[2] or "target", None if isinstance(torch_dtype, str) else torch_dtype
         )
-        return _on(place, model), tokenizer
+        return moved_to(place, model), tokenizer
     options = _where_to_look("Model", name)
     try:
         tokenizer = load_tokenizer(name, **options)
         model = load_model(name, torch_dtype, **options)
     except (OSError, ValueError) as error:
         raise _load_error("Model", name, error, options) from error
-    return _on(place, model), tokenizer
+    return moved_to(place, model), tokenizer
 
 
 def load_processor(name: str) -> Any:
@@ -218,10 +218,10 @@ def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> 
         raise UnknownNameError("dtype", dtype, DTYPES[1:])
     import torch
 
-    place = _place(device)
+    place = device_called(device)
     from ..bench.shapes import build
 
-    return _on(place, build(name, getattr(torch, dtype)))
+    return moved_to(place, build(name, getattr(torch, dtype)))
 
 
 def load_assistant(
@@ -247,7 +247,7 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
     return resolve_strategy(strategy, settings).needs_assistant
 
 
-def _place(device: str | None) -> torch.device:
+def device_called(device: str | None) -> torch.device:
     """The device of this name. Raises SettingsError: there is no such device."""
     import torch
 
@@ -262,7 +262,8 @@ def _place(device: str | None) -> torch.device:
         raise SettingsError(f"--device {device}: {said}. This machine has {', '.join(present())}") from error
 
 
-def _on(place: torch.device, model: PreTrainedModel) -> PreTrainedModel:
+def moved_to(place: torch.device, model: PreTrainedModel) -> PreTrainedModel:
+    """`model` on the device `place`."""
     return model.to(place)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
 
 

@@ -13,6 +13,7 @@ from .coerce import TYPES, as_spec, as_specs, full_name, spec_of_file, spec_of_l
 from .compiling import Compilation, compiled
 from .constructors import choice, grammar, json_schema, regex
 from .llguidance import LLGuidance
+from .llguidance.source import refuse_invalid
 from .lookups import LazyMasks, TokenTable
 from .schemas.kinds import Kinds
 from .specs import LEFT_OUT, JsonSchema, Lark, Regex, Spec
@@ -28,6 +29,7 @@ __all__ = [
     "CompiledGrammar", "JsonSchema", "Kinds", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Progress", "Regex",
     "Spec", "TYPES", "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers",
     "TokenTable", "Vocabulary", "Written", "after", "as_spec", "as_specs", "begun", "choice", "compiled", "full_name", "grammar",
-    "json_schema", "known_markers", "library", "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged",
+    "json_schema", "known_markers", "library", "mask_words", "pack", "refuse_invalid", "regex", "spec_of_file", "spec_of_library",
+    "tagged",
     "type_names", "unfinished", "unknown_grammar", "unpack",
 ]  # fmt: skip

@@ -97,18 +97,15 @@ def work(descriptor: int) -> None:
     """Forks a process for every task that arrives over the socket `descriptor`, until the socket is closed."""
     os.nice(NICE)
     vocabulary = Vocabulary(*pickle.load(sys.stdin.buffer))
-    for pattern in (
-        "a",
-        "[a-z]{5000}",
-    ):  # tables of the vocabulary that every grammar needs are built once, before the forks
+    for pattern in ("a", "[a-z]{5000}"):  # builds the tables that every grammar needs once, before the forks
         with contextlib.suppress(GrammarError):
             compiled(regex(pattern), vocabulary, Auto())
     gc.collect()
     gc.freeze()
-    running: dict[Connection, Any] = {}  # the process that answers each client
+    running: dict[Any, Any] = {}  # the process that answers each client
     with socket.socket(fileno=descriptor) as control:
         while True:
-            ends = {process.sentinel: client for client, process in running.items()}
+            ends: dict[Any, Any] = {process.sentinel: client for client, process in running.items()}
             for ready in wait([control, *running, *ends]):
                 if ready is control:
                     word, descriptors, *_ = socket.recv_fds(control, 1, 2)

@@ -26,8 +26,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
-from decoders.cli.bench_run import Loaded, Subjects, on_device
-from decoders.cli.models import DTYPES
+from decoders.cli.bench_run import Loaded, Subjects
+from decoders.cli.models import DTYPES, device_called, moved_to
 from decoders.errors import UnknownNameError
 
 from .padding import Padding
@@ -131,4 +131,5 @@ class ScaledSubjects(Subjects):
     def load(self, model: str, draft: str | None, dtype: str, device: str | None) -> Loaded:
         target, tokenizer, assistant = super().load(model, draft, "float32", None)
         target, assistant = in_scale(target, assistant, self.scale, dtype)
-        return on_device(target, device), tokenizer, None if assistant is None else on_device(assistant, device)
+        place = device_called(device)
+        return moved_to(place, target), tokenizer, None if assistant is None else moved_to(place, assistant)
