@@ -99,12 +99,12 @@ def load_beside(
         slots = max(len(request.prompt) + request.new_tokens for request in load)
         return Vllm(vllm, model, dtype, options["rows"], slots, options["threads"])
 
-    def load_scaled(name: str, dtype: str) -> Any:
+    def load_scaled(name: str, dtype: str, device: str | None) -> Any:
         from decoders.cli.models import load
 
         from ..scaling import in_scale
 
-        loaded, tokenizer = load(name, "float32")
+        loaded, tokenizer = load(name, "float32", device)
         return in_scale(loaded, None, str(scale), dtype)[0], tokenizer
 
     if scale is not None:
