@@ -10,7 +10,7 @@ import torch
 
 import decoders
 from decoders.cli import doctor
-from decoders.cli.bench_run import on_device
+from decoders.cli.models import device_called
 from decoders.common import devices
 from decoders.demo import load
 from decoders.engine.model import experts, self_check
@@ -172,7 +172,7 @@ def test_an_error_names_what_a_device_allows(
 def test_a_device_that_is_not_there_is_an_error_that_names_those_that_are() -> None:
     for name in (*UNTRIED, "gpu"):
         with pytest.raises(SettingsError, match=rf"--device {name}: .*\. This machine has cpu"):
-            on_device(tiny_model("llama"), name)
+            device_called(name)
 
 
 @KIND
