@@ -11,7 +11,7 @@ from .bodies import EFFORTS, ChatBody
 from .refusals import Refusal
 
 if TYPE_CHECKING:
-    from .conversations import Conversations
+    from .prompts import Conversations
     from .texts import Spelling
 
 

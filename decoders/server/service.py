@@ -24,12 +24,12 @@ from ..scheduling.generation import Generation
 from .arguments import Stops, callbacks, sampling, wrapped
 from .bodies import Asked, Body
 from .client_settings import ClientSettings
-from .conversations import Conversations
 from .grammars import wanted_of
 from .limits import LONGEST_HOLD, Arrival, Limits, Pace, digest
 from .metrics import Metrics
 from .offered import Offered
 from .pool import SchedulerPool
+from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
 from .workshop import Wanted, Workshop, judged

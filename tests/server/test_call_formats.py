@@ -31,8 +31,8 @@ from decoders.constraints.schemas.raw_text import Parameters
 from decoders.errors import GrammarError, UnknownNameError
 from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.bodies import Message, Tool
-from decoders.server.conversations import Conversations
 from decoders.server.grammars import Calling
+from decoders.server.prompts import Conversations
 from decoders.server.reasoning import Reasoning
 from decoders.server.refusals import Refusal
 

@@ -18,8 +18,8 @@ from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
 from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.bodies import ChatBody, Tool
-from decoders.server.conversations import Conversations
 from decoders.server.grammars import Calling
+from decoders.server.prompts import Conversations
 from decoders.server.refusals import parsed
 
 ROUTE = "/v1/chat/completions"

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.server.bodies import Message
-from decoders.server.conversations import Conversations
+from decoders.server.prompts import Conversations
 from decoders.server.refusals import Refusal
 
 from .test_call_formats import PUBLISHED, each, template

@@ -304,7 +304,7 @@ def test_only_its_own_names_are_answered_on_a_loopback_address(served: Any, serv
 def test_without_a_template_there_is_no_chat(served: Any, service_of: Any, tokenizer: Any) -> None:
     import copy
 
-    from decoders.server.conversations import Conversations
+    from decoders.server.prompts import Conversations
 
     bare, service = copy.deepcopy(tokenizer), service_of()
     bare.chat_template = None
