@@ -169,7 +169,7 @@ def test_a_file_of_prompts_that_changes_meanwhile_is_no_success(
     prompts.write_text("a\nb\n")
     monkeypatch.setattr(Task, "lines", lambda task: iter([]))
     code, printed = run("--input", str(prompts), "--output", str(out))
-    assert code == 2 and "2 prompts were left in it, and 0 have been read" in " ".join(printed.split())
+    assert code == 2 and "2 prompts were left at its start, and 0 were completed" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("link", [False, True])

@@ -124,7 +124,7 @@ def test_a_corpus_is_drafted_from_for_all_clients(
     monkeypatch.setenv("DECODERS_PRUNE", "false")
     limits = Limits(slots=400, prompt_tokens=300, new_tokens=200, sharing=False)
     service = serve._service(
-        "x", None, "suffix", {}, None, None, None, None, serve._corpus(path), "auto", False, limits,
+        "x", None, "suffix", {}, None, None, None, None, serve._corpus(path), "auto", None, False, limits,
         lambda _: None,
     )  # fmt: skip
     (kept,) = (kept for key, kept in decoders.memories(service.model).items() if key[0] == "")
