@@ -10,6 +10,7 @@ import io
 import math
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -107,13 +108,13 @@ def work(descriptor: int) -> None:
     running: dict[Connection, Any] = {}  # the process that answers each client
     with socket.socket(fileno=descriptor) as control:
         while True:
-            ends = {process.sentinel: client for client, process in running.items()}
+            ends: dict[Any, Any] = {process.sentinel: client for client, process in running.items()}
             for ready in wait([control, *running, *ends]):
                 if ready is control:
                     word, descriptors, *_ = socket.recv_fds(control, 1, 2)
                     if not word:
                         for process in running.values():
-                            process.kill()
+                            _kill(process.pid)
                         return
                     client, task = Connection(descriptors[0]), descriptors[1]
                     others = [control, *running]
@@ -124,12 +125,13 @@ def work(descriptor: int) -> None:
                     os.close(task)
                 # A client sends nothing more, so it has hung up; or the process has ended.
                 elif (process := running.pop(client := ends.get(ready, ready), None)) is not None:
-                    process.kill()
+                    _kill(process.pid)
                     process.join()
                     client.close()
 
 
 def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabulary) -> None:
+    os.setpgid(0, 0)  # a process group, so that its children are killed as well
     for each in others:
         each.close()
     with open(task, "rb") as file:
@@ -157,3 +159,9 @@ def _limit(seconds: int) -> None:
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize() + (MEGABYTES << 20)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # the process may not have its own group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

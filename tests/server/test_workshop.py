@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from decoders.constraints import Auto, Vocabulary
 from decoders.errors import DeadlineError, GrammarError
 from decoders.server.bodies import CompletionBody
 from decoders.server.refusals import Refusal
-from decoders.server.workshop import Workshop, judged
+from decoders.server.workshop import Judging, Workshop, judged
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="work is done in threads there")
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [None], [256])
@@ -106,6 +107,24 @@ def test_what_nobody_waits_for_is_killed(workshop: Workshop, wait_until: Any) ->
     assert seen
     wait_until(lambda: not children(workshop), 10)
     assert not workshop.known(wanted(ENDLESS))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
+def test_what_it_started_is_killed_with_it(workshop: Workshop, wait_until: Any) -> None:
+    def running() -> bool:
+        commands = []
+        for each in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                commands.append(each.read_bytes())
+        return b"sleep\x0061.25\x00" in commands
+
+    def check() -> None:
+        if running():
+            raise DeadlineError("over")
+
+    with pytest.raises(DeadlineError):
+        workshop._done(Judging(os.system, "sleep 61.25; true"), check)  # type: ignore[arg-type]
+    wait_until(lambda: not running(), 10)
 
 
 @pytest.mark.slow  # two processes import the package; .ci/run runs it
