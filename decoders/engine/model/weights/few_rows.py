@@ -17,10 +17,19 @@ from .fused import Group, Joint, join, plain_weight
 
 
 class FewRows(Joint):
-    """Base of the layers below."""
+    """Base of the layers below.
+
+    Attributes:
+        decoders_narrow: a copy of a weight of float32 in 16 bits, of the same numbers and strides, that is read instead; or None.
+    """
+
+    decoders_narrow: Tensor | None = None
 
     def matrix(self) -> Tensor:
         """``[out, in]``, of any strides."""
+        narrow = getattr(self, "decoders_narrow", None)
+        if narrow is not None:
+            return narrow
         return cast(Tensor, own_parameters(cast(nn.Module, self))["weight"])  # self.weight takes ten times as long
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,30 +49,6 @@ def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     return product_or_none(x, matrices, biases)
 
 
-class Narrow(FewRows):
-    """Base of layers that read a copy of their weight of float32 in 16 bits, which holds the same numbers.
-
-    Attributes:
-        narrow: the copy, with the strides of the weight.
-    """
-
-    narrow: Tensor
-
-
-class NarrowLinear(Narrow, nn.Linear):
-    """An ``nn.Linear`` that reads half of the bytes."""
-
-    def matrix(self) -> Tensor:
-        return self.narrow
-
-
-class NarrowConv1D(Narrow, Conv1D):
-    """GPT-2's linear layer that reads half of the bytes."""
-
-    def matrix(self) -> Tensor:
-        return self.narrow.t()
-
-
 class FewRowsLinear(FewRows, nn.Linear):
     """An ``nn.Linear`` that multiplies few rows by a kernel."""
 
@@ -77,8 +62,6 @@ class FewRowsConv1D(FewRows, Conv1D):
 
 #: Class of a layer → class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
-#: The same for layers that get a narrow copy.
-NARROW: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: NarrowLinear, Conv1D: NarrowConv1D}
 
 
 def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_products: bool = True) -> int:
@@ -90,9 +73,7 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
         exact_products: whether to do so on CUDA, where a row then has the same bits for any number of rows.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    weights = {
-        path: module.narrow if isinstance(module, Narrow) else plain_weight(module) for path, module in modules.items()
-    }
+    weights = {path: plain_weight(module) for path, module in modules.items()}
     chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
     join(modules, groups, lambda path: _product_kind(chosen[path]) if path in chosen else None)
     for module in chosen.values():
@@ -102,6 +83,6 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
 
 def _product_kind(layer: Any) -> Hashable:
     """A value that is equal for layers that a kernel can multiply as one; None for layers that it multiplies alone."""
-    matrix: Tensor = KINDS.get(type(layer), type(layer)).matrix(layer)
+    matrix: Tensor = KINDS[type(layer)].matrix(layer)  # type: ignore[attr-defined]
     alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
     return alike if are_one_product([matrix]) else None

@@ -19,7 +19,6 @@ from ....errors import UnsupportedError
 from .. import torch_compat
 from ..kernels import cpu
 from ..kernels.cpu import four_bits
-from .few_rows import NARROW, Narrow
 from .fused import Group, join, plain_weight
 from .packed import Format, packed_layers
 from .quantized import GROUP, KINDS, QuantizedLinear, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
@@ -205,8 +204,9 @@ def quantize(
         if id(module) not in by_module:  # a module may have two names
             by_module[id(module)] = weight
             module.__dict__.update(weight.made)
-            module.__class__ = (NARROW if "narrow" in weight.made else KINDS)[type(module)]
-    in_levels = {path for path, (module, _) in quantized.layers.items() if not isinstance(module, Narrow)}
+            if "levels" in weight.made:
+                module.__class__ = KINDS[type(module)]
+    in_levels = {path for path, (_, weight) in quantized.layers.items() if "levels" in weight.made}
     join(modules, groups, lambda path: product_kind(modules[path]) if path in in_levels else None)
     if scheme == "16bit" and not quantized.layers:
         _log.warning(
@@ -277,7 +277,7 @@ def _narrow_copy(source: Tensor) -> QuantizedWeight | None:
         narrow = source.detach().to(dtype)
         if not torch.equal(narrow.float(), source):
             raise LossyError
-        return dict(narrow=narrow)
+        return dict(decoders_narrow=narrow)
 
     for dtype in (torch.bfloat16, torch.float16):
         with suppress(LossyError):
