@@ -17,7 +17,7 @@ from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from decoders.cli import models
-from decoders.server import conversations
+from decoders.server import prompts
 from decoders.server.images import image_of
 from decoders.testing.images import SEEING
 
@@ -188,13 +188,13 @@ def test_small_files_with_many_pixels_are_refused_together(seeing: Any) -> None:
 
 
 def test_images_are_decoded_where_small_requests_do_not_wait_for_them(seeing: Any, monkeypatch: Any) -> None:
-    names, decode = list[str](), conversations.image_of
+    names, decode = list[str](), prompts.image_of
 
     def noted(*arguments: Any) -> Any:
         names.append(threading.current_thread().name)
         return decode(*arguments)
 
-    monkeypatch.setattr(conversations, "image_of", noted)
+    monkeypatch.setattr(prompts, "image_of", noted)
     assert text_of(seeing.post(CHAT, json=asked("?", RED))) is not None
     assert len(names) == 1 and names[0].startswith("decoders-compile")
 
