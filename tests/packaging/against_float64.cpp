@@ -32,17 +32,19 @@ void compare(const char* what, double result, double exact, double tolerance) {
 template <class T>
 constexpr double PRECISION = sizeof(T) == 4 ? 1e-6 : std::is_same_v<T, float16> ? 0x1p-10 : 0x1p-7;
 
-template <class T>
+// W: the type of the weights.
+template <class T, class W = T>
 void products() {
     const std::array<long, 3> sizes[] = {{{1, 1, 1}}, {{3, 7, 5}}, {{13, 131, 45}}, {{70, 96, 33}}, {{200, 64, 17}}};
     for (auto [rows, inputs, outputs] : sizes) {
         for (bool columns : {false, true}) {
-            auto x = numbers<T>(rows * inputs), w = numbers<T>(inputs * outputs + 8), bias = numbers<T>(outputs);
+            auto x = numbers<T>(rows * inputs), bias = numbers<T>(outputs);
+            auto w = numbers<W>(inputs * outputs + 8);
             std::vector<T> out(rows * outputs), one(outputs);
             Matrix matrix = {w.data(), bias.data(), outputs, columns ? 1 : inputs, columns ? outputs : 1};
-            multiply(x.data(), rows, inputs, &matrix, 1, out.data(), 1);
+            multiply<W>(x.data(), rows, inputs, &matrix, 1, out.data(), 1);
             for (long row = 0; row < rows; row++) {
-                multiply(x.data() + row * inputs, 1, inputs, &matrix, 1, one.data(), 1);
+                multiply<W>(x.data() + row * inputs, 1, inputs, &matrix, 1, one.data(), 1);
                 if (memcmp(one.data(), &out[row * outputs], outputs * sizeof(T))) compare("a row alone has other bits", row, -1, 0);
                 for (long o = 0; o < outputs; o++) {
                     double exact = widen(bias[o]), size = 0;
@@ -181,6 +183,8 @@ int main() {
     all<float>();
     all<bfloat16>();
     all<float16>();
+    products<float, bfloat16>();
+    products<float, float16>();
     quantized();
     printf("%d differences from float64\n", failures);
     return failures != 0;
