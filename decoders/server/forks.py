@@ -38,14 +38,15 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
     waiting; an error that it raises ends the wait.
     """
     mine, theirs = Pipe()
-    with mine, tempfile.TemporaryFile() as task, contextlib.suppress(ConnectionError, EOFError):
+    with mine, tempfile.TemporaryFile() as task:
         task.write(content)
         task.seek(0)
-        with theirs:
+        with theirs, contextlib.suppress(ConnectionError):  # the workshop has ended
             socket.send_fds(control, [b"."], [theirs.fileno(), task.fileno()])
         while not mine.poll(PATIENCE):
             check()
-        return mine.recv_bytes()
+        with contextlib.suppress(EOFError, OSError):  # killed before its answer, or within it
+            return mine.recv_bytes()
     return None
 
 

@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ pytest.importorskip("fastapi")
 from decoders.constraints import Auto, Vocabulary
 from decoders.errors import DeadlineError, GrammarError
 from decoders.server.bodies import CompletionBody
+from decoders.server.forks import exchanged
 from decoders.server.refusals import Refusal
 from decoders.server.workshop import Judging, Workshop, judged
 
@@ -52,6 +56,24 @@ def patient() -> None:
 def children(shop: Workshop) -> list[str]:
     assert shop._process is not None
     return Path(f"/proc/{shop._process.pid}/task/{shop._process.pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize("sent", [b"", struct.pack("!i", 100) + b"a part"], ids=["nothing", "a part"])
+def test_an_answer_that_is_cut_off_is_none(sent: bytes) -> None:
+    """`sent`: what the pipe holds when the process that answers is killed."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def killed() -> None:
+            _, descriptors, *_ = socket.recv_fds(theirs, 1, 2)
+            os.write(descriptors[0], sent)
+            for each in descriptors:
+                os.close(each)
+
+        thread = threading.Thread(target=killed)
+        thread.start()
+        assert exchanged(ours, b"task", patient) is None
+        thread.join()
 
 
 @pytest.mark.parametrize(
