@@ -308,8 +308,10 @@ class Target:
         """Copies the present weights again, in place: compiled code and recorded steps see the new values. Returns False if a copy in
         16 bits no longer holds its weight.
         """
+        if not self.products.quantized.renew():
+            return False
         self.weights = weights
-        return self.products.quantized.renew()
+        return True
 
     def _quick(self) -> AbstractContextManager:
         """Inference mode, in which operations cost less, for passes that are neither compiled nor recorded."""

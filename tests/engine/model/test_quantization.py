@@ -24,6 +24,7 @@ from decoders.engine.model.self_check import target_of
 from decoders.engine.model.torch_compat import TorchDispatchMode
 from decoders.engine.model.weights import quantization, quantized
 from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
+from decoders.engine.model.weights.state import WeightState
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.settings import RuntimeSettings
 from decoders.testing.exactness import decode, prompts
@@ -162,6 +163,16 @@ def test_a_changed_weight_counts_whether_16_bits_hold_it_or_not() -> None:
                 weight.mul_(-1.5)
                 weight.copy_(weight.bfloat16() if rounded else weight * 1.001)
         assert torch.equal(write(model, settings).sequences, write(plain, {}).sequences)
+
+
+def test_a_target_whose_copies_no_longer_hold_a_weight_is_not_taken_for_renewed() -> None:
+    model = of_16_bits("llama", torch.bfloat16)
+    subject = target_of(model, precision=Precision("16bit"))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.001)
+    changed = WeightState.of(model)
+    for _ in range(2):
+        assert not subject.renew(changed) and subject.weights != changed
 
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
