@@ -28,11 +28,11 @@ def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def _same_vocabulary(model: PreTrainedModel | str) -> None:
-    """:attr:`Context.vocabulary_of` outside a call."""
+    """:attr:`Context.vocabulary_of` outside a call: takes the ids of every draft model as the target's."""
 
 
 def no_costs(measure: bool = False) -> None:
-    """:attr:`Context.costs` outside a call, and for draft models: nothing was measured."""
+    """:attr:`Context.costs` outside a call, and for draft models: returns None, because nothing was measured."""
 
 
 def no_memory(key: str, factory: Callable[[], Any], of: Configured | None = None) -> Any:
@@ -61,8 +61,8 @@ class Context:
             `draft` takes a model with another vocabulary, too, if both share enough tokens.
         strategy: creates a strategy from a registry name and settings, for strategies that are composed of others.
         sequences: the rows at the start, prompts only; None in a context created outside a call.
-        coupled: whether target and drafts share their noise: then a draft token drawn with it is likely the target's token. If not,
-            sampled drafts must have scores (:attr:`Draft.scores`).
+        coupled: whether the target's tokens are drawn with the same noise as the drafts: a draft token is then likely the target's
+            token. If False, sampled drafts must have :attr:`Draft.scores`.
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan: the operations on the target's logits before a token is chosen (:func:`decoders.sampling.process`), for strategies
             with their own scores. None: greedy, without operations.
@@ -70,28 +70,29 @@ class Context:
         guide: returns the text that the rows' grammars force (:class:`~decoders.drafters.Forced`); None without ``grammar=``.
             Strategies need not avoid illegal draft tokens: the loop removes them.
         decoder_layers: number of the target's decoder layers, for :attr:`Strategy.hidden_layers`.
-        costs: the cost of a verification step on this machine, by nodes: ``costs()`` returns a :class:`decoders.costs.StepCosts`,
+        costs: what a verification step costs on this machine, by nodes: ``costs()`` returns a :class:`decoders.costs.StepCosts`,
             which the loop updates during the call, or None if nothing was measured; ``costs(measure=True)`` first measures steps of
             several sizes.
         memory: objects that the strategy keeps between calls on the model: ``memory(key, factory)`` returns the object that
             `factory` created in the first call with this `key`, this strategy class and these settings. Its contents must not
-            change the tokens. If there are many, the least recently used are dropped; :func:`decoders.forget` and
+            change the tokens. If many objects are kept, the least recently used are dropped; :func:`decoders.forget` and
             :func:`decoders.release` drop all. With the setting ``memory=False``, and for a draft model's strategies, every call
             gets a new object.
         texts: the texts given to :func:`decoders.remember`, for all calls and strategies, in a
             :class:`~decoders.text_memory.TextMemory`; None without texts, and for a draft model's strategies.
-        embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, without later scaling (Gemma-2's factor).
+        embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, without a factor that the model applies
+            afterwards (as Gemma-2 does).
         head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32, with
-            a soft cap or scale after the head.
+            the soft cap or factor that the model applies afterwards.
         module: prepares a drafting network that is no language model: ``module(module, ahead=K, example=(…))`` returns
             :class:`~decoders.drafters.ModulePasses`; see :class:`~decoders.drafters.OpensModule`.
         new_tokens: greatest number of tokens that a row may write, if all rows begin together and the call ends with its slowest row;
             None if requests join and leave.
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Processes that share the target all get the first
-            process's clock, so each must call it as often as the others.
+            process's clock, so all of them must call it equally often.
         first_layers: ``first_layers(count)`` returns the target's first layers with its last norm and head: a draft model for
-            :attr:`draft` that shares all weights and the target's slots, so that it reads no prompt. With several of them, a round
-            must end before another's begins.
+            :attr:`draft` that shares the target's weights and slots, so that it reads no prompt. If a strategy opens several such
+            draft models, the round of one must end before the round of another begins.
     """
 
     model: PreTrainedModel
@@ -125,7 +126,7 @@ class Context:
     def part(self, strategy: Configured, seldom: bool = False) -> Context:
         """The context for a part of a composed strategy, with separate memories.
 
-        seldom: whether the part may draft late or never, as in ``auto``: its draft models read the prompts when first used.
+        seldom: whether the part may draft late or never (in ``auto``): its draft models then read the prompts at their first use.
         """
         draft = partial(self.draft, seldom=True) if seldom else self.draft
         return replace(self, memory=partial(self.memory, of=strategy), draft=draft)

@@ -20,13 +20,13 @@ class Sequences:
 
     Attributes:
         tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined after a row's length. ``L`` covers the longest row and
-            may grow from step to step. -1 marks positions of a prompt without a token id: from the caller's cache
+            may grow from step to step. -1 marks prompt positions without a token id: they come from the caller's cache
             (``past_key_values``) or vectors (``inputs_embeds``), or from the soft prompt of an adapter.
         length: ``[B]`` int64, committed tokens per row.
         prompt_length: ``[B]`` int64, prompt tokens per row.
         finished: ``[B]`` bool, rows that have ended.
         noise_keys: ``[B]`` int64, keys of the noise for drafts (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier,
-            the target draws with the same keys; with others, keys are new in every step.
+            the target draws with the same keys; with other verifiers, every step has new keys.
         known: the rows as lists, if the loop has read them, for :meth:`read`; else None.
     """
 
@@ -44,11 +44,11 @@ class Sequences:
 
     @property
     def on_host(self) -> bool:
-        """Whether Python may read the rows, and the step, without waiting: on a CPU, unless the hook is being recorded."""
+        """Whether Python may read the rows and the step without waiting for the device: on a CPU, unless the step is being recorded."""
         return host_reads(self.length)
 
     def read(self) -> HostRows:
-        """The rows as lists, for strategies that work on the host. Waits for the device if the loop has not read the rows: in
+        """The rows as lists, for strategies that work on the host. Waits for the device where the loop has not read the rows: in
         :meth:`Strategy.start`, and in a strategy that drafts for a draft model or declares ``on_device``.
         """
         return HostRows.of(self) if self.known is None else self.known
@@ -72,7 +72,7 @@ class HostRows:
 
     @staticmethod
     def of(sequences: Sequences) -> HostRows:
-        """Reads the rows from the device: once for the numbers, and once more for tokens if somebody asks for them."""
+        """Reads the rows from the device: the lengths and ends now, tokens whenever `tokens_from` is called."""
         figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
         lengths, prompts, ended = figures.tolist()
 
@@ -90,12 +90,12 @@ class Draft:
     Attributes:
         tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no draft
             token": the node and its descendants are never accepted.
-        topology: the block's shape, for all rows (:class:`Topology`) or per row (:class:`TreeTensors`).
-        scores: ``[B, N-1, V]`` float32: each draft token was sampled from their ``softmax``, given its parent; siblings are sampled
-            without replacement, in node order. None if the draft tokens were not sampled. The coupled verifier needs no scores.
+        topology: the tree of the nodes: one for all rows (:class:`Topology`), or one per row (:class:`TreeTensors`).
+        scores: ``[B, N-1, V]`` float32: the ``softmax`` of a draft token's scores is the distribution that it was sampled from;
+            siblings are sampled without replacement, in node order. None if no token was sampled; the coupled verifier needs none.
         depth: greatest number of draft tokens on a path, if known, for trees per row; see :attr:`levels`.
         grades: ``[B, N-1]`` int64, 0 or more: the strategy's confidence in each draft token, on its own scale with few values.
-            Tokens of a grade should be right about equally often; ``auto`` counts how often.
+            Tokens of the same grade should be right about equally often; ``auto`` counts how often they are.
         drafters: for reports, the name of the strategy behind each draft token of every row, if several strategies drafted.
         on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads the draft there, and moves it to the
             device in one copy, with `scores` if the verifier uses them.
@@ -111,7 +111,7 @@ class Draft:
 
     @property
     def levels(self) -> int:
-        """Upper bound of the depth; the grammar guide on the device processes this many levels."""
+        """Upper bound of the tree's depth; the grammar guide on the device processes this many levels."""
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth
@@ -128,7 +128,7 @@ class Draft:
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether all nodes may be accepted. Other nodes, a lookahead window for example, run for their outputs; none may be cut."""
+        """Whether all nodes may be accepted. If not, other nodes (a lookahead window) run for their outputs, and none may be cut."""
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
@@ -197,7 +197,7 @@ class Draft:
         """The draft of a strategy that works on the host.
 
         Args:
-            tokens: the draft tokens of every row, equally many.
+            tokens: the draft tokens of every row, as many in each.
             parents: parents of every row's nodes, root included, as in :meth:`TreeTensors.from_parents`; None: chains.
             depth, grades: see :class:`Draft`.
         """
@@ -258,16 +258,16 @@ class Step:
     """A verified draft.
 
     Attributes:
-        nodes: ``[B, N]`` int64, the block as run: node 0 and the draft tokens. ``N`` may exceed the draft's (padding).
+        nodes: ``[B, N]`` int64, the verified block: node 0 and the draft tokens. ``N`` may exceed the draft's nodes, by padding.
         chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path if logits processors run on the host.
         path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
         accepted: ``[B]`` int64, number of accepted draft tokens.
-        emitted: ``[B]`` int64, number of committed tokens: accepted draft tokens and one more, cut at the end of a row.
+        emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and one more; fewer in a row that ended.
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
-        own_nodes: None: the block is your draft, or begins with it. n: the first n nodes, root included, are your draft, in its
-            order. 0: it is unknown which nodes are your draft.
+        own_nodes: which nodes are the strategy's own draft. None: all, or the block begins with them. A number n: the first n nodes,
+            root included, in the draft's order. 0: it is unknown.
         layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers of :attr:`Strategy.hidden_layers`, in that order; None if T is 0.
         known: the step as lists, if the loop has read it, for :meth:`read`; else None.
     """
@@ -320,7 +320,7 @@ class PromptChunk:
     Attributes:
         tokens: ``[B, N]`` int64.
         positions: ``[B, N]`` int64, consecutive positions in the row.
-        valid: ``[B, N]`` bool, tokens of the prompt; the others are padding after it.
+        valid: ``[B, N]`` bool, True for tokens of the prompt, False for padding after it.
         hidden, layers: ``[B, N, H]`` and ``[B, N, T, H]``, as in :class:`Step`.
         logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` is True.
     """

@@ -45,7 +45,7 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Advance:
-    """The result of a draft model's pass that verifies a stage's draft.
+    """The result of a draft model's pass that verifies the draft of a stage (a strategy that drafts for the draft model).
 
     Attributes:
         path: ``[B, N]`` int64, the accepted node at each depth; valid up to `emitted`.
@@ -62,13 +62,13 @@ class Drafter(ABC):
     """A draft model during a call, with its own rows and cache, which follow the committed tokens.
 
     A round is :meth:`begin`, then forward passes, then a draft made of their results. For a chain, :meth:`extend` appends the draft
-    model's own token to every row; with a stage, :meth:`advance` verifies the stage's draft tokens as the shared loop does and may
-    append several. For a tree, :meth:`root` and :meth:`expand` return the best continuations of nodes, level by level. All results
-    stay on the device.
+    model's own token to every row. With a stage (a strategy that drafts for the draft model), :meth:`advance` verifies the stage's
+    draft tokens as the shared loop does, and may append several. For a tree, :meth:`root` and :meth:`expand` return the best
+    continuations of nodes, level by level. All results stay on the device.
 
     Attributes:
         vocab_size: number of the target's tokens that the draft model can propose.
-        children: ``C``, continuations per node: the requested number, or the size of a smaller vocabulary.
+        children: ``C``, continuations per node: the requested number, or the size of the draft model's vocabulary if that is smaller.
         mask_token: the mask id of a model trained to draft several tokens in one pass (PARD, arXiv:2504.18583); None for others.
     """
 
@@ -92,7 +92,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def extend(self) -> Expansion:
-        """One pass: appends the draft model's next token to every row; the weight is its log-probability. ``C`` is 1."""
+        """One pass: appends the draft model's next token to every row, with its log-probability as the weight. ``C`` is 1."""
 
     @abstractmethod
     def advance(self) -> Advance:
@@ -128,8 +128,8 @@ class OtherVocabulary:
     """A draft model with another vocabulary than the target's.
 
     Attributes:
-        own, other: the tokens of the target and of the draft model, in bytes.
-        begin: the draft model's tokens before every text.
+        own, other: the vocabularies of the target and of the draft model.
+        begin: the tokens that the draft model expects before every text.
         shared: fraction of the target's text tokens that the draft model has.
     """
 
@@ -159,8 +159,8 @@ class ModulePasses(ABC):
         Args:
             base: ``[B]`` int64, slot and position of the block's node 0; all slots before it are visible.
             inputs: ``[B, Q, …]`` each, the module's inputs.
-            tree: the block; its last ``Q`` nodes run, earlier passes ran the others. None: a chain. `visible` may be any relation,
-                also bidirectional; `ancestors` and `parents` are not used.
+            tree: the block; its last ``Q`` nodes run, earlier passes ran the others. None: a chain. Its `visible` may be any relation,
+                even a bidirectional one; its `ancestors` and `parents` are not read.
             options: further keywords of the module. Each combination is compiled, so there should be few.
         """
 
@@ -176,11 +176,11 @@ def cache_keyword(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The target's tokens that a drafting network with its own scores can propose.
+    """The target's tokens that a drafting network with its own output head can propose.
 
     Attributes:
         size: ``V``, number of the target's tokens.
-        ids: ``[D]`` int64, the target's id of each draft id, without duplicates; None if all ids are equal.
+        ids: ``[D]`` int64, the target's id of each draft id, without duplicates; None if draft ids are the target's ids.
     """
 
     size: int
@@ -191,8 +191,8 @@ class DraftVocabulary:
         """Reads the tables of EAGLE-3 checkpoints; one of the two is enough.
 
         Args:
-            d2t: ``[D]`` integers to add to draft ids.
-            t2d: ``[V]`` bool, the target's tokens that the drafter has, in order.
+            d2t: ``[D]`` integers: what to add to each draft id to get the target's id.
+            t2d: ``[V]`` bool, True for the target's tokens that the drafter has; the first of them has draft id 0.
 
         Raises:
             UnsupportedError: the tables have another shape, disagree, are empty, or name a token that the target lacks.
@@ -226,7 +226,7 @@ class DraftVocabulary:
         """The `count` best continuations of every node, in the target's ids, drawn with the target's noise for these ids.
 
         Args:
-            logits: ``[B, Q, D]``, the drafter's.
+            logits: ``[B, Q, D]``, the drafter's logits.
             plan, sampling: from the :class:`~decoders.strategy.Context`.
             positions: ``[B, Q]`` int64, number of tokens that the row has generated before each node's continuation.
             keep_scores: whether the expansion has scores, ``-inf`` for tokens that the drafter lacks.
@@ -240,7 +240,7 @@ class DraftVocabulary:
             return Expansion(top.indices, top.values, scores if keep_scores else None)
         left = candidates(scores, plan, sampling, positions, at_least=count).settled()
         dense = left.dense() if keep_scores or self.ids is not None else None
-        if self.ids is not None and dense is not None:  # only the draft's tokens need noise
+        if self.ids is not None and dense is not None:  # only tokens that the drafter knows need noise
             own = self.ids.expand(*logits.shape[:2], -1)
             left = Candidates(dense.index_select(-1, self.ids), own, self.size)
         tokens, weights = left.best(count, plan, sampling, positions)
@@ -276,13 +276,13 @@ class OpensModule(Protocol):
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """The module's forward passes, with a slot cache, tree masks and products as for a draft model; compiled if the call is.
+        """The module's forward passes, with the slot cache, tree masks and kernels of a draft model; compiled if the call is.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
-                ``forward`` has this keyword); it passes them on to attention layers of transformers (such as ``LlamaDecoderLayer``;
-                :func:`cache_keyword` returns their keyword of the cache).
-            ahead: greatest number of nodes that a step writes after a row.
+                ``forward`` has this keyword). It must pass these three to its attention layers, which are transformers' own (such as
+                ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache).
+            ahead: greatest number of nodes that a step writes after a row's committed tokens.
             example: the module's inputs for one node, ``[1, 1, …]`` each.
             on_device: False if the strategy waits for the device: its steps are not recorded.
 

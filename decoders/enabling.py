@@ -1,6 +1,6 @@
 """Enables, disables, releases, warms up and calibrates models. ``hf`` has the replacement of ``generate``.
 
-An import contract lets no other module import ``hf``; schedulers get prepared calls from :func:`enabled`.
+The only module that imports ``hf``; schedulers get prepared calls from :func:`enabled`.
 """
 
 from __future__ import annotations
@@ -12,50 +12,61 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
+from .constraints import Backend, Vocabulary
+from .costs import CostCurve
 from .engine.decode.engine import MemoryKey
 from .errors import SettingsError, UnsupportedError
-from .hf.arguments import refuse_arguments
+from .hf.arguments import refuse_arguments, refuse_misspelt
 from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.operations import TokenPenalties
 from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.prepared_call import DecodersOutput, PreparedCall
-from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
+from .hf.ready import (
+    Calibration,
+    StrategyCost,
+    Warmup,
+    WarmupPart,
+    calibrate_model,
+    check_seconds,
+    check_sizes,
+    graphs_compiled,
+    measured_curve,
+    runtime_of,
+    warm,
+)
 from .hf.tokenizers import check_tokenizer
 from .hf.wrapper import GIVEN_TOKENS, Generate
 from .strategy import Strategy
 
 __all__ = [
     "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "StrategyCost", "TokenPenalties", "Warmup",
-    "WarmupPart", "calibrate", "check_arguments", "disable",
-    "enable", "enabled", "forget", "memories", "release", "remember", "warmup",
+    "WarmupPart", "calibrate", "check_arguments", "check_seconds", "compiles_grammars_with", "cost_curve", "disable", "enable",
+    "enabled", "forget", "graphs_compiled", "memories", "refuse_misspelt", "release", "remember", "tokenizer_of", "warmup",
 ]  # fmt: skip
 
 
 def enable(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    strategy: str | type[Strategy] | Strategy | None = None,
-    strategy_config: Mapping[str, Any] | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *,
+    strategy: str | type[Strategy] | Strategy | None = None, strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> PreTrainedModel:
+) -> PreTrainedModel:  # fmt: skip
     """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. Its config and weights do not change.
 
-    A second call replaces the tokenizer, if it has one, and the defaults, if it has any. :func:`disable` undoes it.
+    A second call replaces the tokenizer if it gives one, and the defaults if it gives any. :func:`disable` undoes both calls.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around it. The results of its ``merge_and_unload()`` and
             ``unload()`` are enabled, too.
         tokenizer: for strategies, grammars and ``stop_strings``; a call may have its own.
         strategy: decodes calls without ``strategy=``, in place of transformers' ``generate``.
-        strategy_config: its settings.
-        settings: settings of the loop, as in ``decoders_config``: ``compile=False``. A call and a generation config override these
-            defaults; these override the environment and the file.
+        strategy_config: settings of `strategy`.
+        settings: settings of the loop, as in ``decoders_config``: ``compile=False``. Calls and generation configs override them; they
+            override the environment and the file.
 
     Raises:
-        UnsupportedError: not a transformers model that generates.
-        SettingsError: a tokenizer of another vocabulary, or invalid defaults.
-        UnknownNameError, PluginError: invalid defaults.
+        UnsupportedError: `model` is no transformers model that can generate.
+        SettingsError: `tokenizer` is no tokenizer of transformers or has another vocabulary, or a default is invalid.
+        UnknownNameError, PluginError: a default names a strategy or verifier that is unknown or cannot be used.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
@@ -99,6 +110,30 @@ def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     return present
 
 
+def tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that :func:`enable` was given for `model`; None without one, and for a model that is not enabled."""
+    present = vars(model).get("generate")
+    return present.tokenizer if isinstance(present, Generate) else None
+
+
+def compiles_grammars_with(
+    model: PreTrainedModel, stops: Sequence[int], config: Mapping[str, Any] | None = None
+) -> tuple[Vocabulary, Backend, float]:
+    """The vocabulary, the backend and the time limit (seconds) with which calls on an enabled `model` compile their grammars.
+
+    For servers that compile grammars before calls need them, with :func:`decoders.constraints.compiled`: a call takes the result as
+    ``grammar=``.
+
+    Args:
+        stops: ids of the stop tokens of the calls.
+        config: ``decoders_config`` of the calls.
+
+    Raises:
+        UnsupportedError: there is no tokenizer, its tokens have no bytes, or `stops` is empty.
+    """
+    return enabled(model).compiles_with(stops, config)
+
+
 def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
     """Checks `arguments` of ``generate``, with or without a prompt, before calls on an enabled `model`.
 
@@ -115,10 +150,10 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undoes :func:`enable`, if the model is enabled, after :func:`release`. Returns `model`.
+    """Calls :func:`release` and undoes :func:`enable`, if the model is enabled. Returns `model`.
 
     Raises:
-        UnsupportedError: not a model of transformers.
+        UnsupportedError: `model` is not a model of transformers.
     """
     present = _present(model, "disable")
     if present is not None:
@@ -139,7 +174,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     call creates them again. Waits for a running call of another thread. Does nothing if the model is not enabled or was not used.
 
     Raises:
-        UnsupportedError: not a model of transformers.
+        UnsupportedError: `model` is not a model of transformers.
     """
     present = _present(model, "release")
     if present is not None:
@@ -150,11 +185,11 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Drops an enabled model's data from earlier calls: memories of strategies, and texts for prefix reuse. Returns `model`.
 
-    Quantized weights and compiled code stay: the next call is as fast as the first after :func:`warmup`. The tokens are the same either
-    way. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or was not used.
+    Quantized weights and compiled code stay: the next call is as fast as the first after :func:`warmup`. The written tokens do not
+    change. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or unused.
 
     Raises:
-        UnsupportedError: not a model of transformers.
+        UnsupportedError: `model` is not a model of transformers.
     """
     present = _present(model, "forget")
     if present is not None:
@@ -172,7 +207,7 @@ def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
         used.
 
     Raises:
-        UnsupportedError: not a model of transformers.
+        UnsupportedError: `model` is not a model of transformers.
     """
     present = _present(model, "memories")
     return {} if present is None else present.memories()
@@ -186,7 +221,7 @@ def remember(
 ) -> PreTrainedModel:
     """Gives an enabled model texts to draft from, or :func:`memories` of a model with the same tokenizer. Returns `model`.
 
-    The written tokens are the same either way. :func:`forget` drops both.
+    The written tokens do not change. :func:`forget` drops texts and memories.
 
     Args:
         memories: replace the memories of the same strategies; other memories stay. Unpickling runs code: load your own memories only.
@@ -195,8 +230,8 @@ def remember(
             are dropped, with a warning.
 
     Raises:
-        UnsupportedError: not a model of transformers, or not enabled. SettingsError: invalid texts, token ids that the model lacks, or
-            no tokenizer.
+        UnsupportedError: `model` is not a model of transformers, or not enabled. SettingsError: there is no tokenizer, or `texts` are
+            invalid or have token ids that the model lacks.
     """
     present = _present(model, "remember")
     if present is None:
@@ -219,15 +254,10 @@ def _present(model: PreTrainedModel, function: str) -> Generate | None:
 
 
 def warmup(
-    model: PreTrainedModel,
-    *,
-    strategies: Sequence[str | Strategy] = ("autoregressive",),
-    rows: Sequence[int] = (1,),
-    assistant_model: PreTrainedModel | None = None,
-    sampling: bool | dict[str, Any] = False,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    **options: Any,
-) -> Warmup:
+    model: PreTrainedModel, *, strategies: Sequence[str | Strategy] = ("autoregressive",), rows: Sequence[int] = (1,),
+    assistant_model: PreTrainedModel | None = None, sampling: bool | dict[str, Any] = False,
+    tokenizer: PreTrainedTokenizerBase | None = None, **options: Any,
+) -> Warmup:  # fmt: skip
     """Prepares `model` before its first call, and enables it: compiles its forward pass and runs every strategy briefly.
 
     Compiled code stays in this process, and in torch.compile's cache on disk for others. If compiling fails, a warning says why, and
@@ -235,7 +265,7 @@ def warmup(
 
     Args:
         strategies: as in ``generate(strategy=…)``.
-        rows: batch sizes of later calls; all above one share their graphs.
+        rows: batch sizes of later calls; all sizes above one share compiled graphs.
         assistant_model: for strategies with a draft model.
         sampling: whether to prepare sampling, too: True for the model's parameters, or a dict of parameters.
         tokenizer: as in :func:`decoders.enable`.
@@ -245,20 +275,19 @@ def warmup(
         UnsupportedError: the model cannot be decoded, or a strategy needs `assistant_model`. SettingsError: an unknown
             strategy, or `rows` below one.
     """
-    return warm(enabled(model, tokenizer), strategies, rows, assistant_model, sampling, options)
+    if isinstance(strategies, str | Strategy) or not strategies:
+        raise SettingsError(f'strategies must be a list of at least one strategy, such as ["auto"], not {strategies!r}')
+    generate = enabled(model, tokenizer)
+    _check_options(model, warmup, strategies, rows, options)
+    return warm(generate, strategies, rows, assistant_model, sampling, options)
 
 
 def calibrate(
-    model: PreTrainedModel,
-    *,
-    rows: Sequence[int] = (1,),
-    contexts: Sequence[int] = (64, 2048),
-    assistant_model: PreTrainedModel | None = None,
-    seconds: float = 10.0,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    model: PreTrainedModel, *, rows: Sequence[int] = (1,), contexts: Sequence[int] = (64, 2048),
+    assistant_model: PreTrainedModel | None = None, seconds: float = 10.0, tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
-) -> Calibration:
-    """Measures a decoding step of `model` on this machine: seconds by nodes, for every number of rows and context. Enables `model`.
+) -> Calibration:  # fmt: skip
+    """Measures the seconds of a decoding step of `model` on this machine by nodes, rows and context. Enables `model`.
 
     ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. They are stored on disk (setting
     ``cost_cache``) for the model's class and sizes, dtype, quantization, device, threads and version of torch.
@@ -272,9 +301,41 @@ def calibrate(
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
     Raises:
-        UnsupportedError: a model that cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` out of range. The errors of
-            :func:`check_arguments` for `options`.
+        UnsupportedError: the model cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` are out of range. `options` raise
+            the errors of :func:`check_arguments`.
     """
     generate = enabled(model, tokenizer)
-    check_arguments(model, options | {"strategy": "autoregressive"})
+    _check_options(model, calibrate, ["autoregressive"], rows, options)
     return calibrate_model(generate, rows, contexts, assistant_model, seconds, options)
+
+
+def _check_options(
+    model: PreTrainedModel, function: Callable[..., Any], strategies: Sequence[str | Strategy], rows: Any, options: dict[str, Any]
+) -> None:  # fmt: skip
+    """Raises for the `options` and the `rows` of ``warmup`` and ``calibrate``, whose `function` names them."""
+    check_sizes("rows", rows)
+    if "strategy" in options:
+        raise SettingsError(f"{function.__name__}() has no argument strategy=: warmup() takes strategies=[…]")
+    refuse_misspelt(options, function)
+    for strategy in strategies:
+        check_arguments(model, options | {"strategy": strategy})
+
+
+def cost_curve(
+    model: PreTrainedModel, rows: Sequence[int], contexts: Sequence[int], seconds: float = 10.0, **options: Any
+) -> CostCurve:
+    """The stored cost curve of an enabled `model`, with the sizes that it lacks measured now.
+
+    Measures fewer numbers of nodes than :func:`calibrate` and no strategies, so it takes seconds.
+
+    Args:
+        rows: batch sizes.
+        contexts: tokens per row that attention looks back at.
+        seconds: time limit; sizes beyond it are not measured.
+        options: arguments of ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
+
+    Raises:
+        UnsupportedError: the model cannot be decoded. SettingsError: a wrong setting.
+    """
+    generate = enabled(model)
+    return measured_curve(generate, runtime_of(generate, options), rows, contexts, seconds)

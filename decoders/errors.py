@@ -15,8 +15,10 @@ class UnknownNameError(DecodersError, ValueError):
     """An unknown name of a strategy, verifier, setting …"""
 
     def __init__(self, kind: str, name: str, choices: Iterable[str], hint: str = ""):
-        choices = sorted(choices)
-        super().__init__(f"Unknown {kind} {name!r}. {suggest(name, choices)} {hint}".rstrip())
+        choices, (plain, bracket, _) = sorted(choices), name.partition("[")
+        if bracket and kind in ("strategy", "verifier"):  # the notation of `decoders bench`
+            hint = f"Settings stand beside the name, in {kind}_config=" + (" or --set." if kind == "strategy" else ".")
+        super().__init__(f"Unknown {kind} {name!r}. {suggest(plain, choices)} {hint}".rstrip())
         self.kind, self.name, self.choices = kind, name, choices
 
 
@@ -94,7 +96,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     """``Did you mean …? Choose from …`` for an unknown `name`; the first sentence only if a choice is similar."""
     choices = sorted(choices)
     spelt = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # a client may have written it
+    near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: a client may have sent it
     hint = f"Did you mean {spelt[near[0]]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices) or '(nothing is registered)'}."
 

@@ -65,9 +65,9 @@ def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
 def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:  # type: ignore[empty-body]
     """Types of objects that ``generate(grammar=…)`` is to take, each with the function that makes a grammar of such an object.
 
-    A key is a type, or its full name, ``"my_package.Form"``, which need not be imported for that. It holds for objects of derived
-    types; for classes that are given themselves it is their metaclass. A function returns anything else that ``grammar=`` takes. Called
-    once. A type that two plugins claim belongs to neither until one of them is blocked; this package keeps its types.
+    A key is a type, or its full name, ``"my_package.Form"``, so that the plugin need not import it. Objects of derived types count,
+    too; if ``grammar=`` is to take classes, the key is their metaclass. A function returns anything else that ``grammar=`` takes.
+    Called once. If two plugins claim a type, neither gets it until one of them is blocked; this package keeps its types.
     """
 
 

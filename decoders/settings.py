@@ -23,7 +23,7 @@ from pydantic_core import core_schema
 
 from .errors import SettingsError, suggest
 
-#: Setting ``attention``.
+#: Values of the setting ``attention``.
 Attention = Literal["auto", "sdpa", "triton"]
 
 
@@ -126,23 +126,23 @@ class RuntimeSettings(Settings):
     )
     reuse: bool = Field(
         True,
-        description="Keep the last rows' keys and values: a prompt that begins as an earlier text is not read again.",
+        description="Keep the last rows' keys and values: the part of a prompt that an earlier text began with is not read again.",
     )
     memory: bool = Field(
         True,
-        description="Let strategies keep what they learn between calls (rates, statistics, texts); false starts every call cold. "
-        "The tokens are the same.",
+        description="Let strategies keep what they learn between calls (rates, statistics, texts); false starts every call without "
+        "it. The tokens are the same.",
     )
     prune: bool = Field(
         True,
-        description="If rows share a step, leave out draft tokens that are not worth their time, by their acceptance rates and the "
-        "cost of nodes; false verifies all draft tokens, so that equal calls take equal steps. The tokens are the same.",
+        description="On CPUs, leave out draft tokens that are not worth their time, by their acceptance rates and the cost of "
+        "nodes; false verifies all draft tokens, so that equal calls take equal steps. The tokens are the same.",
     )
     weights: Annotated[Literal["keep", "16bit", "int8", "int4"], BeforeValidator(_without_packed)] = Field(
         "keep",
-        description="keep computes with the model's own weights; 16bit, on CPUs, with copies of float32 weights whose numbers 16 bits "
-        "hold, as of most checkpoints: half of the bytes are read, and the text is the same; int8 and int4, on CPUs, with quantized "
-        "copies, which changes the text. The model itself does not change.",
+        description="keep computes with the model's own weights; 16bit (on CPUs) copies float32 weights to 16 bits where this loses "
+        "nothing, as for most checkpoints: half of the bytes are read, and the text is the same; int8 and int4 (on CPUs) compute with "
+        "quantized copies, which changes the text. The model itself does not change.",
     )
     draft_weights: Literal["auto", "keep", "16bit", "int8", "int4"] = Field(
         "auto",
@@ -153,15 +153,13 @@ class RuntimeSettings(Settings):
         description="int8 stores keys and values as int8 with a scale per head and token, which changes the text (on CPUs).",
     )
     prefill_chunk: int | None = Field(
-        None,
-        ge=1,
-        description="Greatest number of prompt tokens per forward pass of the prefill. None: 512.",
+        None, ge=1, description="Greatest number of prompt tokens per forward pass of the prefill. None: 512."
     )
     attention: Attention = Field(
         "auto",
         description="Attention of the target: triton is a CUDA kernel whose cost follows the length of each row, sdpa is PyTorch's "
-        "with masks. auto takes a kernel (triton on CUDA, C++ on a CPU) if it supports the model's design and its logits are right, "
-        "else sdpa.",
+        "attention with masks. auto takes a kernel (triton on CUDA, C++ on a CPU) if the kernel supports the model's design and gives "
+        "the right logits, else sdpa.",
     )
     exact_products: bool = Field(
         True,
@@ -177,7 +175,7 @@ class RuntimeSettings(Settings):
     slots: int | None = Field(
         None, ge=1, description="Least capacity of a call's cache, in tokens per row. None: what the call needs."
     )
-    verifier: str = Field("coupled", description="Rule that decides which proposed tokens are accepted.")
+    verifier: str = Field("coupled", description="Rule that decides which draft tokens are accepted.")
     cost_cache: Path | None = Field(
         None,
         description="Folder that keeps measured costs of steps between processes. None: one in the user's cache folder.",
@@ -216,6 +214,10 @@ def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[
     return settings
 
 
+#: In errors, the origin of settings that :func:`decoders.enable` was given.
+ENABLED = "given to enable()"
+
+
 def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str, str]) -> str:
     """The text of `error`. origin: where each setting's value comes from ("" for the call)."""
     problems = []
@@ -226,7 +228,8 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
             place = ", ".join(f"{name} {where}" for name, where in origin.items() if where)
         if item["type"] == "extra_forbidden":
             where = f" {place}" if place else ""
-            hint = suggest(field, cls.model_fields)
+            beside = ("tokenizer", "strategy_config") if place == ENABLED else ()
+            hint = suggest(field, [*cls.model_fields, *beside])
             if field in RuntimeSettings.model_fields:
                 hint = f"It is a setting of the loop: decoders_config={{{field!r}: …}}"
             problems.append(f"unknown setting {field!r}{where}. {hint}")
@@ -236,7 +239,7 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names after ``DECODERS_`` that are not settings: the file's path, the plugin lists, the key of `decoders serve`, kernels.
+#: Names after ``DECODERS_`` that are not settings: the file's path, the lists of plugins, the API key of the server, the CPU's kernels.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)
@@ -252,15 +255,10 @@ OWN_VARIABLES = {variable_of(None, name): name for name in (*RuntimeSettings.mod
 
 
 def load_settings(
-    cls: type[S],
-    section: str | None,
-    call: Mapping[str, Any],
-    generation_config: Mapping[str, Any],
-    *,
-    enabled: Mapping[str, Any] | None = None,
-    sections: Collection[str] = (),
-) -> S:
-    """Settings in force: call > generation config > ``enable()`` > environment > file > default. Values are not merged.
+    cls: type[S], section: str | None, call: Mapping[str, Any], generation_config: Mapping[str, Any], *,
+    enabled: Mapping[str, Any] | None = None, sections: Collection[str] = (),
+) -> S:  # fmt: skip
+    """Settings in force: call > generation config > ``enable()`` > environment > file > default. Tables are not merged.
 
     Args:
         section: the strategy's name, None for the loop's settings.
@@ -272,7 +270,7 @@ def load_settings(
         SettingsError: unknown setting or bad value, with its variable or file; or an unreadable file.
     """
     values, origin = _surroundings(cls, section, sections)
-    for source, place in ((enabled, "given to enable()"), (generation_config, "in the generation config"), (call, "")):
+    for source, place in ((enabled, ENABLED), (generation_config, "in the generation config"), (call, "")):
         values.update(source or {})
         origin.update(dict.fromkeys(source or {}, place))
     try:
@@ -282,7 +280,7 @@ def load_settings(
 
 
 def origins(cls: type[Settings], section: str | None, *, sections: Collection[str] = ()) -> dict[str, str]:
-    """The origin of each setting in a call without settings: the variable, the file, or "default". Raises as :func:`load_settings`."""
+    """Each setting's origin in a call without settings: variable, file or "default". Raises the errors of :func:`load_settings`."""
     load_settings(cls, section, {}, {}, sections=sections)
     return dict.fromkeys(cls.model_fields, "default") | _surroundings(cls, section, sections)[1]
 
@@ -315,7 +313,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
     names = {key[len(prefix) :].lower() for key in os.environ if key.upper().startswith(prefix)}
     if section:
         names = {name for name in names if variable_of(section, name) not in OWN_VARIABLES}
-    if not names:  # the usual case; every generate runs this
+    if not names:  # the usual case, in every call of generate
         return {}
     # Leave out variables of a section with a longer name ("prompt_lookup" beside "prompt").
     start = f"{section}_" if section else ""

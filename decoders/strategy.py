@@ -33,9 +33,9 @@ class Trait(Generic[T]):
 
     Attributes:
         default: the value without a declaration.
-        merged: from the values of several strategies to the value of a strategy that merges their drafts.
-        of: returns the value of a strategy for `merged`; None: the declared value.
-        hooks: methods; if a class overrides any of them, the trait is True unless the class declares it.
+        merged: computes the value of a strategy that merges the drafts of several, from their values.
+        of: returns the value that a strategy passes to `merged`; None: the declared value.
+        hooks: names of methods: if a class overrides any of them, the trait is True unless the class declares it.
     """
 
     default: T
@@ -45,9 +45,7 @@ class Trait(Generic[T]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         TRAITS[name] = self
-
-    def __get__(self, instance: object, owner: type | None = None) -> T:
-        return self.default
+        setattr(owner, name, self.default)
 
 
 #: All traits by name.
@@ -55,7 +53,7 @@ TRAITS: dict[str, Trait] = {}
 
 
 def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T:
-    """A :class:`Trait`, typed as its value for type checkers."""
+    """A :class:`Trait`, which type checkers take for its value."""
     return cast(T, Trait(default, merged, **options))
 
 
@@ -76,23 +74,23 @@ class Strategy(Configured, ABC):
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
-    Class attributes (an instance may override those after `auto_settings`, depending on its settings):
+    Class attributes (an instance may override those from `exact` on, depending on its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
-        needs: in a word or two, a need besides the target, a draft model and a grammar: ``"heads"``.
+        needs: in a word or two, what a call needs besides the target, a draft model and a grammar: ``"heads"``.
         settings_class: pydantic model of the settings.
-        hints: transformers' drafting arguments and their settings, ``{"num_assistant_tokens": "length"}``. Other drafting arguments
-            raise.
-        auto_place: its place among the candidates of ``auto``, which asks those with lower numbers first: the cheapest have the lowest.
-            Built-in strategies have 10 (no work) to 50 (a second model). None: a candidate only if the user names it. A candidate is
-            exact, and :attr:`rests`.
-        auto_settings: its settings as a candidate: longer drafts, because ``auto`` verifies as much of them as pays.
+        hints: the strategy's setting for each drafting argument of transformers, ``{"num_assistant_tokens": "length"}``. Other
+            drafting arguments raise.
+        auto_place: its place among the candidates of ``auto``, which asks candidates with low numbers first, so cheap ones have low
+            numbers: built-in strategies from 10 (no work) to 50 (a second model). None: a candidate only if the user names it. A
+            candidate must be `exact`, and declare `rests`.
+        auto_settings: its settings as a candidate: longer drafts, because ``auto`` verifies only the part of a draft that pays.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
         rests: whether the loop may skip its drafts: `observe` is then called without `propose` before it, or after a step that
-            verified other nodes or only the draft's first. Always possible for strategies without `observe`. If rows share steps,
-            the loop skips drafts that are not worth their time.
-        misses_steps: whether it need not observe steps without its draft, either; for strategies that rest and have a slow `observe`.
+            verified other nodes, or only the first nodes of the draft. The drafts of strategies without `observe` can always be
+            skipped. On CPUs the loop skips drafts that are not worth their time.
+        misses_steps: whether the loop may also skip `observe` after steps without its draft; for strategies whose `observe` is slow.
         timed: whether its drafts depend on the clock, so that equal calls may draft differently. The tokens are the same.
         rows_apart: whether a row's drafts depend on this row alone. If not, rows learn from each other, or share a budget or random
             numbers. The conformance kit compares drafts of rows together and alone; the tokens are the same in any case.
@@ -101,15 +99,15 @@ class Strategy(Configured, ABC):
             change nothing but the contents of tensors: then a whole step can be recorded and replayed. The conformance kit checks it.
         hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
             -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
-        grade_rates: typical rates at which draft tokens of each grade (:attr:`Draft.grades`), from 0 on, are right if their parent is;
-            used until enough tokens were judged. Empty without grades, or if the rates are unknown.
+        grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, how often a draft token is typically right if its parent is; used
+            until enough tokens were judged. Empty without grades, or if the rates are unknown.
         prompt_logits: whether :meth:`prefill` gets the prompts' logits; the output head then runs on every prompt token.
 
-    True if the class overrides the method, unless the class declares them:
-        observes: whether :meth:`observe` does anything. If not, last nodes without a draft token in any row are cut.
+    These are True if the class overrides the named method, unless the class declares another value:
+        observes: whether :meth:`observe` does anything. If not, the loop cuts nodes at the block's end that are draft tokens in no row.
         reads_prompt: whether the loop calls :meth:`prefill`.
-        rebatches: whether :meth:`rebatch` keeps the state of rows that stay. A strategy that reads prompts and does not rebatch would
-            have to read all texts again, so a scheduler gives it one request at a time.
+        rebatches: whether :meth:`rebatch` keeps the state of rows that stay. If not, a strategy that reads prompts would have to read
+            all texts again, so a scheduler gives it one request at a time.
         limits: whether it drafts as deep as :meth:`limit` says, because deeper drafts take more time.
         finds_layers: whether :meth:`layers_of` or :meth:`layers_for` choose the hidden layers.
     """
@@ -142,7 +140,7 @@ class Strategy(Configured, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in ("auto_place", "auto_settings"):  # what derives from a candidate is none by that
+        for name in ("auto_place", "auto_settings"):  # a class derived from a candidate is not a candidate
             if name not in vars(cls):
                 setattr(cls, name, vars(Strategy)[name])
         parent = next(base for base in cls.__mro__[1:] if issubclass(base, Strategy))
@@ -174,8 +172,8 @@ class Strategy(Configured, ABC):
 
     @abstractmethod
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        """Proposes the next tokens of every row, before each forward pass of the target. If rows share steps and the strategy
-        :attr:`rests`, it is called less often while its drafts are not worth their time.
+        """Proposes the next tokens of every row, before each forward pass of the target. On CPUs a strategy that :attr:`rests` is
+        called less often while its drafts are not worth their time.
         """
 
     def observe(self, state: Any, step: Step) -> None:

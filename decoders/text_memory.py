@@ -16,7 +16,7 @@ ORDERS = (4, 2, 1)
 BITS = 22
 
 SEPARATOR = -1
-#: The index is rebuilt without dropped texts when it holds this many times the remembered tokens.
+#: The index is rebuilt without dropped texts before it holds more than this many times the capacity.
 SLACK = 1.25
 #: Estimated bytes of a remembered token: the token and its places in the chains of every order, mostly Python's dictionaries.
 BYTES_PER_TOKEN = 400
@@ -32,7 +32,7 @@ class Occurrence(NamedTuple):
 
 
 class ChainedText:
-    """A text that grows and shrinks at its end, with the n-grams of every length in :data:`ORDERS` chained, the latest first.
+    """A text that grows and shrinks at its end. Each n-gram of a length in :data:`ORDERS` is linked to its previous occurrence.
 
     Attributes:
         tokens: the text. Negative tokens separate texts; no n-gram contains them.
@@ -44,7 +44,7 @@ class ChainedText:
         self.tokens = array("i")
         self._heads: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
         self._chains = tuple(array("i") for _ in ORDERS)
-        self._key, self._run = 0, 0  # the key of the last tokens, and how many of them belong to one text
+        self._key, self._run = 0, 0  # the key of the last tokens, and how many last tokens belong to one text
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,7 +71,7 @@ class ChainedText:
         self._key, self._run = key, run
 
     def truncate(self, length: int) -> None:
-        """Removes all tokens behind the first `length`."""
+        """Removes all tokens after the first `length`."""
         text = self.tokens
         while len(text) > length:
             for order, mask, heads, chain in zip(ORDERS, _MASKS, self._heads, self._chains, strict=True):
@@ -98,7 +98,7 @@ class ChainedText:
         """The places where the longest known n-gram at the end of `suffix` occurred, at most `most`, the latest first.
 
         Args:
-            suffix: the text looked up, its last tokens; no match is longer.
+            suffix: the last tokens of the text to look up, which bound the length of a match.
             before: only occurrences that end before this index count.
         """
         text = self.tokens
@@ -121,13 +121,13 @@ class ChainedText:
 
 
 def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int:
-    """How many tokens of `text` up to `end` equal the end of `suffix`, of which the last `known` do."""
+    """How many tokens of `text` up to `end` equal the end of `suffix`; the caller knows that the last `known` tokens do."""
     length, longest = known, min(len(suffix), end + 1)
     if longest > length and text[end - length] != suffix[-length - 1]:
         return length  # the usual case
     if text[end + 1 - longest : end + 1] == suffix[len(suffix) - longest :]:
-        return longest  # the usual case of long ones
-    # Halves of what is left: comparing slices is faster than going token by token.
+        return longest  # the usual case of long matches
+    # Binary search, because comparing slices is faster than comparing token by token.
     while longest - length > 1:
         middle = (length + longest) // 2
         if text[end + 1 - middle : end + 1 - length] == suffix[len(suffix) - middle : len(suffix) - length]:
@@ -138,12 +138,12 @@ def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int
 
 
 class TextMemory:
-    """Outputs of earlier calls, the least recently used of them dropped where they would exceed `capacity`.
+    """Texts of earlier calls. Drops the least recently used texts beyond `capacity`.
 
     Hold `lock` while several threads may use it.
 
     Args:
-        capacity: most tokens that are remembered.
+        capacity: greatest number of remembered tokens.
 
     Attributes:
         index: the texts, one after the other, some of them dropped already.
@@ -155,7 +155,7 @@ class TextMemory:
         self.capacity = capacity
         self.lock = threading.RLock()
         self.index = ChainedText()
-        self._begins: list[int] = []  # the end of every text, in order
+        self._begins: list[int] = []  # where each text begins in the index, in order
         self._ends: list[int] = []
         self._used: dict[int, None] = {}  # the numbers of the texts that are remembered, the least recently used first
         self.tokens = self.dropped = 0
@@ -202,7 +202,7 @@ class TextMemory:
         return number if number in self._used else None
 
     def end_of(self, number: int) -> int:
-        """The index behind the last token of a text."""
+        """The index after the last token of a text."""
         return self._ends[number]
 
     def use(self, number: int) -> None:

@@ -46,7 +46,7 @@ STATIONS = (
     ("engine.decode.core", "Core.forward_verify_commit"),
     ("engine.model.compiled.forward_pass", "ForwardPass.__call__"),
     ("engine.model.target", "Target.forward"),
-    ("engine.model.cache", "SlotCache.update"),
+    ("engine.model.kernels.products", "linear_rotated"),
     ("engine.model.kernels.attention", "kernel_attention"),
     ("engine.decode.core", "CoupledRule.verify"),
     ("sampling.choice", "candidates"),

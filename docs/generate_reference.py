@@ -29,6 +29,7 @@ from decoders import (
     costs,
     demo,
     drafters,
+    enabling,
     errors,
     hookspecs,
     registry,
@@ -43,11 +44,14 @@ from decoders import (
     tree,
     verifiers,
 )
+from decoders.bench import synthetic
 from decoders.cli import catalogue
 from decoders.common import transformers_compat
 from decoders.constraints import library
 from decoders.heads import network_files
 from decoders.hf import arguments
+from decoders.prompts import reading, templates
+from decoders.report import surroundings
 from decoders.sampling.processors import OPERATIONS
 from decoders.strategies import merged, mtp, ngram_table
 from decoders.verifiers import verifier
@@ -120,7 +124,10 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategy", {n: getattr(strategy, n) for n in names})
     yield from section("decoders.text_memory", {n: getattr(text_memory, n) for n in text_memory.__all__})
     yield from section("decoders.tree", {"NO_PARENT": tree.NO_PARENT})
-    yield from section("decoders.report", {n: getattr(report, n) for n in ("Timings", "GrammarUse", "Stage", "BUSY")})
+    yield from section(
+        "decoders.report", {n: getattr(report, n) for n in ("Timings", "GrammarUse", "Stage", "BUSY", "mean_length")}
+    )
+    yield from section(surroundings.__name__, {n: getattr(surroundings, n) for n in surroundings.__all__})
     names = ("RuntimeSettings", "Table", "load_settings", "parse_assignments")
     yield from section("decoders.settings", {n: getattr(settings, n) for n in names})
     names = (
@@ -145,17 +152,30 @@ def api() -> Iterator[str]:
         "Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced", "OpensDraft", "OpensModule",
     )  # fmt: skip
     yield from section("decoders.drafters", {n: getattr(drafters, n) for n in (*names, "cache_keyword")})
-    names = ("config_value", "decoder_layers", "set_attention", "cache_of")
+    names = ("config_value", "decoder_layers", "set_attention", "cache_of", "compiled_on_any_device")
     yield from section("decoders.common.transformers_compat", {n: getattr(transformers_compat, n) for n in names})
     yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
+    names = (
+        "tokenizer_of", "compiles_grammars_with", "check_seconds", "cost_curve", "graphs_compiled", "OwnDefaults", "TokenPenalties",
+    )  # fmt: skip
+    yield from section(
+        "decoders.enabling", {n: getattr(enabling, n) for n in names}, body(enabling, "decoders.enabling")
+    )
+    yield from section(
+        "decoders.prompts.reading", {n: getattr(reading, n) for n in ("Content", "read_prompts", "encode")}
+    )
+    names = ("ChatStyle", "CallStyle", "MessageStyle")
+    yield from section("decoders.prompts.templates", {n: getattr(templates, n) for n in names})
     yield from section("decoders.scheduling", {n: getattr(scheduling, n) for n in scheduling.__all__})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
+    yield from section("decoders.bench.synthetic", {"Synthetic": synthetic.Synthetic})
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
     names = (
         "Policy", "Spec", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "mask_words",
-        "Vocabulary",
+        "Vocabulary", "Lark", "JsonSchema", "Compilation", "compiled", "ThinkingMarkers", "FunctionCalls", "CallFormat", "Call",
+        "Written", "spec_of_library",
     )  # fmt: skip
     yield from section("decoders.constraints", {n: getattr(constraints, n) for n in names})
     yield from section(
@@ -254,6 +274,9 @@ CONSTANTS = {
     "costs of a step allow.",
     "decoders.strategies.draft_tree.Children": "Type of a setting: most continuations of a node, 1 to 32.",
     "decoders.strategies.draft_tree.Beam": "Type of a setting: nodes of a dynamic tree that are continued per level, 1 to 32.",
+    "decoders.prompts.reading.Content": "The content of a prompt: a text to continue, or the messages so far, for a chat template: "
+    "`str | list[dict[str, str]]`.",
+    "decoders.report.surroundings.WAITING": "The share of its time from which on `busy_share` says that parallel code waits. 0.25.",
     "decoders.report.BUSY": "Share of its time, from 0 to 1, that a call may wait for a processor; above it, `Report` warns. 0.5.",
     "decoders.tree.NO_PARENT": "-1, the parent of the root in the lists of parents that `Topology` takes.",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",

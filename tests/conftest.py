@@ -34,6 +34,7 @@ with suppress(ImportError):  # tests of a GPU do without it
 
     # 200 ms for an example are little on a busy machine; and of 100 examples the first 30 find nearly all that all find.
     hypothesis.settings.register_profile("any machine", deadline=None, max_examples=30)
+    hypothesis.settings.register_profile("long", deadline=None, max_examples=100)  # .ci/run
     hypothesis.settings.load_profile("any machine")
 
 # torch and transformers are imported where they are used: the process that only hands tests to others needs neither.
@@ -153,7 +154,7 @@ def designs_are_checked_once() -> Iterator[None]:
     import torch
 
     from decoders.engine.model import self_check
-    from decoders.engine.model.torch_compat import hooks_of
+    from decoders.engine.model.modules_compat import hooks_of
 
     check, verdicts = self_check.check_tree_logits, {}
 

@@ -292,7 +292,7 @@ MUTATIONS = (
         ("sampling/test_processors.py", "hf/test_sampling.py"),
     ),
     Mutation(
-        "both-draws-of-a-step-share-their-noise", "decoders/engine/decode/verify.py",
+        "both-draws-of-a-step-share-their-noise", "decoders/engine/decode/rules.py",
         "_NEXT_TOKEN = -2",
         "_NEXT_TOKEN = _END_NODE",
         ("verifiers/test_draw.py",),
@@ -352,15 +352,15 @@ MUTATIONS = (
         ("strategies/test_merged_drafts.py",),
     ),
     Mutation(
-        "a-layer-gets-the-columns-of-its-neighbour", "decoders/engine/model/weights/fused.py",
-        "return joint.narrow(-1, columns[0], columns[1] - columns[0])",
-        "return joint.narrow(-1, 0, columns[1] - columns[0])",
+        "a-layer-gets-the-columns-of-its-neighbour", "decoders/engine/model/weights/layers.py",
+        "return joint.narrow(-1, begin, end - begin)",
+        "return joint.narrow(-1, 0, end - begin)",
         ("engine/model/test_fused.py", "engine/model/test_few_rows.py"),
     ),
     Mutation(
-        "a-product-of-another-input-is-shared", "decoders/engine/model/weights/fused.py",
-        "if self.source is not x or self.by is not by or self.writes != torch_compat.writes_counted(x):",
-        "if self.by is not by or self.writes != torch_compat.writes_counted(x):",
+        "a-product-of-another-input-is-shared", "decoders/engine/model/weights/layers.py",
+        "if self.source is not x or self.by is not by or self.writes != writes_counted(x):",
+        "if self.by is not by or self.writes != writes_counted(x):",
         ("engine/model/test_fused.py",),
     ),
     Mutation(
@@ -376,15 +376,15 @@ MUTATIONS = (
         ("engine/decode/test_reuse.py",),
     ),
     Mutation(
-        "one-token-too-many-of-a-prefix-is-reused", "decoders/engine/decode/session.py",
+        "one-token-too-many-of-a-prefix-is-reused", "decoders/engine/decode/places.py",
         "reused.append(min(max(longest, in_place), len(prompt.tokens) - 1))",
         "reused.append(min(max(longest, in_place) + 1, len(prompt.tokens) - 1))",
         ("engine/decode/test_session.py",),
     ),
     Mutation(
-        "a-row-reuses-the-text-of-another", "decoders/engine/decode/session.py",
-        "moves.append((row, session.stored.buffers, source_row, reused[-1]))",
-        "moves.append((row, session.stored.buffers, 0, reused[-1]))",
+        "a-row-reuses-the-text-of-another", "decoders/engine/decode/places.py",
+        "moves.append((row, holder.stored.buffers, source_row, reused[-1]))",
+        "moves.append((row, holder.stored.buffers, 0, reused[-1]))",
         ("engine/decode/test_session.py",),
     ),
     Mutation(
@@ -514,13 +514,13 @@ MUTATIONS = (
         ("server/test_refusals.py",),
     ),
     Mutation(
-        "log-probabilities-of-nodes-that-were-not-taken", "decoders/engine/decode/request.py",
+        "log-probabilities-of-nodes-that-were-not-taken", "decoders/engine/decode/output.py",
         "logits = out.logits[first + row, out.path[first + row, :count]]",
         "logits = out.logits[first + row, :count]",
         ("scheduling/test_scheduler.py",),
     ),
     Mutation(
-        "the-targets-own-token-counts-as-drafted", "decoders/engine/decode/request.py",
+        "the-targets-own-token-counts-as-drafted", "decoders/engine/decode/output.py",
         "[*drafters[:accepted], *[\"\"] * (count - accepted)]",
         "[request.strategy.name] * count",
         ("scheduling/test_scheduler.py",),
@@ -545,7 +545,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plain-steps-cost-as-much-as-blocks", "decoders/engine/decode/calibration.py",
-        "        forward_pass.tiers.fit(session.blocks, rows)\n",
+        "        forward_pass.fit(session.blocks, rows)\n",
         "",
         ("engine/decode/test_calibration.py",),
     ),

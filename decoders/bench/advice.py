@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -11,14 +12,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..costs import CostCurve
-from ..costs.curve import default_folder
-from ..enabling import enabled
+from ..enabling import check_seconds, cost_curve, enable, tokenizer_of
 from ..errors import SettingsError
 from ..prompts.reading import Content, read_prompts
-from ..registry import registry
-from ..settings import RuntimeSettings, load_settings
 from . import machine
-from .measurement import Competitor, take_turns
+from .measurement import Competitor, complete, take_turns
 from .methods import PLAIN, Method, strategy_methods, transformers_methods
 from .records import Record, comparable, summarise
 from .shapes import SHAPES, random_workloads
@@ -27,10 +25,10 @@ from .variants import with_setting
 from .verdict import AUTO, GAIN, Verdict, pooled, times, verdicts
 from .workloads import Workload, workloads
 
-#: Strategies that are tried without a draft model, and with one.
+#: Strategies that are tried, and those that are also tried if there is a draft model.
 STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")
 DRAFTED = ("speculative", "threshold")
-#: Settings of the winning strategy that are tried: shorter and longer drafts. ``auto`` has none, since it adapts by itself.
+#: Settings of the winning strategy that are tried: shorter and longer drafts. ``auto`` is not listed, because it adapts by itself.
 TUNED = {
     "prompt_lookup": ("length=4", "length=16"),
     "suffix": ("nodes=12", "alpha=8"),
@@ -38,15 +36,18 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: Number formats of weights that are tried with the winning strategy, and with float32 `NARROW`. Most change the text, so they are only
-#: mentioned, never recommended.
+#: Number formats of weights that are tried with the winning strategy; `NARROW` only if the weights are float32. Most of them change
+#: the text, so they are mentioned, but not recommended.
 WEIGHTS, NARROW = ("int8", "int4"), "16bit"
-#: Number of new tokens of a text: the greatest; the least, on a slow machine or to fit in more prompts; and that of a first call.
+#: Numbers of new tokens: the most per text; the fewest per text, for a slow machine or many prompts; and that of a first call.
 MOST, FEWEST, FEW = 96, 16, 2
 #: Methods above this share of the fastest method's speed count as equally fast, since so few texts are measured.
 ABOUT = 0.9
-#: Shares of the time at which each part must end: the comparison of strategies, of settings, of weights, and of compiled steps.
-COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.9
+#: Shares of the time after which each part must have ended: the comparison of strategies, of settings, of weights, of compiled steps.
+#: The first three are shares of the time without :data:`COMPILING`, if steps are compiled.
+COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
+#: Seconds that are kept for compiling, which takes one to three minutes on two cores; without twice as many, nothing is compiled.
+COMPILING = 60.0
 #: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
 #: Hypothetical heads: nodes of their tree, tokens per step, and their time relative to a step of the target.
@@ -60,7 +61,7 @@ class Outlook:
     Attributes:
         what: "a draft model" or "heads".
         ratio: estimated ratio to transformers' tokens/s, from the measured costs of steps and the assumptions.
-        supposed: the assumptions.
+        supposed: the assumptions of the estimate.
     """
 
     what: str
@@ -74,14 +75,14 @@ class Advice:
 
     Attributes:
         verdict: the method, its speed, and a sentence.
-        compiling: tokens/s compiled over uncompiled; None if only uncompiled steps were measured, which the verdict is then about.
+        compiling: tokens/s compiled over uncompiled. None if only uncompiled steps were measured; the verdict is then about these.
         outlooks: estimates for a draft model and heads.
         seconds: duration of the measurement.
         new_tokens, prompts: number of new tokens of each text, and number of measured prompts.
         records: the measurements, uncompiled and compiled.
         given: number of given prompts; more than `prompts` if time was too short for all.
         machine: processor, threads, device and versions, as :func:`decoders.bench.machine.facts` returns them.
-        weights: for each number format, the method's tokens/s with it over those without, both uncompiled.
+        weights: for each number format, the method's tokens/s with this format divided by its tokens/s without, both uncompiled.
         busy: a warning if other processes used the cores during the measurement, else "".
     """
 
@@ -114,11 +115,12 @@ class Advice:
         names = {"cpu": "{}", "threads": "{} threads", "device": "device {}"}
         machine = [text.format(self.machine[name]) for name, text in names.items() if name in self.machine]
         texts = f"{of}, {self.new_tokens} new tokens each, weights in {self.verdict.dtype}"
+        texts += ", uncompiled" if self.compiling is None else ""
         return "; ".join([texts, *([", ".join(machine)] if machine else []), f"{self.seconds:.0f} s"])
 
     @property
     def code(self) -> str:
-        """The recommended call as code; "" if transformers' own is as fast."""
+        """The recommended call as code; "" if transformers' own ``generate`` is as fast."""
         return self.verdict.code if self.verdict.arguments else ""
 
     @property
@@ -131,7 +133,8 @@ class Advice:
                 f"Compiled, as it will be after some use; that has {times(self.compiling)} times the uncompiled speed."
             )
         for outlook in self.outlooks:
-            worth = "worth a try" if outlook.ratio > 1.1 * now else "no more than this has"
+            less = "less than this has" if outlook.ratio < ABOUT * now else "about what this has"
+            worth = "worth a try" if outlook.ratio > 1.1 * now else less
             speed = f"{times(outlook.ratio)} times transformers' tokens/s"
             result.append(f"{outlook.what} would have {speed}, {worth} (estimated for {outlook.supposed}).")
         for name, gain in self.weights.items():
@@ -143,7 +146,7 @@ class Advice:
         return result
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """The advice as JSON-safe data."""
         return {
             "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling,
             "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds,
@@ -159,7 +162,7 @@ def advise(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_model: PreTrainedModel | None = None,
-    seconds: float = 90.0,
+    seconds: float = 150.0,
     compile: bool = True,
     progress: Callable[[str, float], None] = lambda what, left: None,
 ) -> Advice:
@@ -171,44 +174,60 @@ def advise(
             template, else ready code and texts to copy.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: duration of the measurement. A slow machine gets shorter texts, then fewer prompts. It takes longer only if a
-            single round, compiling or quantizing does.
-        compile: whether to measure compiled steps too; the default setting compiles in the background in long use.
+        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. Nothing begins
+            that is expected to end later. The measurement takes longer only if one text per strategy, compiling or quantizing does.
+        compile: whether to measure compiled steps, too, from 120 seconds on. With the default settings, a model in long use is
+            compiled in the background.
         progress: called with what begins and the remaining seconds.
 
     Raises:
-        SettingsError: there is no prompt or no tokenizer. UnsupportedError: the model cannot be decoded.
+        SettingsError: there is no prompt, no tokenizer or no time. UnsupportedError: the model cannot be decoded.
     """
+    check_seconds(seconds)
     begin, busy = time.monotonic(), machine.busy()
-    generate = enabled(model, tokenizer)
+    tokenizer = tokenizer_of(enable(model, tokenizer))
     random = str(getattr(model.config, "name_or_path", "")) in SHAPES
-    every = _workloads(model, generate.tokenizer, prompts, random)
+    every = _workloads(model, tokenizer, prompts, random)
     names = [*STRATEGIES, *(DRAFTED if assistant_model is not None else ())]
     methods = transformers_methods(model, assistant_model, [])
-    methods += strategy_methods(model, names, assistant_model, None, {"compile": False}, generate.tokenizer)
+    methods += strategy_methods(model, names, assistant_model, None, {"compile": False}, tokenizer)
     progress("one short text", seconds)
-    new_tokens, chosen = _affordable(methods, every, COMPARISON * seconds)
+    compile = compile and seconds >= 2 * COMPILING
+    first_parts = seconds - COMPILING * compile
+    new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
+    #: Seconds in which a method writes all texts once, and in which a number format's weights are ready, as last measured.
+    each, packing = 0.0, time.monotonic() - begin
+
+    def told(what: str, _: float = 0.0) -> None:
+        progress(what, max(begin + seconds - time.monotonic(), 0.0))
+
+    def fits(methods: int, deadline: float, more: float = 0.0) -> bool:
+        return time.monotonic() + 2 * methods * each + more <= deadline
 
     def compared(methods: Sequence[Method], deadline: float) -> list[Record]:
-        def told(what: str, _: float) -> None:
-            progress(what, max(begin + seconds - time.monotonic(), 0.0))
-
+        nonlocal each, chosen
         entries = [Competitor(method, 1, kind_of={work.name: work.kind for work in chosen}) for method in methods]
         for entry in entries:
             entry.reason = entry.method.skip_reason(1)
             entry.status = "skipped" if entry.reason else "ok"
-        take_turns(
-            entries, chosen, new_tokens=new_tokens, repeats=3, progress=told, first_tokens=False, deadline=deadline
-        )
+        began = time.monotonic()
+        rounds = take_turns(
+            entries, chosen, new_tokens=new_tokens, repeats=3, progress=told, decode=decode, first_tokens=False,
+            deadline=deadline, by_prompt=True,
+        )  # fmt: skip
+        entries = complete(entries) or entries
+        chosen = [work for work in chosen if work.name in entries[0].kind_of]
+        each = (time.monotonic() - began) / (1 + rounds) / len(entries)
         return summarise(entries, random_weights=random)
 
-    uncompiled = compared(methods, begin + COMPARISON * seconds)
+    uncompiled = compared(methods, begin + COMPARISON * first_parts)
     (verdict,) = verdicts(uncompiled, ABOUT) or [_failed(uncompiled)]
-    if (tuned := TUNED.get(verdict.method)) and time.monotonic() - begin < COMPARISON * seconds:
+    tuned = TUNED.get(verdict.method, ())
+    if tuned and fits(3 + len(tuned), begin + SETTINGS * first_parts):
         variants = [f"{verdict.method}[{setting}]" for setting in tuned]
-        ours = strategy_methods(model, variants, assistant_model, None, {"compile": False}, generate.tokenizer)
+        ours = strategy_methods(model, variants, assistant_model, None, {"compile": False}, tokenizer)
         again = [method for method in methods if not method.ours or method.name in (PLAIN, verdict.method)]
-        tried = compared([*again, *ours], begin + SETTINGS * seconds)
+        tried = compared([*again, *ours], begin + SETTINGS * first_parts)
         fastest = max(variants, key=lambda name: _speed(tried, name))
         if ABOUT * _speed(tried, fastest) > _speed(tried, verdict.method):  # clearly faster
             others = {verdict.method, *variants} - {fastest}
@@ -218,20 +237,21 @@ def advise(
     weights = dict[str, float]()
     theirs = next(method for method in methods if not method.ours)
     for name in (*([NARROW] if verdict.dtype == "float32" else []), *WEIGHTS):
-        if time.monotonic() - begin > SETTINGS * seconds:
+        if not fits(3, begin + PACKED * first_parts, packing):
             break
         winner = verdict.method or AUTO
         packed = strategy_methods(
-            model,
-            [with_setting(winner, f"weights={name}")],
-            assistant_model,
-            None,
-            {"compile": False},
-            generate.tokenizer,
+            model, [with_setting(winner, f"weights={name}")], assistant_model, None, {"compile": False}, tokenizer
         )
-        progress(f"weights in {name}: packing them", max(begin + seconds - time.monotonic(), 0.0))
+        told(f"weights in {name}: packing them")
         unpacked = [method for method in methods if method.name == winner]
-        tried = compared([theirs, *unpacked, *packed], begin + PACKED * seconds)
+        began = time.monotonic()
+        with suppress(Exception):  # the comparison says why
+            decode(packed[0], chosen[0], FEW)
+        packing = time.monotonic() - began
+        if not fits(3, begin + PACKED * first_parts):
+            break
+        tried = compared([theirs, *unpacked, *packed], begin + PACKED * first_parts)
         speeds = [_speed(tried, method.name) for method in (*packed, *unpacked)]
         if all(speeds):
             weights[name] = speeds[0] / speeds[1]
@@ -239,7 +259,7 @@ def advise(
     records, outlooks, gain = list(uncompiled), list[Outlook](), None
     context = int(median(workload.input_ids.shape[1] for workload in chosen)) + new_tokens
     compiled = list[Record]()
-    compiling = compile and time.monotonic() - begin < 0.8 * seconds
+    compiling = compile and fits(0, begin + seconds, COMPILING)
     if compiling:
         best = {verdict.method or AUTO, AUTO, PLAIN}
         again = [method for method in methods if not method.ours or method.name in best]
@@ -250,13 +270,9 @@ def advise(
             (verdict,) = of_compiled
             speeds = [_speed(of_tier, verdict.method or PLAIN) for of_tier in (uncompiled, compiled)]
             gain = speeds[1] / speeds[0] if all(speeds) else None
-    if assistant_model is None:
-        progress("what steps of several nodes cost", max(begin + seconds - time.monotonic(), 0.0))
-        runtime = load_settings(RuntimeSettings, None, {"compile": compiling}, {}, sections=registry().strategies())
-        engine = generate.engine(runtime)
-        with engine.lock, engine.active():
-            folder = runtime.cost_cache or default_folder()
-            curve = engine.calibration.measured(folder, [1], [context], compiling, 0.05 * seconds)
+    if assistant_model is None and fits(0, begin + seconds):
+        told("what steps of several nodes cost")
+        curve = cost_curve(model, [1], [context], 0.05 * seconds, decoders_config={"compile": compiling})
         if plain := _speed(compiled if compiling else uncompiled, PLAIN):
             outlooks += _outlooks(curve, context, compiling, plain)
     records, too_busy = comparable(records)
@@ -286,6 +302,8 @@ def _workloads(
         return random_workloads(vocabulary_size(model), [64], count=2)
     if tokenizer is None:
         raise SettingsError("advise reads prompts with the model's tokenizer: tokenizer=")
+    if isinstance(prompts, str):
+        raise SettingsError("prompts is one text: put it into a list, [text]")
     if prompts is None:
         kinds = "instruct" if tokenizer.chat_template else "all"
         return workloads(tokenizer, read_prompts(kinds, 1))
@@ -298,8 +316,8 @@ def _workloads(
 
 
 def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float) -> tuple[int, list[Workload]]:
-    """The number of new tokens and the prompts for which all methods can write each text twice. More prompts go before longer
-    texts.
+    """The number of new tokens and the prompts with which all methods can write each text twice within `seconds`. If time is short,
+    texts get shorter before prompts are left out.
     """
     rates = []
     for method in (methods[0], next(method for method in methods if method.name == PLAIN)):

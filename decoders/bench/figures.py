@@ -20,13 +20,13 @@ PARTS = ("propose", "mask", "core", "observe", "host")
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of repeats.
+    """Median and range of a figure over the repeats.
 
     Attributes:
-        median: of all repeats.
-        low: the smallest.
-        high: the largest.
-        count: repeats.
+        median: the median of all repeats.
+        low: the smallest value.
+        high: the largest value.
+        count: number of repeats.
     """
 
     median: float
@@ -58,11 +58,11 @@ class StageFigures:
 
     Attributes:
         model: name or path.
-        depth: 0 drafts for the target, 1 for its draft model.
+        depth: 0 for a model that drafts for the target, 1 for a model that drafts for that model, and so on.
         drafter: name of the strategy that drafts for this model.
         passes: forward passes per target step.
-        tokens_per_pass: tokens per row and pass with that drafter's help; None without a drafter.
-        forward_share: seconds of its passes over seconds of the target's steps.
+        tokens_per_pass: tokens per row and pass with the help of `drafter`; None without a drafter.
+        forward_share: seconds of this model's passes divided by seconds of the target's steps.
     """
 
     model: str
@@ -74,7 +74,7 @@ class StageFigures:
 
 
 def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Tokens per row and step, of the timed calls if they have steps, else of the untimed calls."""
+    """Tokens per row and step, of the timed calls if these report steps, else of the untimed calls."""
     if lengths := [s.accepted_lengths for s in samples if s.accepted_lengths]:
         tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
         return tokens / sum(map(sum, lengths))
@@ -130,7 +130,7 @@ def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
 
 
 def ratio(samples: Sequence[Measurement], baseline: Sequence[Measurement]) -> Spread | None:
-    """For each repeat, tokens per second over the baseline's in the same repeat."""
+    """For each repeat, tokens per second divided by the baseline's in that repeat."""
     speeds, others = per_repeat(samples), per_repeat(baseline)
     return Spread.of([speeds[repeat] / others[repeat] for repeat in speeds if repeat in others])
 
@@ -144,7 +144,7 @@ def first_tokens(samples: Sequence[Measurement]) -> Spread | None:
 
 
 def parts_of_a_step(sample: Measurement) -> dict[str, float]:
-    """Milliseconds of each part of a step; empty if the core was timed as prefill."""
+    """Milliseconds of each part of a step, of a call that has more steps than `prefill_steps`."""
     assert sample.steps is not None
     counts = dict.fromkeys(PARTS, sample.steps) | {"core": sample.steps - sample.prefill_steps}
     return {part: getattr(sample, part) / counts[part] * 1e3 for part in PARTS}

@@ -1,4 +1,4 @@
-"""Many requests of different lengths, at once or as they arrive: a scheduler beside batches of one size and transformers' own."""
+"""Runs a load of many requests of different lengths in a scheduler, in batches of ``generate``, and in transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..scheduling.scheduler import Scheduler
-from ..strategies.synthetic import Synthetic
+from .synthetic import Synthetic
 
 #: Spread of the lengths: standard deviation of their logarithm.
 SPREAD = 0.9
@@ -72,7 +72,7 @@ def arrivals(
     """`count` requests with lengths from a log-normal distribution.
 
     Args:
-        prompts: used in turns.
+        prompts: token ids of the prompts, which the requests use in turns.
         median, longest: median and greatest number of new tokens.
         rate: arrivals per second, a Poisson process; None: all arrive at once.
         spread: standard deviation of the logarithm of the lengths; 0: all requests have the median.
@@ -134,14 +134,11 @@ def scheduled(
 
 
 def in_batches(
-    model: PreTrainedModel,
-    strategy: str | Synthetic | None,
-    load: Sequence[Arrival],
-    rows: int,
+    model: PreTrainedModel, strategy: str | Synthetic | None, load: Sequence[Arrival], rows: int,
     options: Mapping[str, Any],
-) -> LoadResult:
-    """Runs the load in batches of ``generate``: up to `rows` requests that have arrived, until the longest row ends. strategy None:
-    transformers' own.
+) -> LoadResult:  # fmt: skip
+    """Runs the load in batches of ``generate``: each takes up to `rows` requests that have arrived, and lasts until its longest row
+    ends. strategy: None for transformers' own ``generate``.
     """
     ours = {} if strategy is None else {"strategy": strategy, **options}
     waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.monotonic()
@@ -171,7 +168,7 @@ def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
     """Runs the load in transformers' continuous batching.
 
     Raises:
-        RuntimeError: it returns no result.
+        RuntimeError: transformers returned no result for :data:`PATIENCE` seconds.
     """
     config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)
     ends, numbers = [0.0] * len(load), {f"load-{number}": number for number in range(len(load))}

@@ -1,8 +1,7 @@
 """What a measurement runs on: processor and versions, the speed of its memory, and the memory of this process.
 
-psutil tells how much of this process is in memory, on Linux, macOS and Windows. It comes with ``pip install
-'hf-decoders[bench]'``; without it that figure is None. The peak is read here, because psutil only tells the highest of the whole
-life of a process and cannot reset it.
+The resident memory of this process comes from psutil (``pip install 'hf-decoders[bench]'``) on Linux, macOS and Windows; without
+psutil it is None. The peak is read from /proc, because psutil reports only the peak of the process's whole life.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..common.devices import accelerator, cpu_name, processor_name
-from ..engine.model.threads import WAITING, waiting_share
+from ..report.surroundings import busy_share, processor_name
 
 # Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -32,10 +30,10 @@ def facts(device: torch.device) -> dict[str, Any]:
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": cpu_name(),
+        "cpu": processor_name(torch.device("cpu")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": processor_name(device) if accelerator(device) is not None else device.type,
+        "device": processor_name(device) if has_own_memory(device) else device.type,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -48,13 +46,18 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def busy() -> str:
-    """A warning where other processes take this machine's cores, else ""."""
-    if torch.get_num_threads() == 1 or (waits := waiting_share(0.1)) <= WAITING:
+    """A warning if other processes take this machine's cores, else ""."""
+    if not (waits := busy_share(0.1)):
         return ""
     return (
         f"Busy: other processes take the cores, parallel code waits {waits:.0%} of its time. That slows transformers more than "
         "this loop, so ratios are too high: measure again on a quiet machine."
     )
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the allocator of `device` reports its peak, as those of CUDA and XPU do."""
+    return device.type in ("cuda", "xpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -94,10 +97,10 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 class PeakMemory:
-    """Context manager that measures the peak of the work inside it.
+    """Context manager that measures the peak memory of the work inside it.
 
     Attributes:
-        bytes: the peak; None if the system does not report it.
+        bytes: the peak in bytes; None if the system does not report it.
         kind: "device" (the allocator of CUDA or XPU), "process" (resident set of the whole process, other models included) or
             "unknown".
     """
@@ -109,8 +112,8 @@ class PeakMemory:
         self.device, self.bytes, self.kind = device, None, "unknown"
 
     def __enter__(self) -> PeakMemory:
-        if (module := accelerator(self.device)) is not None:
-            module.reset_peak_memory_stats(self.device)
+        if has_own_memory(self.device):
+            torch.accelerator.reset_peak_memory_stats(self.device)
             self.kind = "device"
         else:
             try:
@@ -122,7 +125,7 @@ class PeakMemory:
 
     def __exit__(self, *_: object) -> None:
         if self.kind == "device":
-            self.bytes = accelerator(self.device).max_memory_allocated(self.device)
+            self.bytes = torch.accelerator.max_memory_allocated(self.device)
         elif self.kind == "process":
             line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
             self.bytes = int(line.split()[1]) * 1024 if line else None

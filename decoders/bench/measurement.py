@@ -1,7 +1,7 @@
 """Interleaved measurement: the compared methods take turns, in an order that rotates.
 
-They take turns because a machine's speed changes by the minute. The order rotates because a method that always follows the same
-other method would inherit its caches.
+They take turns because a machine's speed changes by the minute. The order rotates, so that no method
+always runs on the caches that the same predecessor leaves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .workloads import Workload
 T = TypeVar("T")
 #: Share of a run's seconds after which no warm-up begins.
 WARM_UP = 0.5
-#: Called with what begins and the expected remaining seconds, which are infinite at first.
+#: Called with what begins and the expected remaining seconds, infinite until they can be estimated.
 Progress = Callable[[str, float], None]
 
 
@@ -36,9 +36,9 @@ class Measurement:
     Attributes:
         workload: the workload's name.
         repeat: number of the round.
-        position: place in that round's order.
-        seconds: of the whole call without `compile_seconds`.
-        compile_seconds: spent on compiling.
+        position: the method's place in the order of its turn.
+        seconds: seconds of the whole call without `compile_seconds`.
+        compile_seconds: seconds spent on compiling.
         compilations: graphs compiled.
         new_tokens: number of new tokens in all rows.
         first_token: from the start of a call to its first token, measured in a separate call that ends there.
@@ -89,12 +89,12 @@ class WarmupCost:
     """The first two calls.
 
     Attributes:
-        first_call: seconds of the first.
-        second_call: seconds of the second.
-        compile_seconds: spent on compiling in the first.
-        compilations: graphs compiled in the first.
-        second_compilations: graphs compiled in the second.
-        peak_memory: bytes; None if the system does not report them.
+        first_call: seconds of the first call.
+        second_call: seconds of the second call.
+        compile_seconds: seconds spent on compiling in the first call.
+        compilations: graphs compiled in the first call.
+        second_compilations: graphs compiled in the second call.
+        peak_memory: peak memory in bytes; None if the system does not report it.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
         cache_bytes: size of the loop's key-value cache.
         first_token: seconds from the start of the first call to its first token, compilation included.
@@ -170,7 +170,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def rotation(items: Sequence[T], turn: int) -> list[T]:
-    """`items` rotated by `turn` places, in odd rounds backwards, so that no item always follows the same other."""
+    """`items` rotated by `turn` places, and reversed in every second round, so that no item always follows the same other item."""
     if not items:
         return []
     order = deque(items)
@@ -191,13 +191,13 @@ def measure(
     seconds: float | None = None,
     measured: Callable[[list[Competitor]], None] = lambda entries: None,
 ) -> list[Competitor]:
-    """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
+    """Calls :func:`warm_up`, then :func:`take_turns`, on workloads of one batch size, and returns the measured methods.
 
     A method that raises is not called again, and its entry has the reason. `progress` is called before every call.
 
     Args:
-        seconds: duration of the run, compiling included. Methods whose warm-up would begin in its second half are skipped, and no
-            prompt begins after its end. The baseline, one strategy and one prompt are always measured.
+        seconds: duration of the run, compiling included. Methods whose warm-up would begin in the second half of this time are
+            skipped, and no call begins after this time. The baseline, one strategy and one prompt are always measured.
         measured: called after each prompt that every method has decoded, with the entries so far.
 
     Raises:
@@ -247,7 +247,7 @@ def warm_up(
     rounds: float = 0.0,
     deadline: float | None = None,
 ) -> list[Competitor]:
-    """Two calls of every method on the first workload, in which methods compile and memory is measured.
+    """Makes two calls of every method on the first workload. In these calls methods compile, and memory is measured.
 
     Args:
         rounds: number of rounds that follow, to estimate the remaining seconds.
@@ -261,7 +261,7 @@ def warm_up(
     warmed, taken = list[Competitor](), dict[bool, list[float]]()
     for number, entry in enumerate(entries):
         needed = not number or (entry.method.ours and not any(other.method.ours for other in warmed))
-        late = deadline is not None and time.monotonic() > deadline and not needed
+        late = _late(deadline) and not needed
         entry.reason = entry.method.skip_reason(entry.rows) or ("no time was left for it: --seconds" if late else "")
         entry.status = "skipped" if entry.reason else "ok"
         coming = [other.method.ours for other in entries[number:]]
@@ -288,37 +288,40 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """One untimed call per workload, whose text is compared and which fills caches for its shape; then `repeats` timed rounds over
-    all workloads, each with another order of the methods.
+    """Makes one untimed call of each method per workload, whose text is compared and which fills caches for the workload's shape;
+    then `repeats` timed rounds over all workloads, each with another order of the methods.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.
         checks: whether to make the untimed calls; otherwise the texts of the first round are compared.
-        deadline: by ``time.monotonic``; after it no round but the first begins.
-        by_prompt: whether the deadline also ends the first round, after a prompt.
+        deadline: by ``time.monotonic``; no round after the first begins that would end later.
+        by_prompt: whether the deadline also ends the first round and its untimed calls, after the first prompt, and later rounds.
         measured: called when all methods have decoded a prompt in a round.
 
     Returns:
         The number of rounds.
     """
-    pace = Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks)
+    pace, began = Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks), time.monotonic()
     forget(entries)
-    for workload in workloads if checks else ():
+    for number, workload in enumerate(workloads if checks else ()):
+        if by_prompt and number and _late(deadline, 2 * (time.monotonic() - began) / number):
+            workloads = workloads[:number]
+            break
         for entry in entries:
             progress(f"{entry.method.name} · check", pace.left())
             with pace.check(entry, workload):
                 _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
     turn = 0
     for repeat in range(repeats):
-        if repeat and deadline is not None and time.monotonic() > deadline:
+        if repeat and _late(deadline, pace.round()):
             return repeat
         forget(entries)
         for workload in workloads:
-            if by_prompt and turn and deadline is not None and time.monotonic() > deadline:
-                for entry in entries if repeat else ():  # only complete rounds count
-                    entry.samples = [sample for sample in entry.samples if sample.repeat < repeat]
-                return repeat
             for position, entry in enumerate(rotation(entries, turn)):
+                if by_prompt and turn and _late(deadline):
+                    for other in entries if repeat else ():  # incomplete rounds do not count
+                        other.samples = [sample for sample in other.samples if sample.repeat < repeat]
+                    return repeat
                 progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())
                 with pace.sample(entry, workload):
                     _attempt(
@@ -327,6 +330,11 @@ def take_turns(
             turn += 1
             measured()
     return repeats
+
+
+def _late(deadline: float | None, needed: float = 0.0) -> bool:
+    """Whether what takes `needed` seconds would end after `deadline`."""
+    return deadline is not None and time.monotonic() + needed > deadline
 
 
 def forget(entries: Sequence[Competitor]) -> None:

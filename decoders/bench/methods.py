@@ -1,4 +1,4 @@
-"""The methods that are measured, behind one call: our strategies, and transformers' own ways of generating."""
+"""The methods that are measured, as objects of one class: our strategies, and transformers' own ways of generating."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..enabling import enable
 from ..errors import SettingsError, UnknownNameError, canonical
 from ..registry import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..settings import RuntimeSettings, load_settings
-from ..strategies.synthetic import Synthetic
+from .synthetic import Synthetic
 from .variants import Variant, assistant_tokens, parse
 
 #: transformers' generate with its dynamic cache: the baseline of all ratios, and of "identical" in greedy runs.
@@ -24,7 +24,7 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Settings on which an engine depends. A model has one engine, and one for each of its draft models.
+#: Settings that an engine cannot change. A model has only one engine, so other values of these settings need a twin of the model.
 OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"
@@ -68,12 +68,12 @@ class EngineOutput:
     steps: int | None = None
 
 
-#: Called with each row's new tokens of a step; returns whether to continue.
+#: Called with the newest token of each row; returns whether to continue.
 OnTokens = Callable[[list[int]], bool]
 
 
 class Engine(Protocol):
-    """Another engine, which decodes greedily and reads its prompts anew in every call."""
+    """Another engine, which decodes greedily and prefills all prompts in full in every call."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
@@ -81,7 +81,7 @@ class Engine(Protocol):
         """Generates at most `new_tokens` tokens for each of `prompts`."""
 
     def close(self) -> None:
-        """Frees its memory."""
+        """Frees the engine's memory."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class Method:
         one_row_only: why it cannot run on batches; "" if it can.
         sampling: how tokens are drawn; None: greedy.
         verifier: name of the verifier; "" for transformers' methods.
-        coupled: whether that verifier makes every strategy draw the same tokens from the same seed.
+        coupled: whether the verifier makes every strategy draw the same tokens from the same seed.
         grammar: the grammar of the text, as written; "" without one.
         assistant: transformers' assistant model.
         assistant_config: fields of the assistant's generation config during a call.
-        engine: another engine that decodes instead of `model`, whose stop tokens and sizes are used.
-        weights: number format of that engine's matrices.
-        bits: bits per weight in that engine.
+        engine: another engine that decodes in place of `model`. Stop tokens and sizes are still read from `model`.
+        weights: number format of the other engine's matrices.
+        bits: bits per weight in the other engine.
     """
 
     name: str
@@ -139,20 +139,16 @@ class Method:
         return "n/a" if not self.ours else "same distribution" if self.exact else "other distribution"
 
     def in_round(self, repeat: int) -> Self:
-        """The method with a round's seed: each round draws other tokens, the same for all methods that draw from the seed."""
+        """The method with the seed of a round, from which all methods draw the same tokens; every round has another seed."""
         if self.sampling is None or not repeat:
             return self
         return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + repeat))
 
 
 def transformers_methods(
-    model: PreTrainedModel,
-    draft: PreTrainedModel | None = None,
-    names: Sequence[str] | None = None,
-    dtype: str = "",
-    sampling: Sampling | None = None,
-    tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
-) -> list[Method]:
+    model: PreTrainedModel, draft: PreTrainedModel | None = None, names: Sequence[str] | None = None, dtype: str = "",
+    sampling: Sampling | None = None, tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
+) -> list[Method]:  # fmt: skip
     """transformers' own methods: all that apply, or the methods in `names`. The baseline always comes first.
 
     ``transformers-assisted`` drafts with transformers' defaults; ``transformers-assisted[5]`` drafts five tokens in every step,
@@ -195,7 +191,7 @@ def transformers_methods(
         if tokens is not None:
             if name != ASSISTED:
                 raise SettingsError(f"{text!r}: only {ASSISTED} takes a number of draft tokens")
-            # A threshold above 0 ends drafts early; 0 rather than None, which is filled with transformers' default.
+            # A threshold above 0 ends drafts early. It is not None, because transformers would replace None by its default.
             config = {
                 "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
                 "assistant_confidence_threshold": 0,
@@ -206,34 +202,28 @@ def transformers_methods(
 
 
 def strategy_methods(
-    model: PreTrainedModel,
-    names: Sequence[str] | None = None,
-    draft: PreTrainedModel | None = None,
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-    decoders_config: Mapping[str, Any] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    dtype: str = "",
-    sampling: Sampling | None = None,
+    model: PreTrainedModel, names: Sequence[str] | None = None, draft: PreTrainedModel | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None, decoders_config: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None, dtype: str = "", sampling: Sampling | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
-) -> list[Method]:
+) -> list[Method]:  # fmt: skip
     """Methods for registered strategies: all of them, or the strategies in `names`. Enables `model`.
 
-    A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
-    them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier;
-    with ``memory=true`` strategies keep what they learn from one prompt of a round to the next; ``weights=int4`` and
-    ``kv_cache=int8`` are the number formats of the target and its cache, ``draft_weights=int8`` that of the draft model, on a twin of
-    `model` that shares its parameters.
-    Every call reads its prompt anew, unless `decoders_config` says otherwise. ``a+b`` merges, each part with
-    brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
+    A name may have settings, ``speculative[length=2]``, and occur several times with different settings. ``a+b`` merges strategies,
+    each with brackets of its own. Some keys in brackets are not settings of the strategy: ``verifier=…`` names a verifier;
+    ``grammar=…`` names a grammar of the library or a file; ``compile=false`` measures the uncompiled tier; with ``memory=true``,
+    strategies keep what they learn from one prompt of a round to the next; ``weights=int4``, ``kv_cache=int8`` and
+    ``draft_weights=int8`` set number formats, on a twin of `model` that shares its parameters. Every call prefills its whole prompt,
+    unless `decoders_config` says otherwise. When sampling, plain decoding comes first: the other methods are compared with it.
 
     Args:
         settings: settings by strategy name, for all its variants; settings in brackets take precedence.
         decoders_config: settings of the loop for every call, for instance ``{"compile": False}``.
         assistant_tokenizer: the tokenizer of a draft model with another vocabulary.
 
-        Raises:
-            UnknownNameError, PluginError: the strategy was not found.
-            SettingsError: the setting does not exist, or `settings` names a strategy that is not measured.
+    Raises:
+        UnknownNameError, PluginError: the strategy was not found.
+        SettingsError: the setting does not exist, or `settings` names a strategy that is not measured.
     """
     enable(model, tokenizer)
     settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}
@@ -263,7 +253,7 @@ def strategy_methods(
 
 
 def synthetic_methods(model: PreTrainedModel, acceptances: Sequence[str], **options: Any) -> list[Method]:
-    """Made-up drafters (:class:`~decoders.strategies.synthetic.Synthetic`), one for each acceptance rate in `acceptances`.
+    """Made-up drafters (:class:`~decoders.bench.synthetic.Synthetic`), one for each acceptance rate in `acceptances`.
 
     Args:
         options: arguments of :func:`strategy_methods`.
@@ -321,17 +311,17 @@ def _method(
         variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
     )
     verifier = resolve_verifier(verifier_name)
-    # Every repeat has the same prompt. Kept keys and values would make reading it free, and a strategy that had learned from the
-    # last repeat would know the answer.
+    # Every repeat has the same prompt. With the keys and values of the last repeat, the prefill would be free; with what a strategy
+    # learned in the last repeat, it would know the answer.
     loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:
         arguments["strategy_config"] = config
-    # Asked of the instance, since a strategy with a draft_model setting needs no assistant.
     if variant.grammar:
         arguments["grammar"] = named_grammar(variant.grammar)
     elif resolved is not None and resolved.needs_grammar:
         impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
+    # Read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
     takes = resolved.takes_assistant if resolved else any(cls.takes_assistant for cls in classes)
     if needs or (takes and draft is not None):

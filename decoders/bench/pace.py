@@ -20,22 +20,22 @@ class Competitor(Protocol):
 
     @property
     def warmup(self) -> Any:
-        """The times of its first calls (:class:`~decoders.bench.measurement.Warmup`); None before them."""
+        """The times of its first two calls (:class:`~decoders.bench.measurement.WarmupCost`); None before these calls."""
 
 
-#: Assumed share of a call's time until its first token, until some were timed.
+#: Share of a call's time before its first token, assumed while no call was timed.
 FIRST_TOKEN = 0.25
 
 
 def expected(
     warmed: Sequence[Competitor], taken: Mapping[bool, Sequence[float]], coming: Sequence[bool], texts: float
 ) -> float:
-    """Expected seconds of a run, compiling included. A coming method is assumed to take as long as the finished methods of its kind
-    (ours, or not).
+    """Expected seconds of a run, compiling included. A method whose warm-up is yet to come is assumed to take as long as the finished
+    methods of its kind (ours, or transformers').
 
     Args:
         taken: durations of the warm-ups so far, by whether the method is ours.
-        coming: for each method that is not warmed up yet whether it is ours.
+        coming: for each method without a warm-up so far, whether it is ours.
         texts: number of texts that each method writes after its warm-up.
     """
     if not all(ours in taken for ours in coming):
@@ -46,10 +46,10 @@ def expected(
 
 
 class Pace:
-    """The remaining time of a run, assuming that a prompt takes a method as long in every round as in the round before.
+    """Estimates the remaining time of a run. A prompt is assumed to take a method as long in every round as in the round before.
 
     Args:
-        sample: assumed ratio of a timed call's seconds to an untimed call's, until some were timed.
+        sample: assumed ratio of a timed call's seconds to an untimed call's, used until the first timed call.
         checks: whether there are untimed calls.
     """
 
@@ -73,10 +73,15 @@ class Pace:
         self.samples[key] = time.perf_counter() - began
         self.rounds[key] -= 1
 
+    def round(self) -> float:
+        """Expected seconds of another round."""
+        going = {id(entry) for entry in self.entries if entry.status == "ok"}
+        return sum(seconds for (entry, _), seconds in self.samples.items() if entry in going)
+
     def left(self) -> float:
         """Expected seconds until the end."""
         going = {id(entry): entry for entry in self.entries if entry.status == "ok"}
-        # A prompt may be longer than the warm-up's.
+        # Prompts may be longer than the warm-up's prompt, so the warm-up's times are scaled by those of calls on other prompts.
         once = self.checks if self.checked else self.samples
         known = [(once[key], self._warm(going[key[0]])) for key in once if key[0] in going]
         scale = sum(check for check, _ in known) / max(sum(warm for _, warm in known), 1e-9) if known else 1.0

@@ -48,7 +48,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure = figure_of(figsize=(8, sum(0.32 * n + 0.9 for n in heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (title, members) in zip(axes, panels, strict=True):
-        speeds = [r.tokens_per_second for r in members if r.tokens_per_second is not None]  # all: see `usable`
+        speeds = [r.tokens_per_second for r in members if r.tokens_per_second is not None]  # none is dropped
         medians = [s.median for s in speeds]
         whiskers = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
         colours = ["#2a6fbb" if r.ours else "#9a9a9a" for r in members]

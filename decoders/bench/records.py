@@ -1,4 +1,4 @@
-"""One line per method, dtype, batch size and kind of prompt, made from the samples."""
+"""Records: the figures of one method, dtype, batch size and kind of prompt, made from the samples."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ class Record:
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
-        baseline: the method that the tokens were compared with: transformers; when sampling, or with a grammar, our plain decoding
+        baseline: the method that the tokens were compared with: transformers; or, when sampling or with a grammar, our plain decoding
             if it was measured.
-        difference: where they first differ.
+        difference: where the tokens first differ from the baseline's.
         leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
         compared: number of the baseline's new tokens.
         looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`), which flatters methods
             that draft from the text so far.
-        incomparable: what holds instead if the tokens need not be equal ("same distribution").
+        incomparable: what holds instead if the tokens need not be equal, such as "same distribution"; "" if they must be equal.
         verifier: name of the verifier; "" for transformers' methods.
-        tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over
-            all prompts of the kind.
-        ratio: tokens per second over the baseline's in the same repeat.
+        tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over all
+            prompts of the kind.
+        ratio: tokens per second divided by the baseline's in the same repeat.
         plain_ratio: tokens per second over our plain decoding's, if that was measured.
         first_token: seconds to the first token, the mean over prompts of each repeat.
-        accepted_length: tokens per row and step, 1 for plain decoding; for our strategies over all repeats, for transformers over
-            one call per prompt.
+        accepted_length: mean tokens per row and step, 1 for plain decoding. Our strategies: the mean of all repeats; transformers:
+            that of one call per prompt.
         draft_passes: forward passes per step of the models that draft for the target.
         outside_core: share of the step outside forward, verification and commit.
-        overhead: share outside the forward passes of target and draft models.
+        overhead: share of the step outside the forward passes of target and draft models.
         stages: one entry per draft model, see :class:`StageFigures`.
         step_ms: the parts of a step.
         first_call: seconds of the first call, on one prompt of the run.
         second_call: seconds of the second call, on the same prompt.
-        compile_seconds: spent on compiling in the first call.
+        compile_seconds: seconds spent on compiling in the first call.
         compilations: graphs compiled in the first call.
         recompilations: graphs compiled in all later calls.
-        peak_memory: bytes.
+        peak_memory: peak memory in bytes.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
         cache_bytes: size of the loop's key-value cache.
         weight_bytes: bytes of the target's weights that one step reads.
@@ -79,15 +79,15 @@ class Record:
         random_weights: whether the model is a shape, whose acceptance means nothing.
         scaled: ``cost-scaled to 0.49B`` where a small model was padded to that size, else "".
         engine: name of another engine; "" for transformers and for our strategies.
-        weights: number format of that engine's matrices.
-        prompt_tokens: number of tokens in the median prompt.
-        prefill: seconds of reading it.
+        weights: number format of the other engine's matrices.
+        prompt_tokens: median number of tokens of the prompts.
+        prefill: seconds of the prefill.
         compiled_share: share of the steps that ran compiled.
         cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
-        memory_added: bytes by which the first two calls made the process larger; memory that all methods share is counted for the
-            first.
-        pack_seconds: of the first call, see :class:`~decoders.report.Timings`.
-        background_seconds: of the first call, see :class:`~decoders.report.Timings`.
+        memory_added: bytes by which the first two calls made the process larger. Memory that all methods share is counted for the
+            first method.
+        pack_seconds: ``timings.pack`` of the first call (:class:`~decoders.report.Timings`).
+        background_seconds: ``timings.background`` of the first call.
         temperature: temperature of the sampling; 0: greedy.
         bandwidth_fraction: bytes of the target's weights per second of the core (for transformers: of the step), relative to the
             measured copy bandwidth. Above 1 the weights stay in a cache.
@@ -151,17 +151,17 @@ class Record:
         return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """The record as JSON-safe data."""
         return asdict(self)
 
 
 def waiting(records: Sequence[Record]) -> float:
-    """Median share of the time of our calls' steps that waited for processors (:attr:`Report.waiting`); 0 without such calls."""
+    """The median of :attr:`Report.waiting`, the share of a step's time that waited for processors, over our calls; 0 without calls."""
     return median([sample.waiting for r in records if r.ours for sample in r.samples] or [0.0])
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """`records`, without ratios if steps waited for more than half of their time, and a warning about that, else ""."""
+    """`records` and ""; or, if steps waited for more than the share `BUSY` of their time, `records` without ratios, and a warning."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (
@@ -210,13 +210,10 @@ def _entry_of(entry: Competitor, entries: Sequence[Competitor], name: str, gramm
 
 
 def _record(
-    entry: Competitor,
-    kind: str,
-    speed_baseline: Competitor | None,
-    token_baseline: Competitor | None,
+    entry: Competitor, kind: str, speed_baseline: Competitor | None, token_baseline: Competitor | None,
     bandwidth: float | None,
-) -> Record:
-    """The record of an entry for one kind of prompt. The ratio refers to `speed_baseline`, "identical" to `token_baseline`."""
+) -> Record:  # fmt: skip
+    """The record of an entry for one kind of prompt. Speed is compared with `speed_baseline`, tokens with `token_baseline`."""
     method = entry.method
     record = Record(
         method.name, method.dtype, entry.rows, kind, entry.status, entry.reason, method.ours,

@@ -1,4 +1,4 @@
-"""Detecting text that loops: tokens that repeat a passage for the second time or more."""
+"""Detects text that loops: tokens that repeat a passage for the second time or more."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 #: Longest passage whose repetition is looked for, in tokens.
 LONGEST_PERIOD = 64
-#: Shorter repetitions are no loop whatever their period: `((((` and `1, 1, 1` are text.
+#: Repetitions of at most this number of tokens are no loop, whatever their period: `((((` and `1, 1, 1` are text.
 SHORTEST_LOOP = 8
 
 
 def in_loops(ids: Tensor) -> Tensor:
     """Which tokens of `ids` ``[..., T]`` int64 are part of a loop, ``[..., T]`` bool.
 
-    A token is if it and those before it equal the tokens one period earlier, for more than a whole period and for more than
-    :data:`SHORTEST_LOOP` tokens. So the first repetition of a passage does not count, since code repeats itself on purpose; all
-    tokens from the second repetition on do.
+    A token is part of a loop if it and the tokens before it equal the tokens one period earlier, for more than a whole period and
+    for more than :data:`SHORTEST_LOOP` tokens. So the first repetition of a passage does not count, since code repeats itself on
+    purpose; all tokens from the second repetition on do.
     """
     looping = torch.zeros_like(ids, dtype=torch.bool)
     for period in range(1, min(LONGEST_PERIOD, ids.shape[-1] - 1) + 1):

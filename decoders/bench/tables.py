@@ -26,8 +26,8 @@ SHORT_NAME, GAP = 26, 2
 
 
 def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
-    """A table with a line for each method, in sections by heading, and notes why methods are absent or differ. It fits into 80
-    columns.
+    """A table with a line for each method, in sections by heading, and notes that say why figures are missing or where outputs differ.
+    It fits into 80 columns.
     """
     table = plain_table("", "tokens/s", "ratio", "tok/step", "identical")
     for heading, records in sections.items():
@@ -52,7 +52,7 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """The methods of a run, grouped by model; the heading is empty for a single unchanged model."""
+    """The records of each group by the group's heading, which is empty for a single group whose model was not scaled."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}
@@ -116,7 +116,7 @@ def suite_table(together: Sequence[Record], records: Sequence[Record]) -> Table:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Per model, dtype, batch size and kind of prompt: speed, the parts of a step, draft models if any, start-up and memory."""
+    """Tables per model, dtype, batch size and kind of prompt: speed, parts of a step, draft models if any, start-up and memory."""
     result = []
     for group, kind in dict.fromkeys((r.group, r.kind) for r in records):
         members = [r for r in records if (r.group, r.kind) == (group, kind)]
@@ -148,7 +148,7 @@ def loops(records: Sequence[Record]) -> str:
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """Medians with the range over the repeats, whether the output equals the baseline's, and why figures are missing."""
+    """A table of medians with the range over the repeats; says whether outputs equal the baseline's, and why figures are missing."""
     drafted = any(r.draft_passes is not None for r in records)
     columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
     table = plain_table(title, *columns)
@@ -182,7 +182,7 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def stage_table(records: Sequence[Record], title: str = "") -> Table:
-    """The work of the draft models per target step; a draft model's drafter follows it, indented."""
+    """The work of the draft models per target step. A model that drafts for a draft model follows that model, indented."""
     table = plain_table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
     for r in records:
         for stage in r.stages:
@@ -195,7 +195,7 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """First and second call, their first tokens, compiled share, memory. Memory that all strategies share is counted for the first."""
+    """First tokens, first and second call, compiling, memory. Memory that all methods share is counted for the first method."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)
@@ -214,7 +214,7 @@ def plain_table(title: str, *columns: str) -> Table:
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", overflow="fold", min_width=SHORT_NAME, max_width=NAME_WIDTH)
     for column in columns:
-        table.add_column(column, justify="right", overflow="fold")  # a cut figure would be wrong
+        table.add_column(column, justify="right", overflow="fold")  # a truncated figure would be wrong
     return table
 
 
@@ -244,7 +244,7 @@ def identical(record: Record) -> Text:
         return Text(record.incomparable or "?", style="dim")
     if record.identical:
         return Text("yes", style="green")
-    # Other engines round in another order, so the share of equal tokens is shown.
+    # Other engines round in another order, so the number of tokens before the first difference is shown, too.
     far = f", {record.leading} of {record.compared}" if record.engine else ""
     return Text(f"no{far}", style="red" if record.exact else "yellow")
 
@@ -255,7 +255,7 @@ def ratio_style(ratio: Spread | None) -> str:
 
 
 def ranged(spread: Spread | None, form: str, style: str = "") -> Text:
-    """The median and, dimmed, the smallest and largest of the repeats."""
+    """The median, and, dimmed, the smallest and the largest value of the repeats."""
     if spread is None:
         return Text("")
     if spread.low == spread.high:
@@ -274,7 +274,7 @@ def milliseconds(spread: Spread | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes as MiB."""
+    """A number of bytes as a text in MiB; "" for None."""
     return "" if count is None else f"{count / 2**20:.0f} MiB" if count >= 10 << 20 else f"{count / 2**20:.1f} MiB"
 
 

@@ -1,6 +1,6 @@
-"""One timed call of one method, with times of its tokens, its number of steps, and its text, as a streamer sees them.
+"""Makes and times one call of one method. Streamers measure the times of tokens, and count transformers' steps.
 
-The models' configs are not changed.
+After a call, the models' configs are as they were before.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..engine.model.compiled.functions import compilations
-from ..strategies.synthetic import Synthetic
+from ..enabling import graphs_compiled
 from .machine import synchronize
 from .methods import PLAIN, Method
+from .synthetic import Synthetic
 from .workloads import Workload
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class TimedCall:
     Attributes:
         sequences: ``[B, P + new]``.
         seconds: wall time, compilation included.
-        compile_seconds: spent on compiling.
+        compile_seconds: seconds spent on compiling.
         compilations: graphs that were compiled.
         report: the loop's report; None for transformers.
         steps: passes of the target, if another engine reports them.
@@ -77,14 +77,14 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
         torch.manual_seed(sampling.seed)
     if streamer is not None:
         arguments["streamer"] = streamer
-    # Methods of transformers bypass our `generate`, whose default strategy may be set in the environment.
-    loaded: Any = model  # the declared type has no `generate`; the class of the loaded model has
+    # Calls of transformers bypass our `generate`, for which the environment may set a default strategy.
+    loaded: Any = model  # the declared type lacks `generate`, which the loaded model's class has
     generate = loaded.generate if method.ours else type(loaded).generate.__get__(loaded)
     drafter = arguments.get("strategy")
     if isinstance(drafter, Synthetic):
         _rehearse(drafter, generate, arguments)
     with lent_configs(method), _unwarned(method):
-        graphs = compilations()
+        graphs = graphs_compiled()
         synchronize(model.device)
         started = time.perf_counter()
         output = generate(**arguments)
@@ -92,7 +92,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
         seconds = time.perf_counter() - started
     report = output.report if method.ours else None
     compiling = report.timings.compile if report is not None else 0.0
-    return TimedCall(output.sequences.cpu(), seconds, compiling, compilations() - graphs, report)
+    return TimedCall(output.sequences.cpu(), seconds, compiling, graphs_compiled() - graphs, report)
 
 
 def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[
 
 
 def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:
-    """A call of another engine, with rows padded as ours. An exception of the streamer ends the call and is raised again."""
+    """A timed call of another engine. Rows are padded as in our calls. An exception of the streamer ends the call and is raised."""
     assert method.engine is not None
     ids, mask = workload.input_ids, workload.attention_mask
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
@@ -142,10 +142,10 @@ def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, strea
 
 @contextlib.contextmanager
 def lent_configs(method: Method) -> Iterator[None]:
-    """Replaces both models' generation configs by copies during a call of transformers.
+    """Replaces the generation configs of target and assistant by copies during a call of transformers.
 
     transformers reads the number of draft tokens from the assistant's config, not from the call, and its heuristic schedule writes
-    the last number there. Later calls, of other methods, too, would start from that number.
+    the last number there. Without copies, later calls of this and other methods would start from that number.
     """
     models = [] if method.ours else [m for m in (method.model, method.assistant) if m is not None]
     own_configs = [m.generation_config for m in models]
@@ -187,7 +187,7 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """The number of rows of the input embedding, or the vocabulary size of the model's config if that is smaller."""
+    """The number of rows of the input embedding; for a cost-scaled model, the number of rows before it was scaled."""
     if own := getattr(model.config, "cost_scaled_vocabulary", None):
         return int(own)
     embedding: Any = model.get_input_embeddings()
@@ -200,8 +200,8 @@ Decode = Callable[..., TimedCall]
 class PutCounter(BaseStreamer):
     """Counts transformers' forward passes of the target: one `put` for each pass, however many tokens it commits.
 
-    Assisted generation drafts before its first pass, which also reads the prompt, and a `put` ends with the stop token or the last
-    requested token. So tokens per `put` are comparable with our tokens per step.
+    Assisted generation drafts before its first pass, which is also the prefill, and its last `put` ends with the stop token or the
+    last requested token. So tokens per `put` are comparable with our tokens per step.
     """
 
     def __init__(self) -> None:
@@ -216,9 +216,7 @@ class PutCounter(BaseStreamer):
 
 @contextlib.contextmanager
 def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
-    """Counts the forward passes of transformers' assistant in the list's only entry. The pass that reads the prompt also drafts,
-    and is counted.
-    """
+    """Counts the forward passes of transformers' assistant, in the list's only entry. The prefill also drafts, so it is counted."""
     count = [0]
     if model is None:
         yield count
@@ -235,7 +233,7 @@ def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
 
 
 class _FirstToken(Exception):
-    """A streamer that ends a call at its first token."""
+    """Raised by a streamer, to end a call at its first token."""
 
 
 class _UntilFirstToken(BaseStreamer):
@@ -254,7 +252,7 @@ class _UntilFirstToken(BaseStreamer):
 def first_token(method: Method, workload: Workload, new_tokens: int, decode: Decode = decode) -> float | None:
     """Seconds from the start of a call to its first token; None if there is no token.
 
-    On some devices transformers passes tokens to the streamer one step late; its figure then includes this step.
+    On some devices, transformers passes tokens to the streamer one step late. The time for transformers then includes this step.
     """
     device = method.model.device
     synchronize(device)
@@ -269,7 +267,7 @@ def first_token(method: Method, workload: Workload, new_tokens: int, decode: Dec
 
 
 def written(method: Method, workload: Workload, sequences: Tensor) -> list[list[int]]:
-    """New tokens per row, up to and including the stop token. Without a stop token padding looks like text and is counted."""
+    """New tokens per row, up to and including the stop token. If the model has no stop token, padding is counted as text."""
     stops = set(stop_tokens(method.model))
     rows = []
     for row in sequences[:, workload.input_ids.shape[1] :].tolist():

@@ -34,10 +34,10 @@ class Variant:
     Attributes:
         parts: names as written.
         brackets: the text in each part's brackets, "" without.
-        settings: by part, nested as in ``strategy_config``.
-        verifier: named in the brackets, if any.
-        grammar: named in the brackets, if any.
-        loop: settings of the loop given in the brackets, keys of :data:`LOOP`.
+        settings: settings by part, nested as in ``strategy_config``.
+        verifier: the verifier's name in the brackets; None without.
+        grammar: the grammar's name in the brackets; None without.
+        loop: settings of the loop in the brackets, by keys of :data:`LOOP`.
     """
 
     parts: tuple[str, ...]
@@ -54,10 +54,10 @@ class Variant:
 
 
 def split(text: str, separator: str = ",") -> list[str]:
-    """`text` at every `separator` outside brackets and quotes; empty pieces are left out.
+    """Splits `text` at every `separator` outside brackets and quotes. Empty pieces are left out.
 
     Raises:
-        SettingsError: brackets that do not match.
+        SettingsError: the brackets do not match.
     """
     pieces: list[str] = []
     closing: list[str] = []
@@ -84,7 +84,7 @@ def bracketed(text: str) -> tuple[str, str | None]:
     """Splits a name from the text in its brackets, which is None without brackets.
 
     Raises:
-        SettingsError: text behind the brackets, or no name before them.
+        SettingsError: there is text behind the brackets, or no name before them.
     """
     name, opened, inside = text.partition("[")
     if not opened:
@@ -95,12 +95,12 @@ def bracketed(text: str) -> tuple[str, str | None]:
 
 
 def parse(text: str) -> Variant:
-    """``speculative[length=2,verifier=block]``, or parts merged with ``+``, each with brackets of its own.
+    """Parses ``speculative[length=2,verifier=block]``, or several such parts that are merged with ``+``.
 
     Values are parsed as in ``--set``: JSON, or else the text itself.
 
     Raises:
-        SettingsError: malformed, or two verifiers, grammars or values of a setting of the loop.
+        SettingsError: `text` is malformed, or has two verifiers, two grammars, or two values of a setting of the loop.
     """
     parts, brackets = [], []
     whole_tree: dict[str, list[Any]] = {key: [] for key in (VERIFIER, GRAMMAR, *LOOP)}
@@ -143,7 +143,7 @@ def assistant_tokens(text: str) -> tuple[str, int | None]:
     """The name of one of transformers' methods, and the number in its brackets, as in ``transformers-assisted[5]``.
 
     Raises:
-        SettingsError: brackets without a positive number in them.
+        SettingsError: the brackets do not hold a positive number.
     """
     name, inside = bracketed(text)
     if inside is None:

@@ -30,7 +30,7 @@ class Verdict:
         tokens_per_second, ratio: speed and ratio to transformers, over all prompts.
         by_kind: the median ratio for each kind of prompt.
         arguments: arguments of ``generate``.
-        text: a sentence.
+        text: the recommendation, in a sentence.
     """
 
     model: str
@@ -46,16 +46,16 @@ class Verdict:
 
     @property
     def group(self) -> tuple[str, str, int, float]:
-        """As :attr:`~decoders.bench.Record.group`."""
+        """The key of the compared methods; see :attr:`~decoders.bench.Record.group`."""
         return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """The verdict as JSON-safe data."""
         return asdict(self)
 
     @property
     def code(self) -> str:
-        """The call to paste."""
+        """The recommended call of ``generate``, as code."""
         return "".join(
             ["model.generate(**inputs", *(f", {key}={_shown(value)}" for key, value in self.arguments.items()), ")"]
         )
@@ -78,7 +78,7 @@ def pooled(records: Sequence[Record]) -> dict[tuple[str, str, int, float], list[
 
 
 def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> Record:
-    """One record per method from its records by kind. every: the samples of each method."""
+    """One record over all kinds of prompt, from a method's `records` by kind. every: the samples of each method."""
     first, samples = records[0], every[records[0].method]
     if len(records) == 1 or not samples:
         return first
@@ -87,7 +87,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
     theirs, plain = every.get(BASELINE, []), every.get(PLAIN, [])
     return replace(
         first, kind="all", samples=samples, tokens_per_second=Spread.of(list(per_repeat(samples).values())),
-        ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # a busy machine's were left out
+        ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # none on a busy machine
         plain_ratio=None if all(r.plain_ratio is None for r in records) else ratio(samples, plain),
         identical=all(compared) if compared else None, difference=next((r.difference for r in records if r.difference), ""),
         leading=sum(r.leading or 0 for r in records), compared=sum(r.compared or 0 for r in records),
@@ -96,7 +96,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
 
 
 def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
-    """A verdict for every group in which one of our methods was measured. near: see :data:`NEAR`."""
+    """A verdict for every group in which at least one of our methods was measured. near: see :data:`NEAR`."""
     result = []
     for group, methods in pooled(records).items():
         usable = [
@@ -153,7 +153,7 @@ def _wrong(record: Record) -> bool:
 
 
 def _made_up(record: Record) -> bool:
-    """Whether the drafter was made up (it knew the text), so that it is not for use."""
+    """Whether the drafter was made up: it knew the text before, so nobody can use it."""
     return record.method.startswith("synthetic[")
 
 
@@ -166,7 +166,7 @@ def _times(record: Record) -> str:
 
 
 def times(ratio: float) -> str:
-    """``1.3``, ``17``."""
+    """`ratio` as a text such as ``1.3`` or ``17``."""
     return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
 
 

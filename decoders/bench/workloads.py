@@ -39,7 +39,7 @@ class Workload:
 def workloads(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str, Content]], rows: int = 1
 ) -> list[Workload]:
-    """Workloads of `rows` prompts each from ``(name, kind, text or messages)``; prompts of one kind stay together.
+    """Workloads of `rows` prompts each. texts: ``(name, kind, text or messages)`` of each prompt. No workload mixes kinds.
 
     The last workload of a kind is filled up with the kind's first prompts, so that all workloads have the same number of rows.
     """

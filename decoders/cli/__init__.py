@@ -1,4 +1,4 @@
-"""The command line ``decoders``: its commands by what they are about. Nothing here imports torch before a command needs it."""
+"""The command line ``decoders``: one file for each group of commands. torch is imported only by the commands that need it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from .console import plain_console
 INSTEAD = {
     "--num-beams": "No strategy does beam search; transformers' own generate, without strategy=, does",
     "--do-sample": "--temperature 1 samples; without it decoding is greedy",
-    "--draft-model": "--assistant names the draft model",
+    "--draft-model": "--assistant names the draft model, of demo, advise and bench --draft",
+    "--assistant": "--draft names the draft model here",
+    "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
 }
-#: Of a command line; typer does not name it.
+#: Click's ``UsageError``, which typer does not export: the base of ``typer.BadParameter``.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(catalogue.ExtensibleGroup):
-    """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, an error of the system with 1."""
+    """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, an OSError with 1."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
         try:
@@ -68,7 +70,7 @@ def _print_error(message: str) -> None:
     _print_line(f"error: {message}", "red")
 
 
-@functools.cache  # Python's own filter lets a text through once for each line of code
+@functools.cache  # prints each text once: Python's own filter would let it through once for each line of code
 def _print_warning(message: str) -> None:
     _print_line(f"warning: {message}", "yellow")
 

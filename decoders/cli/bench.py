@@ -27,7 +27,7 @@ from .models import Device, Threads
 
 
 class BenchGroup(ExtensibleGroup):
-    """``decoders bench MODEL …`` is ``decoders bench --model MODEL …``: a word that is close to no command is a model."""
+    """Reads ``decoders bench MODEL …`` as ``decoders bench --model MODEL …``, if the first word resembles no command."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[MODEL]", "[OPTIONS]", "[COMMAND]"]
@@ -98,7 +98,10 @@ def measure(
         ),
     ] = None,
     prompt_length: Annotated[
-        str | None, typer.Option(help="Prompts of so many random tokens instead, comma-separated. Of shapes: 64.")
+        str | None,
+        typer.Option(
+            help="Prompts of this many random tokens instead of texts, comma-separated. Default with --shape: 64."
+        ),
     ] = None,
     suite: Annotated[
         str | None,
@@ -114,7 +117,7 @@ def measure(
     limit: Annotated[
         int | None,
         typer.Option(
-            "--limit", "--samples", min=1, help="Most prompts of a kind; of a benchmark's category drawn by --seed."
+            "--limit", "--samples", min=1, help="Most prompts of a kind; with --suite of a category, drawn by --seed."
         ),
     ] = 4,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
@@ -122,7 +125,7 @@ def measure(
     device: Device = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Most new tokens per row.")] = 64,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Rounds over all prompts. Default: 5, of a benchmark 1.")
+        int | None, typer.Option(min=1, help="Rounds over all prompts. Default: 5, with --suite 1.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sample; 0 is greedy, the default.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
@@ -158,7 +161,7 @@ def measure(
     """Measures strategies and transformers' own methods side by side, and prints a table and what to use.
 
     Args:
-        subjects: how models are loaded and what else is measured on them; None: as :class:`~decoders.cli.bench_run.Subjects` says.
+        subjects: loads the models and adds methods; None: the default :class:`~decoders.cli.bench_run.Subjects`.
     """
     batches = numbers(batch)
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")
@@ -192,7 +195,7 @@ def measure(
     if "all" in named and len(named) > 1:
         raise SettingsError(f"--baseline {','.join(named)}: all stands for every baseline, so name it alone")
     names = bench_run.checked_strategies(strategies, of_shapes, tiers)
-    if suite is not None and names is not None:  # the speed-up refers to plain decoding
+    if suite is not None and names is not None:  # speed-ups of a suite are relative to plain decoding
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
@@ -207,7 +210,7 @@ def measure(
         repeats=repeats or (5 if suite is None else 1), seconds=seconds,
     )  # fmt: skip
     run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())
-    if json_file is not None and str(json_file) != "-":  # an interrupted run shows its results so far
+    if json_file is not None and str(json_file) != "-":  # written during the run, so an interrupted run leaves results
         run.save = partial(write_json, path=json_file)
     run.measure()
     for part in run.tables(details, console.width):

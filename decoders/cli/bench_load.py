@@ -1,4 +1,4 @@
-"""``decoders bench load``: many requests of different lengths."""
+"""``decoders bench load``: measures a load of many requests of different lengths."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .models import Device, Threads, set_aside
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
-    from ..strategies.synthetic import Synthetic
+    from ..bench.synthetic import Synthetic
 
-    #: Prepares a method for a load and the model's dtype; returns a function that decodes the load at each call.
+    #: Prepares a method for a load and the model's dtype. The context's value is a function that decodes a load.
     Opens = Callable[[Sequence[Arrival], str], AbstractContextManager[Callable[[Sequence[Arrival]], LoadResult]]]
 
 CONTINUOUS = "transformers-continuous"
@@ -37,22 +37,22 @@ def measure_load(
     methods: Annotated[
         list[str] | None, typer.Option("--method", help=f"{', '.join(METHODS)}; repeatable. Default: the first three.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many there are.")] = 40,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 40,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the scheduler and of a batch.")] = 8,
     rate: Annotated[
         float | None, typer.Option(min=1e-3, help="Arrivals per second, at random times. Default: all come at once.")
     ] = None,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Median of the new tokens.")] = 28,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Median number of new tokens.")] = 28,
     longest: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 128,
     spread: Annotated[
         float, typer.Option(min=0, help="Standard deviation of the logarithm of the lengths; 0: all lengths are equal.")
     ] = 0.9,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of every method, in turns; the median one counts.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every method, in turns; the median counts.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt.")] = 64,
     within: Annotated[float, typer.Option(min=0, help="Seconds in which a request counts as served in time.")] = 10.0,
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
-    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of lengths and arrivals.")] = 0,
     device: Device = None,
     threads: Threads = None,
     json_file: JsonFile = None,
@@ -76,10 +76,10 @@ def measure_load(
     import decoders
 
     from ..bench.load import arrivals, continuous, in_batches, rehearse, scheduled
+    from ..bench.synthetic import Synthetic
     from ..bench.tables import fitting, load_table
     from ..prompts.reading import INSTRUCTIONS, encode, instructions
     from ..report import Report
-    from ..strategies.synthetic import Synthetic
     from . import models
 
     drafters = [Synthetic.of(text) for text in acceptance or ()]
@@ -91,9 +91,9 @@ def measure_load(
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
     waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
-    # Every prompt is read anew, even if its text is cached.
+    # No request uses keys and values of earlier requests, or what a strategy learned from them.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
-    # Makes the model ready and compiles.
+    # A short load, which makes the model ready and compiles before the measured runs.
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]
     rehearse(loaded, drafters, waves, options)
     ours: list[str | Synthetic | None] = [*named, *drafters]
@@ -140,7 +140,7 @@ def measure_load(
 
 @with_options_of(measure_load, without=["load_model", "others", "facts"])
 def load(**options: Any) -> None:
-    """Measure throughput and waiting times under a load of requests: a scheduler, fixed batches, transformers' own.
+    """Measure throughput and waiting times under a load of requests: in a scheduler, in fixed batches, and in transformers.
 
     Only requested tokens are counted. The prompts are the bench's instructions; there are no stop tokens.
     """

@@ -36,14 +36,14 @@ class Plan:
 
     Attributes:
         subjects: names of models or shapes.
-        of_shapes: whether they are shapes.
+        of_shapes: whether the subjects are shapes.
         draft, assistant_tokenizer, device: the options of these names, for every subject.
         strategies, baselines: names; None for all.
         acceptances: acceptance rates of made-up drafters.
-        strategy_settings: by strategy.
-        loop_settings: settings of the loop from the options.
-        compile, capacity: further settings of the loop.
-        samplings: measured one after the other; None is greedy.
+        strategy_settings: settings of strategies, by strategy.
+        loop_settings: settings of the loop that were given with ``--set``.
+        compile, capacity: settings of the loop that have options of their own.
+        samplings: how tokens are drawn, measured one after the other; None is greedy.
         prompts: names of sets, or a file; None: the sets that suit the tokenizer.
         suite: name of a published benchmark; None: none.
         questions: the benchmark's questions.
@@ -84,7 +84,7 @@ class Plan:
         return {"compile": self.compile} | slots | self.loop_settings
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in the JSON file."""
+        """The plan, as it is written to the JSON file."""
         return {
             "model": None if self.of_shapes else self.subjects[0], "shapes": self.subjects if self.of_shapes else [],
             "draft": self.draft, "scale": None, "beside": [], "new_tokens": self.new_tokens, "repeats": self.repeats,
@@ -109,7 +109,7 @@ def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[st
 
 
 def checked_strategies(strategies: Sequence[str] | None, of_shapes: bool, tiers: bool) -> list[str] | None:
-    """Names of strategies; None for all. tiers: also measure each one uncompiled."""
+    """Names of strategies; None for all. tiers: whether to measure each strategy uncompiled, too."""
     names = pieces(strategies)
     if of_shapes:
         names = names or ["autoregressive", "prompt_lookup"]
@@ -120,7 +120,7 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None, PreTrainedModel 
 
 
 class Subjects:
-    """Loads models and adds further methods. Other packages can override it to measure other models.
+    """Loads models and adds further methods. Other packages can derive from this class to measure other models.
 
     Attributes:
         loaded_as: text shown behind a model's name while it is loaded.
@@ -131,9 +131,9 @@ class Subjects:
     facts: Mapping[str, Any] = {}
 
     def load(self, model: str, draft: str | None, dtype: str, device: str | None) -> Loaded:
-        """Target, tokenizer and draft (the demo's own beside the demo model, else only if named) in `dtype` on `device`.
+        """The target `model`, its tokenizer and its draft model, in `dtype` on `device`.
 
-        Shapes are models too, without a tokenizer.
+        A shape has no tokenizer. If `draft` is None, only the demo model has a draft model.
         """
         tokenizer: PreTrainedTokenizerBase | None = None
         if model in SHAPES:
@@ -153,10 +153,10 @@ class Subjects:
 
 
 def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -> dict[str, PreTrainedTokenizerBase]:
-    """The arguments of ``generate`` for a draft with the tokenizer called `name`; none without a name.
+    """The tokenizer arguments of ``generate`` for a draft model with the tokenizer called `name`; empty if `name` is None.
 
     Raises:
-        ModelLoadError: no such tokenizer. SettingsError: the target has none.
+        ModelLoadError: no such tokenizer. SettingsError: the target has no tokenizer.
     """
     if name is None:
         return {}
@@ -207,7 +207,7 @@ class Run:
 
     @property
     def busy(self) -> str:
-        """A warning where other processes took the cores, else ""."""
+        """A warning if other processes took the cores, else ""."""
         return comparable(self.measured)[1] or str(self.facts.get("busy", ""))
 
     def verdicts(self) -> list[Verdict]:
@@ -215,7 +215,7 @@ class Run:
         return verdicts(self.records)
 
     def tables(self, details: bool, width: int) -> list[Table | Text]:
-        """The results as a table with a sentence that says what to use; with `details` all tables."""
+        """The summary table, and for each group a recommendation; then the tables of a suite, and with `details` all others."""
         groups = pooled(self.records)
         shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
         for verdict in self.verdicts():
@@ -331,7 +331,7 @@ class Run:
         with interrupted_by_sigterm():
             for number, (sampling, group) in enumerate(itertools.product(plan.samplings, groups)):
                 seconds = None
-                if plan.seconds is not None:  # the remaining time in equal parts
+                if plan.seconds is not None:  # each run gets an equal part of the remaining time
                     share = plan.seconds / len(plan.subjects)
                     seconds = max(share - (time.monotonic() - began), 0.0) / (runs - number)
                 drawing = [replace(method, sampling=sampling) for method in methods]

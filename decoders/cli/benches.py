@@ -61,7 +61,7 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
 
 
 def in_both_tiers(names: Sequence[str] | None) -> list[str]:
-    """`names`, and each of them uncompiled."""
+    """The strategies `names` (None: all strategies), each followed by its uncompiled variant."""
     from ..bench.variants import COMPILE, with_setting
     from ..registry import registry
 
@@ -72,10 +72,10 @@ def in_both_tiers(names: Sequence[str] | None) -> list[str]:
 
 
 def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") -> list[int]:
-    """``"1,4"`` as numbers; `expected` begins the message if they are none.
+    """``"1,4"`` as numbers. expected: begins the error message.
 
     Raises:
-        SettingsError: anything but positive whole numbers.
+        SettingsError: `text` holds anything but positive whole numbers.
     """
     try:
         values = [int(part) for part in text.split(",") if part.strip()]
@@ -89,7 +89,7 @@ def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") 
 def with_options_of(
     function: Callable[..., Any], without: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command ``f(own…, **options)`` the options of `function` behind its own, all but `without`."""
+    """A decorator that gives a command ``f(own…, **options)`` the options of `function`, except `without`, after its own options."""
 
     def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(function, include_extras=True) | typing.get_type_hints(
@@ -137,18 +137,26 @@ def importing(console: Console) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar of `total` calls. It yields a function to call at each: with its description and, if known, the remaining
-    seconds (otherwise all calls are assumed to take equally long).
+    """A progress bar of `total` calls. Yields a function that takes each call's description and, if known, the remaining seconds;
+    otherwise all calls are assumed to take equally long.
 
-    Without a terminal, lines show the same: the first at once, then at most one in :data:`SECONDS_A_LINE` seconds.
+    Without a terminal, it prints lines instead: the first at once, then one in :data:`SECONDS_A_LINE` seconds, also while a call runs
+    that began sooner after a line.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     done, due, began = 0, -math.inf, time.monotonic()
+    later = threading.Timer(0.0, lambda: None)
+
+    def show(line: str, at: float) -> None:
+        nonlocal due
+        due = at + SECONDS_A_LINE
+        console.print(line)
 
     def advance(what: str, left: float | None = None) -> None:
-        nonlocal done, due
+        nonlocal done, later
+        later.cancel()
         now = time.monotonic()
         if left is None:
             left = (now - began) / done * (total - done) if done else math.inf
@@ -157,21 +165,27 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
         if console.is_terminal:
             bar.update(task, advance=1, description=what)
         elif now >= due:
-            due = now + SECONDS_A_LINE
-            console.print(f"{done}/{total} {what}")
+            show(f"{done}/{total} {what}", now)
+        else:
+            later = threading.Timer(due - now, show, [f"{done}/{total} {what}", due])
+            later.daemon = True
+            later.start()
 
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
-        yield advance
+        try:
+            yield advance
+        finally:
+            later.cancel()
 
 
 def duration(seconds: float) -> str:
-    """``40 s``, ``3 min``."""
+    """`seconds` as a text such as ``40 s`` or ``3 min``."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def footnote(machine: dict[str, Any]) -> str:
-    """The machine in a line."""
+    """A line about the machine and the versions of the libraries."""
     missing = "" if machine["memory"] else f"; memory not measured, it takes {installing('bench')}"
     return (
         f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
@@ -210,7 +224,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
     """Writes `result` to `path`, or to standard output for ``-``.
 
     Raises:
-        SettingsError: it cannot be written.
+        SettingsError: `path` cannot be written.
     """
     text = json.dumps(result, indent=2, default=str) + "\n"
     if str(path) == "-":
@@ -220,7 +234,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
         if path.is_file() or (path.parent.is_dir() and not path.exists()):
             # Written to a temporary file first, so that an interrupted write leaves the old file.
             write_whole(path, text.encode())
-        else:  # such as a pipe
+        else:  # `path` is a pipe or the like
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"--json {path}: {error.strerror}") from error

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Items = list[dict[str, Any]]
 
-#: The whole command line; :mod:`decoders.cli` puts it here.
+#: The whole command line, which :mod:`decoders.cli` assigns.
 command_line = typer.Typer()
 
 #: Written by docs/generate_reference.py.
@@ -50,7 +50,7 @@ def catalogue(kind: str) -> Items:
     """All objects of one of :data:`KINDS`, in the order of listings; see :func:`taken`.
 
     Raises:
-        PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two claim one name.
+        PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two plugins claim one name.
     """
     if "decoders.registry.plugins" in sys.modules or any(map(os.environ.get, _LISTS)):
         return taken(kind)
@@ -69,8 +69,8 @@ def catalogue(kind: str) -> Items:
 
 
 def taken(kind: str) -> Items:
-    """The registry's objects of one of :data:`KINDS`, with attributes of their classes. Grammars and commands come from plugins
-    only.
+    """The objects of one of :data:`KINDS`, each with its class's attributes, read from the registry, not from the cached file.
+    Only plugins' grammars are listed.
     """
     from ..registry import registry
     from ..registry.kinds import DISTRIBUTION
@@ -101,7 +101,7 @@ def _commands_of_plugins() -> dict[str, Callable[..., None]]:
 
 
 def _check_name(name: str, names: Iterable[str]) -> None:
-    """Raises PluginError if `name` cannot be typed because of a command of this package, or of one of plugins' other `names`."""
+    """Raises PluginError if a command of this package, or another of the plugins' commands `names`, makes `name` unusable."""
     command: Any = get_command(command_line)
     for part in name.split():
         if not hasattr(command, "commands"):
@@ -117,7 +117,7 @@ def _check_name(name: str, names: Iterable[str]) -> None:
 
 
 def as_command(function: Callable[..., None], name: str) -> Any:
-    """`function` as a command. Raises PluginError: Typer cannot read its parameters."""
+    """`function` as a command. Raises PluginError if Typer cannot read its parameters."""
     made = typer.Typer(add_completion=False, rich_markup_mode=None)
     made.command(name.rpartition(" ")[2])(function)
     try:

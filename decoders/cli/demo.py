@@ -1,4 +1,4 @@
-"""``decoders demo``: a model completes a prompt, at once and live, then under a few strategies for a table of figures."""
+"""``decoders demo``: shows a model that completes a prompt live, then a table that compares a few strategies."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
     from ..bench import Competitor, Record, Workload
     from ..prompts.reading import Content
 
-#: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
+#: Kinds of prompt for the demo model, and for other models; by default the first two are shown.
 DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
 #: Fewest new tokens of a text for the table, even on a slow machine.
 FEWEST = 16
-#: The message before the table, which says what takes time.
-COMPILING = (
-    "Compiling for the table: one to three minutes on two cores the first time, longer on a busy machine, sooner the next time. "
-    "It is not part of the time of --seconds. --no-compile leaves it out, --seconds 0 the table."
-)
+#: Least --seconds for a compiled table without --compile: compiling takes one to three minutes on two cores.
+COMPILES_FROM = 120
 #: The default strategies; more would take longer.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
@@ -69,19 +66,23 @@ def demo(
         float,
         typer.Option(
             min=0,
-            help="Time for the table's rounds, from when everything is compiled; 0: only the first text, nothing else is compiled.",
+            help="Time for the table, compiling included; a step that has begun is ended. 0: only the first text.",
         ),
-    ] = 40,
+    ] = 240,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Show the text as it is written.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Device = None,
     threads: Threads = None,
     compile: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop before the table is measured.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help=f"Compile the core of the loop before the table is measured. Default: from --seconds {COMPILES_FROM} on.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, nothing else.")] = False,
 ) -> None:
-    """Show strategies at work: first a text, which waits for nothing, then a table of figures, within a time that you name.
+    """Show strategies at work: first a text, at once, then a table of figures, within a time that you name.
 
     The model that comes with this package needs no download. Exits with 1 if a strategy that promises transformers' own
     output writes anything else.
@@ -94,6 +95,7 @@ def demo(
     with waiting(progress, f"loading {'the demo models' if model == 'demo' else model}"):
         from .. import bench as b
         from ..bench import machine
+        from ..bench.measurement import WARM_UP
         from ..bench.methods import ASSISTED
         from ..bench.records import comparable
         from ..prompts.reading import bare
@@ -108,34 +110,43 @@ def demo(
         workloads = b.workloads(tokenizer, texts)
         facts = machine.facts(target.device)
     if live and not as_json:
-        # The last strategy without a draft model, uncompiled, because that needs no waiting.
-        config = {"compile": "auto" if compile else False}
+        # The first text is written by the last strategy that needs no draft model, and does not wait for the compiler.
+        config = {"compile": False if compile is False else "auto"}
         methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
         runnable = [method for method in methods_at_once if not method.impossible]
         without_draft = [method for method in runnable if "assistant_model" not in method.arguments]
         for first_method in (without_draft or runnable)[-1:]:
             name, _, content = texts[0]
+            if not console.is_terminal:  # nothing is shown until the text ends
+                progress.print(
+                    f"a first text, with {first_method.name}; on a new machine kernels are compiled before it"
+                )
             show(console, first_method, workloads[0], tokenizer, name, bare(content), max_new_tokens)
             console.print(
                 f"first text {time.monotonic() - started:.0f} s after the start, loading included\n", style="dim"
             )
     if not seconds:
         return
+    compile = seconds >= COMPILES_FROM if compile is None else compile
     methods = b.transformers_methods(target, assistant, names=baselines)
     methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
-    if compile:
-        progress.print(f"{COMPILING} Then {seconds:.0f} s of measuring (--seconds).", style="dim")
+    how = "with compiling, which a later run need not repeat" if compile else "uncompiled: --compile asks for more"
+    progress.print(f"The table takes up to {seconds:g} s (--seconds), or one round of two methods, {how}.", style="dim")
+    began = time.monotonic()
+    deadline = began + seconds
     with progress_bar(progress, len(methods)) as advance:
 
         def told(what: str, left: float) -> None:
-            advance(what, left + seconds)
+            advance(what, max(left, deadline - time.monotonic()))
 
-        entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=told)
+        entries = b.warm_up(
+            methods, workloads, new_tokens=max_new_tokens, progress=told, deadline=began + WARM_UP * seconds
+        )
     console.print(f"{compilation(entries)}\n", style="dim")
-    deadline = time.monotonic() + seconds
     lively = live and not as_json and console.is_terminal
-    # Texts per prompt: one to check, one for the table, one to look at.
-    new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), seconds, max_new_tokens)
+    # Each method writes two texts per prompt, one to check and one for the table; on a terminal also a text to look at.
+    left = max(0.0, deadline - time.monotonic())
+    new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), left, max_new_tokens)
     for entry, (name, _, content), workload in show_order(entries, texts, workloads) if lively else ():
         if time.monotonic() < deadline:
             show(console, entry.method, workload, tokenizer, name, bare(content), new_tokens)
@@ -163,7 +174,7 @@ def demo(
             fewer = (
                 f", texts of {new_tokens} tokens in place of {max_new_tokens}" if new_tokens < max_new_tokens else ""
             )
-            console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{fewer}", style="dim")
+            console.print(f"{rounds} of {repeats} rounds for --seconds {seconds:g}{fewer}", style="dim")
         for warning in filter(None, (noise(records), too_busy or facts["busy"])):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
@@ -190,13 +201,13 @@ def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float,
 def choose_prompts(
     prompt: str | None, prompt_file: Path | None, kind: str | None, known: Sequence[str] = DEMO_KINDS
 ) -> list[tuple[str, str, Content]]:
-    """(name, kind, text or messages) of the prompts: the user's own, or all of one `kind`, or one of each of the first two `known`
-    kinds.
+    """(name, kind, text or messages) of the prompts: the user's own prompt, or one prompt of `kind`, or one prompt of each of the
+    first two `known` kinds.
 
     The user's own prompt goes through the chat template, too, unless `known` are the demo model's kinds.
 
     Raises:
-        SettingsError: two were given, or the prompt is empty.
+        SettingsError: two prompts were given, or the prompt is empty.
         UnknownNameError: no such kind.
     """
     from .. import demo as models
@@ -235,7 +246,7 @@ def compilation(entries: list[Competitor]) -> str:
 def show_order(
     entries: list[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
 ) -> Iterator[tuple[Competitor, tuple[str, str, Content], Workload]]:
-    """Prompt by prompt, every method that runs."""
+    """Yields, prompt by prompt, every method that runs, with the prompt's text and workload."""
     for text, workload in zip(texts, workloads, strict=True):
         for entry in entries:
             if entry.status == "ok":
@@ -243,7 +254,7 @@ def show_order(
 
 
 def others(shown: Iterable[str]) -> str:
-    """The registered strategies that were not shown, in a line."""
+    """The names of the registered strategies that were not shown, separated by commas."""
     from ..registry import registry
 
     return ", ".join(name for name in registry().strategies() if name not in shown)
@@ -256,7 +267,7 @@ def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -
 
 
 def overview(records: list[Record]) -> Table:
-    """The one table: every strategy on every kind of prompt."""
+    """The demo's table: every strategy on every kind of prompt."""
     from rich.text import Text
 
     from ..bench.tables import loops, summary_table

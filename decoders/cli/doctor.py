@@ -63,7 +63,7 @@ def doctor(
 
 
 def as_table(findings: Iterable[Finding]) -> Table:
-    """One line for each finding, longer ones wrapped in their column."""
+    """A table with a line for each finding; long texts are wrapped in their column."""
     from rich.table import Table
     from rich.text import Text
 
@@ -102,19 +102,19 @@ def device() -> Iterator[Finding]:
     import torch
 
     from ..common.devices import TRIED, present
-    from ..engine.model.threads import WAITING, waiting_share
     from ..report import BUSY
+    from ..report.surroundings import busy_share
 
     there = present()
     used = "cuda" if "cuda" in there else "cpu"
     yield Finding("device", "ok", f"{used}: {there[used]}")
     for kind in there.keys() - TRIED:
         yield Finding(
-            "device", "note", f"{kind}: {there[kind]}. Nothing has run on one yet: --device {kind} tries it, uncompiled"
+            "device", "note", f"{kind}: {there[kind]}. No such device is tested: --device {kind} tries it, uncompiled"
         )
-    number, waits = torch.get_num_threads(), waiting_share(0.1)
+    number, waits = torch.get_num_threads(), busy_share(0.1)
     threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
-    if number > 1 and waits > WAITING:
+    if waits:
         busy = f"other processes take the cores: parallel code waits {waits:.0%} of its time. Steps take fewer threads meanwhile"
         if waits > BUSY:
             busy += ", and speeds that are compared now say nothing"
@@ -148,7 +148,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def plugins() -> Iterator[Finding]:
-    """Plugins that are not used."""
+    """The plugins that are loaded, and those that cannot be used, with the reason."""
     from ..registry import registry
 
     infos = taken("plugins")
@@ -178,7 +178,7 @@ def settings() -> Iterator[Finding]:
             load_settings(cls, section, {}, {}, sections=entries)
         except SettingsError as error:
             problems.append(str(error))
-    for problem in dict.fromkeys(problems):  # an unreadable file fails for every section
+    for problem in dict.fromkeys(problems):  # an unreadable file gives the same error for every section
         yield Finding("settings", "problem", problem)
     for name in unknown_variables(entries):
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
@@ -235,7 +235,7 @@ def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Fi
 
 
 def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
-    """The promise about tokens, as in docs/explanation/exactness.md."""
+    """Whether all strategies write the tokens of plain decoding, as docs/explanation/exactness.md promises."""
     if not invariance.differs or not low_precision:
         rounding = f" (of two tokens that are equal to the last bits, {', '.join(invariance.differs)} decides)"
         said = f"yes, in {dtype}: every strategy writes those of plain decoding"

@@ -1,4 +1,4 @@
-"""``decoders generate``: one prompt, one model, one strategy, the text as it comes."""
+"""``decoders generate``: continues a prompt, or a file of prompts, and prints the text while it is written."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def generate(
             arguments["assistant_model"] = draft
         if assistant_tokenizer is not None:
             arguments["assistant_tokenizer"] = models.load_other_tokenizer(assistant_tokenizer)
-        if compile is not None:  # left out if not given, so that environment and file still apply
+        if compile is not None:  # if the option is not given, the environment and the configuration file still apply
             arguments["decoders_config"] = {"compile": compile}
         return loaded, tokenizer
 
@@ -174,7 +174,7 @@ def generate(
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:
-    """Tokens of the prompt, put in the chat template or as it is."""
+    """The tokens of a prompt's text; with `chat`, of the text in the tokenizer's chat template."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
     from ..prompts.templates import prompt_text
@@ -185,7 +185,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Prints the main figures, one per line, the text coloured by drafter, and the number of tokens per step."""
+    """Prints the main figures, one per line, the text coloured by drafter, and a histogram of the tokens per step."""
     from rich.table import Table
     from rich.text import Text
 

@@ -32,7 +32,7 @@ def strategies(as_json: Json = False) -> None:
 
 
 def shown_value(value: Any, description: str) -> str:
-    """The value of a setting; None with what its description says of it."""
+    """The text for the value of a setting; for None, with the meaning that the setting's description gives it."""
     meaning = description.partition("None: ")[2].split(". ")[0].rstrip(".")
     return f"None ({meaning})" if value is None and meaning else repr(value)
 
@@ -74,7 +74,7 @@ def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[
     rows = [[column(item) for column in columns.values()] for item in items]
     for number, name in enumerate(columns):
         words = " ".join(row[number] for row in rows).split()
-        table.add_column(name.replace("_", " "), min_width=max(map(len, words), default=0))  # words are not cut
+        table.add_column(name.replace("_", " "), min_width=max(map(len, words), default=0))  # words are kept whole
     for first, *others in rows:
         table.add_row(Text(first, style="bold"), *map(Text, others))
     plain_console().print(table)
@@ -89,7 +89,7 @@ def _yes(fact: bool) -> str:
 
 
 def grammars(
-    name: Annotated[str | None, typer.Argument(help="Print the text of this one instead.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Print the text of this grammar instead.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
@@ -125,7 +125,7 @@ def plugins(
     as_json: Json = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any plugin failed or clashes.")] = False,
 ) -> None:
-    """List the plugins found, with the reason where one is not used."""
+    """List the installed plugins, with the reason if a plugin is not used."""
     infos = catalogue("plugins")
     if as_json:
         typer.echo(json.dumps(infos, indent=2))
@@ -142,7 +142,7 @@ def plugins(
             )
         console = plain_console()
         console.print(table)
-        for info in infos:  # below the table, so that the remedy is readable in a narrow window
+        for info in infos:  # errors are printed below the table, so that they are readable in a narrow window
             if info["error"]:
                 console.print(Text(f"{info['name']}: {info['error']}", style=STYLES[info["status"]]))
     if strict and any(info["status"] in ("failed", "conflict") for info in infos):
@@ -150,7 +150,7 @@ def plugins(
 
 
 def _provided(info: dict[str, Any]) -> Iterator[str]:
-    """What a plugin provides, one line per kind, without the library's grammars, which another command lists."""
+    """Yields what a plugin provides, one line per kind. Of more than eight grammars only the number is given."""
     for kind in ("strategies", "verifiers", "grammar_backends", "grammars", "grammar_types", "observers", "commands"):
         names = info[kind]
         if not names:
@@ -222,7 +222,7 @@ def config(
 
 
 def _in_force(cls: Any, section: str | None, sections: list[str]) -> list[dict[str, Any]]:
-    """The settings of a section by name."""
+    """The settings of a section, each with its value in force, its origin and its meaning."""
     from ..settings import load_settings, origins
 
     values = load_settings(cls, section, {}, {}, sections=sections).model_dump(mode="json")

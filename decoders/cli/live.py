@@ -1,4 +1,4 @@
-"""Text shown while it is written: plain, or on a screen with accepted draft tokens in a colour of their own."""
+"""Shows a text while it is written: plain, or on a screen, where accepted draft tokens have a colour of their own."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..common.pieces import TextPieces
 ACCEPTED, OWN = "bold green", "white"
 #: Lines of the prompt that stay in view.
 PROMPT_LINES = 4
-#: Fewest seconds of making a model ready that are shown.
+#: The time for making a model ready is shown if it is at least this number of seconds.
 SHOWN_SECONDS = 0.5
 
 
 class ColouredStream(BaseStreamer):
     """A streamer of one row that knows which of its tokens were accepted draft tokens.
 
-    Of the tokens of a step all but the last were drafted; the last is the target's own. (Where the end of the row cuts
-    a step short its last token may have been drafted too.)
+    All tokens of a step but the last were drafted; the last is the target's own. (If the end of the row cuts a step short, the
+    step's last token may have been drafted, too.)
 
     Attributes:
         pieces: (text, accepted) per token, with "" for tokens whose text is not known yet; at the end there may be one more.
@@ -47,7 +47,7 @@ class ColouredStream(BaseStreamer):
         self._texts: TextPieces | None = None  # once the prompt is known
 
     def on_step(self, new: list[list[int]]) -> None:
-        """Told the new tokens of each row before they are put."""
+        """Notes the number of a step's new tokens; called before `put` gets the tokens. new: the new tokens of each row."""
         self.steps += 1
         self._accepted.extend([True] * (len(new[0]) - 1) + [False] * bool(new[0]))
 
@@ -78,16 +78,11 @@ class ColouredStream(BaseStreamer):
 
 
 def show(
-    console: Console,
-    method: Method,
-    workload: Workload,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    prompt: str,
+    console: Console, method: Method, workload: Workload, tokenizer: PreTrainedTokenizerBase, name: str, prompt: str,
     new_tokens: int,
-) -> None:
-    """Decodes `workload` (one row) on the screen. The shown speed excludes the time for drawing and, at the end, for making the
-    model ready and compiling, which is shown apart.
+) -> None:  # fmt: skip
+    """Decodes `workload` (one row) on the screen. The shown speed excludes the time for drawing. At the end, it also excludes the
+    time for compiling and for making the model ready, which is then shown separately.
     """
     started, ready = time.perf_counter(), 0.0
     stream = ColouredStream(tokenizer)
@@ -112,7 +107,7 @@ def show(
             stream.on_change = lambda: view.update(panel(), refresh=True)
         report = decode(method, workload, new_tokens, stream).report
         if report is not None:
-            ready = report.timings.pack + report.timings.kernels + report.timings.check + report.timings.compile
+            ready = report.timings.ready + report.timings.compile
         stream.on_change()
     if view is None:
         console.print(panel())

@@ -28,7 +28,7 @@ def check_files(input: Path | None, output: Path | None, prompt: str | None, pro
     """Whether the options name a file of prompts.
 
     Raises:
-        SettingsError: only one of both files is named, both are the same file, or the input cannot be read twice.
+        SettingsError: only one file is named, a prompt is given as well, both files are the same, or the input cannot be read twice.
     """
     from ..scheduling.lines import check_file
 
@@ -53,7 +53,7 @@ class Task:
         out: file of the completions.
         total: number of prompts.
         left: number of prompts that are not completed.
-        failed: number of them that failed before.
+        failed: number of prompts that failed in an earlier run and are tried again.
         options: the options that decide the texts.
     """
 
@@ -66,7 +66,8 @@ class Task:
 
     @staticmethod
     def of(input: Path, out: OutputLines, options: Mapping[str, Any]) -> Task:
-        """Compares both files, and `options` with the options of earlier runs.
+        """The task of completing `input` into `out`. Checks that `out` belongs to `input`, and that earlier runs had the same
+        `options`.
 
         Raises:
             SettingsError: files or options do not match, or the input cannot be read.
@@ -99,7 +100,7 @@ def complete_file(
         arguments: arguments of ``generate`` for all prompts.
 
     Raises:
-        typer.Exit: with code 1: completions cannot be written.
+        typer.Exit: completions cannot be written; the exit code is 1.
         SettingsError: the number of prompts has changed.
     """
     import json
@@ -182,7 +183,9 @@ def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
 def _prompt(
     line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, given: Mapping[str, Any]
 ) -> tuple[Prompt, Any]:  # fmt: skip
-    """A line's prompt with its arguments, or its error, and its id. Each prompt has its own seed, the same in every run."""
+    """The line's prompt with its arguments, or an error if the line has no valid prompt; and the line's id. Each prompt has its own
+    seed, which is the same in every run.
+    """
     import json
 
     from ..prompts.templates import prompt_text
@@ -216,7 +219,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling arguments of a prompt's line, which replace the command's options and turn on sampling as these do."""
+    """The sampling arguments of a prompt's line. They replace the command's options, and turn on sampling as these do."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}

@@ -30,7 +30,7 @@ log = logging.getLogger("decoders")
 
 
 def known_dtype(name: str) -> str:
-    """`name`, which is one of :data:`DTYPES`. Raises UnknownNameError: it is not."""
+    """Returns `name`. Raises UnknownNameError if `name` is not one of :data:`DTYPES`."""
     if name not in DTYPES:
         raise UnknownNameError("dtype", name, DTYPES)
     return name
@@ -40,7 +40,7 @@ def known_strategy(names: str) -> str:
     """Checks the name of a strategy, or of several that are merged, before torch is imported, and returns it.
 
     Raises:
-        UnknownNameError, PluginError: as :func:`decoders.registry.resolve_strategy`.
+        UnknownNameError, PluginError: see :func:`decoders.registry.resolve_strategy`.
     """
     known = [item["name"] for item in catalogue("strategies")]
     for name in names.split("+"):
@@ -50,7 +50,7 @@ def known_strategy(names: str) -> str:
             raise UnknownNameError("strategy", name.strip(), known)
         from ..registry import registry
 
-        registry().strategy(name.strip())  # the error names the absent plugin
+        registry().strategy(name.strip())  # raises an error that names the plugin that failed
     return names
 
 
@@ -63,7 +63,7 @@ def known_place(name: str) -> str:
     """Checks a model's name (a demo model, a folder, or a name on the hub) before torch is imported, and returns it.
 
     Raises:
-        ModelLoadError: as :func:`load`.
+        ModelLoadError: there is no such model; see :func:`load`.
     """
     if name.partition(":")[0] != DEMO:
         _check_name("Model", name)
@@ -71,7 +71,7 @@ def known_place(name: str) -> str:
 
 
 def use_threads(number: int | None) -> int | None:
-    """Lets torch take `number` threads from here on, if it is not None."""
+    """Sets the number of torch's CPU threads, unless `number` is None; returns `number`."""
     if number is not None:
         import torch
 
@@ -89,10 +89,9 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu …; default: CUDA if there is one.")]
 Threads = Annotated[
-    int | None,
-    typer.Option(min=1, callback=use_threads, help="Threads of the CPU; by default as many as torch takes."),
+    int | None, typer.Option(min=1, callback=use_threads, help="Threads of the CPU; by default as many as torch takes.")
 ]
-#: Defaults of commands that write texts, as in README's first block: `auto`, in the checkpoint's dtype.
+#: Defaults of the commands that generate texts: the strategy `auto`, and the checkpoint's dtype.
 STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[
     str, typer.Option("--strategy", "-s", callback=known_strategy, help="Registry name; a+b merges.")
@@ -137,7 +136,7 @@ def load(
 
 
 def load_processor(name: str) -> Any:
-    """The processor of a vision model; None if the model has none."""
+    """The processor of a vision model; None if the model has no processor for images."""
     if name.partition(":")[0] == DEMO or is_gguf(name):
         return None
     from transformers import AutoProcessor
@@ -153,7 +152,7 @@ def load_processor(name: str) -> Any:
 
 
 def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by itself: of a folder, a name on the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
+    """A tokenizer without a model: from a folder, the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
     options = _where_to_look("Tokenizer", name)
     try:
         return load_tokenizer(name, **options)
@@ -195,7 +194,7 @@ def _hub_answers() -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # such as a certificate that only the hub's own client knows
+        return isinstance(error.reason, ssl.SSLError)  # a certificate may be known to the hub's own client only
     except OSError:
         return False
 
@@ -227,7 +226,7 @@ def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> 
 def load_assistant(
     name: str | None, model: str, dtype: str, needed: bool, device: str | None = None
 ) -> PreTrainedModel | None:
-    """The draft model: `name` if given; the demo's own draft where one is `needed` beside the demo `model`."""
+    """The draft model: `name` if given, else the demo's draft if a draft model is `needed` for the demo `model`."""
     if name == DEMO or (name is None and needed and model == DEMO):
         name = f"{DEMO}:draft"
     return None if name is None else load(name, dtype, device)[0]
@@ -238,9 +237,7 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
     model does not.
 
     Raises:
-        UnknownNameError: no usable strategy of that name.
-        PluginError: no usable strategy of that name.
-        SettingsError: a bad setting.
+        UnknownNameError, PluginError: no usable strategy has this name. SettingsError: a setting is wrong.
     """
     from ..registry import resolve_strategy
 
@@ -248,7 +245,7 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
 
 
 def device_called(device: str | None) -> torch.device:
-    """The device of this name. Raises SettingsError: there is no such device."""
+    """The device of this name. Raises SettingsError if there is no such device."""
     import torch
 
     if device is None:
@@ -259,6 +256,8 @@ def device_called(device: str | None) -> torch.device:
         from ..common.devices import present
 
         said = str(error).splitlines()[0]
+        if said.startswith("Expected one of"):  # twenty kinds, most of which nobody has
+            said = "there is no such kind of device"
         raise SettingsError(f"--device {device}: {said}. This machine has {', '.join(present())}") from error
 
 
@@ -270,18 +269,18 @@ def moved_to(place: torch.device, model: PreTrainedModel) -> PreTrainedModel:
 def set_aside() -> None:
     """Exempts the objects that exist now from Python's garbage collector, until ``gc.unfreeze()`` or the end of the process.
 
-    A full collection would walk through all of them, which takes up to a second, and no request gets a token meanwhile.
+    A full collection would visit all these objects for up to a second, in which no request gets a token.
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # Triton, from 3.9 on, lists on stderr what is not freed at the end
+    atexit.register(gc.unfreeze)  # otherwise Triton, from 3.9 on, lists these objects on stderr when the process ends
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt from argument, file or standard input.
 
     Raises:
-        SettingsError: two were given, or it cannot be read, is empty or no text.
+        SettingsError: two prompts were given, or the prompt cannot be read, is empty or is no text.
     """
     if prompt is not None and prompt_file is not None:
         raise SettingsError("give the prompt or --prompt-file, not both")
@@ -301,13 +300,13 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 def sampling(
     temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
 ) -> dict[str, Any]:
-    """Arguments of ``generate``: greedy unless a sampling option was given, and only those that were given."""
+    """The sampling arguments of ``generate``: greedy if no option was given; otherwise the options that were given."""
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: value for name, value in options.items() if value is not None}
     if temperature == 0 or not options:
         if len(options) > 1:
             raise SettingsError("temperature 0 is greedy: leave out top-k, top-p and min-p")
-        # Models often ship sampling defaults; greedy means none of them.
+        # Checkpoints often have sampling defaults, which greedy decoding must not use.
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
     # transformers' own default of top_k=50 would silently cut what the user asked for.
     options.setdefault("top_k", 0)

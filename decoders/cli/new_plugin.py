@@ -66,7 +66,7 @@ def renamed(strategy: str) -> dict[str, str]:
 def template() -> dict[str, str]:
     """The files of the example, by path."""
     installed = resources.files("decoders").joinpath("_example")
-    # In a checkout or an editable install they are in the folder of plugins.
+    # In a checkout or an editable install, the example is in the repository's folder `plugins`.
     return _files(installed if installed.is_dir() else Path(__file__).parents[2] / "plugins" / "decoders-example")
 
 

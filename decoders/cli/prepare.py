@@ -31,7 +31,9 @@ def warmup(
     assistant: Annotated[
         str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
     ] = None,
-    rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch to warm up for; may be repeated.")] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a batch to warm up for; may be repeated.")
+    ] = None,
     sampling: Annotated[bool, typer.Option("--sampling", help="Warm up drawing tokens, too.")] = False,
     dtype: Dtype = DTYPE,
     device: Device = None,
@@ -75,11 +77,13 @@ def warmup_lines(done: Warmup) -> Iterator[str]:
 def calibrate(
     model: ModelName,
     assistant: Annotated[str | None, typer.Option(help='Draft model to measure as well ("demo": ours).')] = None,
-    rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch; may be repeated. 1 by default.")] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(help="Tokens per row; may be repeated. 64 and 2048 by default.")
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a batch; may be repeated. 1 by default.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Most seconds to spend on each model.")] = 10.0,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens per row; may be repeated. 64 and 2048 by default.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Most seconds to spend on each model.")] = 10.0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile first, and measure compiled steps.")] = False,
     dtype: Dtype = DTYPE,
     device: Device = None,
@@ -153,7 +157,9 @@ def advise(
         ),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model to try as well.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit without loading.")] = 90.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Time limit without loading; from 120 on, compiled steps too.")
+    ] = 150.0,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
     dtype: Dtype = DTYPE,
     device: Device = None,
@@ -162,7 +168,7 @@ def advise(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
     ] = None,
 ) -> None:
-    """Say which strategy to use for a model, with which settings, how fast it is, and what else would help, in about two minutes.
+    """Say which strategy to use for a model, with which settings, how fast it is, and what else would help, in two to three minutes.
 
     Strategies take turns on a few prompts, so give yours: speed depends on them. decoders bench measures more, and for longer.
     """

@@ -39,7 +39,7 @@ def ngram(
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
 ) -> None:
-    """Sample from a model and count its n-grams, for the strategy ngram. Without --prompts texts start from nothing."""
+    """Sample from a model and count its n-grams, for the strategy ngram. Without --prompts, texts follow the BOS token alone."""
     import json
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

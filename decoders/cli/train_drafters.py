@@ -96,8 +96,9 @@ def medusa(
     from ..training.medusa import train_medusa
     from .models import load
 
+    texts = texts_of(model, data, held, test, edit_tasks=0)  # a missing file is reported before the model is loaded
+    present = load_heads(given) if given is not None else None
     loaded, tokenizer = load(model, dtype, device)
-    texts = texts_of(model, data, held, test, edit_tasks=0)
     training = HeadsTraining(
         heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
         own_share=own_share, epochs=epochs, batch=batch, rate=rate, bf16=bf16, patience=patience, seed=seed,
@@ -105,7 +106,7 @@ def medusa(
     figures = train_medusa(
         loaded, tokenizer, out=out, run=training, tree=tree, nodes=nodes,
         texts=texts.texts, held=texts.held, test=texts.test,
-        given=load_heads(given) if given is not None else None, resume=resume,
+        given=present, resume=resume,
         checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
     )  # fmt: skip
     conclude(figures, out, as_json)
@@ -198,8 +199,7 @@ def dflash(
         int, typer.Option(min=0, help="Rank of the head, which scores tokens by the token before. 0: no head.")
     ] = DFLASH.rank,
     head: Annotated[
-        str,
-        typer.Option(help="vanilla: scores by the token before. rnn: by all tokens before, and by the place."),
+        str, typer.Option(help="vanilla: scores by the token before. rnn: by all tokens before, and by the place.")
     ] = DFLASH.head,
     draft_vocab: DraftVocab = None,
     tokens: Tokens = DFLASH.tokens,
@@ -226,7 +226,7 @@ def dflash(
     checkpoint_minutes: CheckpointMinutes = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a block draft model of the DFlash family for a target, which stays frozen: all tokens of a draft in one pass."""
+    """Train a draft model of the DFlash family, which drafts all its tokens in one pass, for a frozen target."""
     training = BlockTraining(
         block=block, depth=depth, layers=indices(layers), intermediate=intermediate, rank=rank,
         head=cast(Any, head), draft_vocab=draft_vocab, tokens=tokens, length=length, own_share=own_share, epochs=epochs,
@@ -268,8 +268,7 @@ def draft(
     ] = None,
     held: Held = None,
     test: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text for measuring acceptance, for the card. Default: the held-out text."),
+        list[Path] | None, typer.Option(help="Text for measuring acceptance, for the card. Default: the held-out text.")
     ] = None,
     tokens: Tokens = DRAFT.tokens,
     length: Length = DRAFT.length,
@@ -321,7 +320,7 @@ def conclude(figures: dict[str, Any], out: Path, as_json: bool) -> None:
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
-    """The acceptance of drafts: for heads and draft networks by kind of text, for a draft model by sampling."""
+    """Lines about the network's size and the acceptance of its drafts, by kind of text; for a draft model greedy and sampled."""
     if "parameters" in figures:
         beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
         yield f"{figures['parameters']:,} parameters{beside}"

@@ -17,7 +17,7 @@ from .models import known_dtype
 if TYPE_CHECKING:
     from ..demo.data import Source
 
-#: Number of edit tasks, which make about a quarter of the demo models' text, as in their own training.
+#: Number of edit tasks: about a quarter of the demo models' texts, as in the training of these models.
 EDIT_TASKS = 8000
 
 Data = Annotated[
@@ -63,7 +63,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON,
 
 @dataclass(frozen=True)
 class TrainingTexts:
-    """Training texts, held-out texts and test texts; the last two may be missing."""
+    """Training texts, held-out texts and test texts. Held-out texts and test texts may be missing."""
 
     texts: Sequence[str]
     held: Sequence[str] = ()
@@ -73,13 +73,13 @@ class TrainingTexts:
 def texts_of(
     model: str, data: list[Path] | None, held: list[Path] | None, test: list[Path] | None, edit_tasks: int
 ) -> TrainingTexts:
-    """The texts of files, or of the demo model.
+    """The texts of the named files. Without `data`, the demo model is trained with its own texts.
 
     Args:
-        edit_tasks: number of edit tasks in the demo model's own texts, which are used without `data`.
+        edit_tasks: number of edit tasks in the demo model's own texts.
 
-        Raises:
-            TrainingError: a path does not exist, or there is no text.
+    Raises:
+        TrainingError: a path does not exist, or there is no text.
     """
     from ..training.texts import read_files
 
@@ -90,11 +90,11 @@ def texts_of(
 
 
 def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
-    """The demo models' texts: their training files as training texts, the prompts' files as test texts, the other held-out files as
-    held-out texts.
+    """The demo models' own texts: the files that trained them, the files that the demo's prompts come from as test texts, and all
+    other files as held-out texts.
 
     Args:
-        edit_tasks: number of edit tasks among the training texts; the other two sets have a twentieth as many.
+        edit_tasks: number of edit tasks among the training texts; held-out texts and test texts have a twentieth as many each.
     """
     from ..demo import data, prompts
 

@@ -29,7 +29,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
     options: further arguments of ``from_pretrained``.
 
     Raises:
-        OSError, ValueError: as transformers: there is no such model, or it is not a causal language model.
+        OSError, ValueError: the errors of transformers: there is no such model, or it is not a causal language model.
         GgufError: a package that reads GGUF files is missing.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -57,7 +57,7 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     """The tokenizer of the checkpoint at `path`. options: further arguments of ``from_pretrained``.
 
     Raises:
-        OSError, ValueError: as transformers. GgufError: a package that reads GGUF files is missing.
+        OSError, ValueError: the errors of transformers. GgufError: a package that reads GGUF files is missing.
     """
     from transformers import AutoTokenizer
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Kinds of devices that this package has run on. Of others, as "mps" and "xpu", it asks what every kind can.
+from ..errors import InputError
+
+#: Kinds of devices that this package has run on. For other kinds, such as "mps" and "xpu", functions below ask for capabilities.
 TRIED = ("cpu", "cuda")
 
 
@@ -29,7 +31,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def pins(device: torch.device) -> bool:
-    """Whether pinned memory is copied to `device` while the host goes on. Metal's copies may then read what was written since."""
+    """Whether pinned memory is copied to `device` while the host goes on: not on Metal, which may copy data written later."""
     return device.type == "cuda"
 
 
@@ -43,13 +45,21 @@ def has_64_bits(device: torch.device) -> bool:
 
 
 def in_64_bits(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy on the host, for which it waits, if the device has no float64, or no stable sorting or maxima of int64."""
+    """`tensor`; if its device does not compute in 64 bits (:func:`has_64_bits`), a copy on the host, which waits for the device."""
     return tensor if has_64_bits(tensor.device) else tensor.cpu()
 
 
 def accelerator(device: torch.device) -> Any:
     """``torch.cuda`` or ``torch.xpu``, which have the same functions of streams and memory; None for other devices."""
     return {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
+
+
+def refuse_meta(name: str, value: Any) -> None:
+    """Raises InputError if `value` is a tensor on the meta device."""
+    if isinstance(value, Tensor) and value.is_meta:
+        raise InputError(
+            f"{name} is on the meta device, where tensors have no values: make it on the model's device or the CPU"
+        )
 
 
 def present() -> dict[str, str]:
@@ -90,7 +100,7 @@ RECORDING = threading.RLock()
 
 
 def current(device: torch.device) -> AbstractContextManager:
-    """Makes `device` the current one, where there may be several."""
+    """Makes `device` the current device, if there may be several of its kind."""
     module = accelerator(device)
     return nullcontext() if module is None else module.device(device)
 
@@ -122,3 +132,8 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
+
+
+def waiting_share(wall: float, computing: float) -> float:
+    """The share of `wall` seconds in which a thread that had a processor for `computing` seconds waited for one."""
+    return max(1 - computing / wall, 0.0) if wall > 0 else 0.0

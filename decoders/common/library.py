@@ -73,7 +73,7 @@ def find(name: str) -> Ready:
 
 
 def read(name: str) -> str:
-    """The text of the grammar `name` (:attr:`Ready.text`); raises as :func:`find`."""
+    """The text of the grammar `name` (:attr:`Ready.text`); raises the errors of :func:`find`."""
     return find(name).text
 
 

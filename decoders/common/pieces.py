@@ -1,10 +1,11 @@
-"""Incremental detokenization: the text of tokens behind a prompt, in pieces as the tokens come."""
+"""Incremental detokenization: the text of tokens after a prompt, in pieces as the tokens come."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ AGAIN = 12
 
 
 class TextPieces:
-    """Cuts a growing list of tokens into pieces of text for streaming. The joined pieces are the text after the prompt. An object
-    is for one text.
+    """Cuts a growing list of tokens into pieces of text for streaming. The joined pieces are the text after the prompt. Each object
+    serves one text.
 
     The text is the difference between the decoded prompt with tokens and the decoded prompt, because many tokenizers drop a blank at
     the beginning. A character that begins in the prompt belongs to the tokens. Special tokens have no text, and blanks are not
@@ -51,8 +52,9 @@ class TextPieces:
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
-        # Only a prompt's text can end within a character.
-        begin = common(self._known, text) if self._known.endswith(UNFINISHED) else len(self._known)
+        # Only the prompt can end within a character: pieces end at whole characters.
+        cut = self._known.endswith(UNFINISHED)
+        begin = len(commonprefix((self._known, text)) if cut else self._known)  # noqa: RUF071 -- no files
         piece = text[begin:]
         if not ended and (not piece or text.endswith(UNFINISHED) or self._ends_in_bytes(window)):
             self.held = piece
@@ -111,19 +113,13 @@ def text_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], token
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The special tokens by name. Takes milliseconds if a tokenizer has thousands of added tokens."""
+    """The special tokens of a tokenizer: name → id. Takes milliseconds if a tokenizer has thousands of added tokens."""
     added = tokenizer.added_tokens_decoder
     ids = sorted({*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)})
     return dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))
 
 
-def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
-    """The tokens of `special` whose full name occurs in a text of `texts`."""
-    texts = tuple(texts)
-    return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
-
-
-def common(one: str, other: str) -> int:
-    """Length of the longest common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
+def unfinished(text: str, markers: Sequence[str]) -> int:
+    """The number of characters at the end of `text` that may be the beginning of one of `markers`."""
+    longest = min(max(map(len, markers), default=1) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)

@@ -25,7 +25,7 @@ SET_BY_GENERATE = frozenset(
     {"_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length", "rope_deltas"}
 )
 
-#: Attributes about the computation of gradients, which trainers switch around every rollout.
+#: Attributes about the computation of gradients, which trainers switch off and on around every rollout.
 OF_TRAINING = frozenset(
     {"gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"}
 )
@@ -90,7 +90,7 @@ def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 def rope_type_of(module: nn.Module) -> Any:
     """The rope type of a rotary module (a name, or a name per type of layer), which decides whether a pass computes the table again;
-    None for other modules. No public attribute has it.
+    None for other modules. There is no public attribute for it.
     """
     kind = getattr(module, "rope_type", None)
     return kind if isinstance(kind, (str, dict)) else None
@@ -112,7 +112,7 @@ LAYER_INDEX = "layer_idx"
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of `model`: the outermost list of modules in which each module has attention of a single layer index.
 
-    If attention has other numbers (GPT-Neo): the only list whose length is the config's number of layers.
+    If attention modules have other indices (GPT-Neo): the only list whose length is the config's number of layers.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     for module in lists:
@@ -144,7 +144,7 @@ def set_attention(config: PreTrainedConfig, name: str) -> None:
     config._attn_implementation = name
 
 
-# Mixtures of experts. The public setter needs a model, and accepts none but transformers' own functions.
+# Mixtures of experts. The public setter needs a model, and accepts only transformers' own functions.
 
 
 def register_experts(name: str, function: Callable[..., Tensor]) -> None:
@@ -166,7 +166,7 @@ def set_experts(module: Any, name: str) -> None:
 
 # The key-value cache.
 
-#: The keyword of the cache in models' inputs and outputs. transformers 5.24 renamed it; the old name goes with 5.40.
+#: The keyword of the cache in models' inputs and outputs. transformers 5.24 renamed it; 5.40 removes the old name.
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
 
 

@@ -1,4 +1,4 @@
-"""The backend that chooses a built-in one, by how many states an expression will need."""
+"""The backend ``auto``: chooses between the built-in backends by the number of states that an expression will need."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .vocabulary import Vocabulary
 
 
 class Auto(Backend):
-    """A table where the language is regular and small enough, because its masks are only looked up; else llguidance."""
+    """Chooses the table if the language is regular and small enough, because a table only looks up masks; else llguidance."""
 
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
 
-    #: The backends in the order in which they are tried. If the table will probably be too large it comes last, since finding that
-    #: out may take seconds.
+    #: The backends in the order in which they are tried. A table that will probably be too large is tried last, because the attempt may
+    #: take seconds.
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
         """`language` compiled by the first backend that can; the grammar's `backend` names it.
 
         Raises:
-            GrammarError: none can; gives the reason of each.
+            GrammarError: no backend can; the error gives the reason of each backend.
         """
         too_large = language.regex is not None and least_states(language.regex) > STATES
         choices = sorted(self.choices, key=lambda backend: too_large and backend is Table)
@@ -40,7 +40,7 @@ class Auto(Backend):
                 return backend().compile(language, vocabulary, policy)
             except GrammarError as refusal:
                 refusals.append(refusal)
-        # A context-free language, which the table never compiles: its error is left out of the message.
+        # The table compiles no context-free language, so its error is left out of the message.
         if language.regex is None:
             raise refusals[-1]
         reasons = "; ".join(
@@ -53,11 +53,11 @@ class Auto(Backend):
     def restore(
         self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
     ) -> CompiledGrammar:
-        """Restored by the table backend, the only one that stores grammars on disk."""
+        """The grammar, restored by the table backend: no other backend stores grammars on disk."""
         return self.choices[0]().restore(content, language, vocabulary, policy)
 
 
-#: Expressions with a count of two digits or more are estimated.
+#: Only expressions with a count of two digits or more are estimated.
 _COUNT = re.compile(r"\{(?:\d*,)?\d{2,}")
 #: States for any character in UTF-8: after each kind of first byte, and after the second and third bytes.
 _ANY = 8
@@ -67,9 +67,9 @@ _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 
 
 def least_states(regex: str) -> int:
-    """Estimate of the least states of the minimal automaton of `regex`; 0 without counted repetitions.
+    """An estimate of the least number of states of the minimal automaton of `regex`; 0 without counted repetitions.
 
-    It assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
+    Assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
     """
     if not _COUNT.search(regex):
         return 0
@@ -80,7 +80,7 @@ def least_states(regex: str) -> int:
 
 
 def _states(pattern: Pattern) -> int:
-    """States behind the first one."""
+    """The states of `pattern` besides its first one."""
     match pattern:
         case Chars(ranges):
             return (
@@ -90,7 +90,7 @@ def _states(pattern: Pattern) -> int:
             return _ANY if _ALMOST_ANY.search(text) else 1 if text.isascii() else _BEYOND_ASCII
         case Cat(parts):
             return sum(map(_states, parts))
-        case Or(parts):  # alternatives may share states at their ends; short and long ones share only the last state
+        case Or(parts):  # characters share all states, longer alternatives, too, and both share the last state
             characters = max((_states(part) for part in parts if isinstance(part, (Chars, Class))), default=1)
             longer = max((_states(part) for part in parts if not isinstance(part, (Chars, Class))), default=1)
             return characters + longer - 1

@@ -28,7 +28,7 @@ class Language:
         lark: llguidance's dialect of Lark, the first rule is ``start``.
         warnings: how the language differs from the specification, one sentence each.
         whole: judges a finished text where the language is wider than the specification; raises GrammarError.
-        special: names of special tokens in the texts, which have :func:`~decoders.constraints.vocabulary.stand_in` for each.
+        special: names of special tokens, written in the notations as their :func:`~decoders.constraints.vocabulary.stand_in`.
     """
 
     name: str
@@ -70,9 +70,9 @@ class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
-        language: its source.
-        vocabulary: of the model it was compiled for.
-        policy: which spellings of a text are legal.
+        language: the language that was compiled.
+        vocabulary: the vocabulary that it was compiled for.
+        policy: which tokenizations of a text are legal.
         backend: name of the backend that compiled it.
     """
 
@@ -90,6 +90,11 @@ class CompiledGrammar(ABC):
     def nbytes(self) -> int:
         """Memory of the compiled grammar."""
 
+    @property
+    def parts(self) -> Sequence[CompiledGrammar]:
+        """The grammars whose languages judge finished texts: this grammar, or the grammars inside a structural tag."""
+        return (self,)
+
     def judge(self, tokens: Sequence[int]) -> None:
         """Judges the tokens of a finished text, for languages that are wider than their specification.
 
@@ -105,7 +110,7 @@ class CompiledGrammar(ABC):
 
 
 class Tabulated(CompiledGrammar):
-    """A grammar whose positions are states of an automaton with a mask for each, so that walking it is table look-up.
+    """A grammar whose positions are states of an automaton, each with a mask, so that a token takes only table look-ups.
 
     Attributes:
         first: the state of the empty text.
@@ -126,7 +131,7 @@ class Tabulated(CompiledGrammar):
     def forced_tokens(self, state: int, limit: int) -> list[int]:
         """The forced bytes in the tokenizer's own tokens, at most `limit`.
 
-        The last tokens are left out where the bytes behind them might join them into a longer token.
+        The last tokens are left out if following bytes might join them into a longer token.
         """
         return self.vocabulary.written(self.forced_bytes(state), limit, self.policy)
 
@@ -136,9 +141,9 @@ class Tabulated(CompiledGrammar):
 
 
 class Matcher(ABC):
-    """A position in a text. It stays usable after every call, also after illegal tokens.
+    """A grammar's state after the tokens so far. It stays usable after every call, also after illegal tokens.
 
-    The loop creates one per row and moves it between the nodes of a block: it rolls back to where paths diverge and advances there.
+    The loop creates a matcher per row and moves it between the nodes of a block: it rolls back to where paths diverge, then advances.
     """
 
     grammar: CompiledGrammar
@@ -150,7 +155,7 @@ class Matcher(ABC):
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Takes `tokens` up to the first illegal one and returns how many it took. After a stop token all are illegal."""
+        """Takes `tokens` up to the first illegal one and returns how many it took. After a stop token every token is illegal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
@@ -170,7 +175,7 @@ class Matcher(ABC):
 
     @abstractmethod
     def forced_bytes(self) -> bytes:
-        """The bytes that every continuation begins with; empty where several are possible, or the text may end."""
+        """The bytes that every continuation begins with; empty if several bytes are possible, or the text may end."""
 
     def forced_tokens(self, limit: int) -> list[int] | None:
         """The tokens that must come next, at most `limit`; None if the caller must use :meth:`forced_bytes` instead."""
@@ -200,7 +205,7 @@ class Backend(ABC):
         """`language` for `vocabulary`, in bounded time and memory.
 
         Raises:
-            GrammarError: it has no notation that this backend reads, or exceeds its limits; names what would handle it.
+            GrammarError: `language` has no notation that this backend reads, or exceeds its limits; says which backend would work.
         """
 
     def restore(
@@ -209,7 +214,7 @@ class Backend(ABC):
         """The grammar that was dumped as `content`, compiled from the same arguments.
 
         Raises:
-            GrammarError: `content` is no such dump.
+            GrammarError: `content` is no dump of a grammar for these arguments.
         """
         raise GrammarError(f"backend {self.name!r} keeps nothing on disk")
 

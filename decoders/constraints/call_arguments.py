@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
+from ..common.pieces import unfinished
 from .schemas.kinds import KINDS, Kinds, kind_of
 from .schemas.raw_text import Notation, Parameters, Quoted
 
@@ -20,7 +20,7 @@ class Progress:
     """How far the arguments of a call in a growing text have been read.
 
     Attributes:
-        place: index behind the part that has been read, which will not change.
+        place: index after the part that has been read; this part does not change any more.
         json: that part as JSON.
         depth: number of open objects and lists.
     """
@@ -35,7 +35,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         json: the arguments so far, as JSON.
-        end: index behind the arguments; None if they are not complete.
+        end: index after the arguments; None if they are not complete.
         valid: whether complete arguments are valid JSON.
     """
 
@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
 
 
 def written(arguments: str, notation: Notation | None) -> str:
-    """`arguments`, an object in JSON, in `notation`."""
+    """`arguments`, a JSON object, converted to `notation`."""
     if notation is None:
         return arguments
     value = json.loads(arguments)
@@ -71,7 +71,7 @@ def read(text: str, progress: Progress, notation: Notation | None, kinds: Kinds 
     """Reads the arguments of a call in a growing text.
 
     Args:
-        progress: the progress of earlier reads, which this read moves on; at first, the place where the arguments begin.
+        progress: the progress of earlier reads, which this read updates; for the first read, the place where the arguments begin.
         kinds: the types of the parameters.
         closing: the marker that ends a call.
     """
@@ -106,7 +106,7 @@ def _read_parameters(
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
-    """A value as JSON, the index behind its end marker, and whether its type is in `types`."""
+    """A value as JSON, the index after its end marker, and whether its type is in `types`."""
     # A JSON string may contain the end marker.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
     behind = _object_end(text, begin) if inside else begin
@@ -121,7 +121,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
             return value.rstrip(), after, not complete or is_json(value)
         if not complete:  # the value may still become a string or JSON
             return "", None, True
-        # With white space around it, it is a string, since values of other types are written without.
+        # A value with white space around it is a string, because values of other types are written without white space.
         if value == value.strip() and is_json(value) and kind_of(_loaded(value)) in types - {"string"}:
             return value, after, True
     shown = json.dumps(value, ensure_ascii=False)
@@ -130,7 +130,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
 
 @lru_cache
 def _parameter(notation: Parameters) -> re.Pattern[str]:
-    """The expression of the text in front of a value. A newline at the beginning of the value is kept."""
+    """A regular expression for the text in front of a value. It does not match a newline that begins the value."""
     between = f"(?:{loose(notation.between)})?" if notation.between.strip() else ""
     middle = loose(notation.middle.rstrip("\n")) + "\n?" * notation.middle.endswith("\n")
     return re.compile(rf"\s*{between}{loose(notation.opening)}(.+?){middle}", re.DOTALL)
@@ -141,7 +141,7 @@ _SIGN, _NO_SIGNS = re.compile(r"[{}\[\],:]"), re.compile(r"[^{}\[\],:]*")
 
 
 def _read_quoted(text: str, progress: Progress, quote: str) -> Arguments:
-    """An object whose names are unquoted and whose strings stand between two of `quote`, converted to JSON."""
+    """An object whose names are unquoted and whose strings stand between two marks `quote`, converted to JSON."""
     parts, place, depth, shown, whole = [progress.json], progress.place, progress.depth, "", False
     while place < len(text) and not whole:
         if text.startswith(quote, place):
@@ -179,7 +179,7 @@ _PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)
 
 
 def _object_end(text: str, begin: int) -> int | None:
-    """The place behind the JSON object at `begin`; None if it is not complete."""
+    """The place after the JSON object at `begin`; None if it is not complete."""
     depth = 0
     for part in _PARTS.finditer(text, begin):
         depth += (part[0] in "{[") - (part[0] in "}]")
@@ -210,9 +210,3 @@ def is_json(text: str) -> bool:
 def loose(text: str) -> str:
     """A regular expression for `text` in which its white space may be any white space."""
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=[{:,])(?=\")|(?<=\{)|(?<=:)", text)))
-
-
-def unfinished(text: str, markers: Sequence[str]) -> int:
-    """The number of characters at the end of `text` that may be the beginning of one of `markers`."""
-    longest = min(max(map(len, markers), default=1) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..common.pieces import unfinished
 from . import call_arguments
-from .call_arguments import Progress, loose, unfinished
+from .call_arguments import Progress, loose
 from .schemas.kinds import Kinds
 from .schemas.raw_text import Notation, Parameters, Quoted
 
@@ -18,10 +19,10 @@ class CallIds:
     """Ids that the model writes between the name of a function and the arguments.
 
     Attributes:
-        before: an id.
-        pattern: an expression of all ids.
-        plain: the id of a call by its number, as ``str.format`` reads it.
-        whole: the id that a template takes, of the name of the function and what the model wrote.
+        before: the text in front of an id.
+        pattern: a regular expression for ids.
+        plain: format string that makes an id from a call's number.
+        whole: format string that makes the id for a template from the function's name and the id that the model wrote.
     """
 
     before: str
@@ -30,12 +31,12 @@ class CallIds:
     whole: str = "{id}"
 
     def of(self, name: str, id: str, number: int) -> str:
-        """The id of a call as a template takes it: `id` itself if it has that form, else the id of the call with this number."""
+        """`id` if it has the form that a template takes, else an id of this form, made from the call's `number`."""
         head, tail = self.whole.format(name=re.escape(name), id="\0").split("\0")
         return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.told(name, self.plain.format(number))
 
     def told(self, name: str, written: str) -> str:
-        """The id of a call, of what the model wrote."""
+        """The id of a call for a template. written: the id that the model wrote."""
         return self.whole.format(name=name, id=written)
 
 
@@ -51,13 +52,13 @@ class CallFormat:
         notation: notation of the arguments; None: a JSON object.
         sign: the beginning of `opening` that tells a call from text; None: the part of `opening` in front of the JSON object that
             holds the name.
-        closing: text behind the arguments.
+        closing: text after the arguments.
         begin: text in front of all calls.
-        end: text behind all calls.
+        end: text after all calls.
         between: text between two calls; None: an answer has one call at most.
         message: text that begins a message, in formats whose thoughts, calls and answers are separate messages.
         message_end: text that ends a message.
-        answer: text behind `message` that begins an answer, in two parts: the part that tells it from calls, and the rest.
+        answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: ids in front of `middle`; None: calls have none.
         source: a text in the source of chat templates that use this format but do not take calls in messages.
@@ -132,7 +133,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """The expression of a call up to its arguments. Text in front of bare JSON is not part of it."""
+        """A regular expression for a call up to its arguments, without text in front of bare JSON."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
@@ -151,7 +152,7 @@ class CallFormat:
         Args:
             functions: the known functions, with the types of their parameters. Calls of other functions are text.
             ended: whether the text is complete.
-            known: progress of the arguments in earlier reads, by place; this read updates it.
+            known: progress of the arguments in earlier reads, by the place where they begin; this read updates it.
         """
         known = {} if known is None else known
         trigger, head = self.trigger, text.lstrip()
@@ -212,8 +213,8 @@ class Written:
     """A parsed text.
 
     Attributes:
-        text: the text in front of the calls, as far as it cannot become a part of a call.
-        calls: the calls behind it.
+        text: the text in front of the calls; while the text grows, without an end that may become part of a call.
+        calls: the calls after it.
     """
 
     text: str
@@ -261,7 +262,8 @@ FORMATS = (
     CallFormat(
         "kimi-k2", "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "",
-        shown="<|tool_calls_section_begin|><|tool_call_begin|>", ids=CallIds(":", "[0-9]{1,4}", "{}", "functions.{name}:{id}"),
+        shown="<|tool_calls_section_begin|><|tool_call_begin|>", source=("<|tool_calls_section_begin|>",),
+        ids=CallIds(":", "[0-9]{1,4}", "{}", "functions.{name}:{id}"),
     ),
     CallFormat(
         "harmony", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", between=None,

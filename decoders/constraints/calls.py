@@ -47,7 +47,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self, notation: Notation | None = None) -> Language:
-        """The language of the arguments, by default in JSON. Raises GrammarError, which names the function: it cannot be expressed."""
+        """The language of the arguments, by default in JSON. Raises GrammarError, naming the function, if there is no such language."""
         try:
             language = self._language(notation)
         except GrammarError as error:
@@ -75,7 +75,7 @@ class Called:
         return [self.name, self.parameters, self.strict]
 
     def judge(self, whole: Callable[[str], None], arguments: str) -> None:
-        """Calls `whole` with `arguments`; its GrammarError is raised with the function's name."""
+        """Calls `whole` with `arguments`, and adds the function's name to its GrammarError."""
         try:
             whole(arguments)
         except GrammarError as error:
@@ -123,12 +123,12 @@ class Arguments(Spec):
 
 @dataclass(frozen=True)
 class CallSpec(Spec):
-    """The texts of answers that are calls, or calls or text.
+    """The texts of answers: calls alone, or calls or other text.
 
     Attributes:
         functions: the functions that may be called.
         format: how calls are written.
-        alone: whether the text is a single call without its mark (:attr:`CallFormat.mark`) and without the text behind its
+        alone: whether the text is a single call without its mark (:attr:`CallFormat.mark`) and without the text after its
             arguments.
         several: whether there may be more than one call.
         text: the format of an answer that is text; None: any text that does not begin like a call.
@@ -154,13 +154,13 @@ class CallSpec(Spec):
             text = self._text()
         warnings = dict.fromkeys(warning for each in [*inner, *([text] if text else [])] for warning in each.warnings)
         pattern = self._regex(inner, text)
-        # llguidance's lexer never backtracks: it takes the first brace of a text for the brace of such a mark.
+        # llguidance's lexer never backtracks: it would take a brace that begins a text for the brace that begins a call.
         trigger = self.format.trigger
         apart = text is None or self.text is None or not trigger.startswith(("{", "[", '"'))
         lark = self._lark(inner, text) if apart else None
         if pattern is None and lark is None:
             raise GrammarError(
-                f"tools: texts of response_format may begin as calls do ({trigger}), and the two are no regular expression: say "
+                f"tools: texts of response_format may begin as calls do ({trigger}), and together they are not regular: say "
                 'tool_choice="none" or "required", or leave response_format out'
             )
         whole = self._whole(inner, text)
@@ -177,7 +177,7 @@ class CallSpec(Spec):
 
     @property
     def _around(self) -> tuple[str, str, str, str]:
-        """Expressions of the text behind a call, between two calls, and around all calls."""
+        """Expressions of the text after a call, between two calls, and around all calls."""
         format = self.format
         if self.alone:
             return "", "", "", ""
@@ -232,7 +232,7 @@ class CallSpec(Spec):
             f"one: ({some}) {closing}",
         ]
         rules += [_renamed(each.lark or "", f"arguments{number}", f"_{number}") for number, each in enumerate(inner)]
-        # Not its regex, which would be a single terminal that could match the beginning of a call.
+        # Lark's rules come first: the regex would be a single terminal, which could match the beginning of a call.
         if text is not None and text.lark is not None:
             rules.append(_renamed(text.lark, "text", "_"))
         elif text is not None and text.regex is not None:
@@ -242,7 +242,7 @@ class CallSpec(Spec):
 
 @dataclass(frozen=True)
 class _Answers:
-    """Validates answers, see :meth:`CallSpec._whole`."""
+    """The validating function of :meth:`CallSpec._whole`."""
 
     functions: Mapping[str, Kinds]
     judges: Mapping[str, Callable[[str], None]]
@@ -261,7 +261,7 @@ class _Answers:
                 self.judges[call.name](call.arguments)
 
 
-#: Regexes and strings in the Lark grammar of a schema, which are skipped, and the names of its rules.
+#: Matches regexes and strings in the Lark grammar of a schema, which stay, and the names of its rules, which are replaced.
 _NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
 
 

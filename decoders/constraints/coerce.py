@@ -41,7 +41,7 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
 
     Raises:
         UnknownNameError: a string that is no name of the library.
-        GrammarError: the value is no grammar; lists what can be given.
+        GrammarError: the value is no grammar; the error lists what can be given.
     """
     if value is None or isinstance(value, (Spec, CompiledGrammar)):
         return value
@@ -62,7 +62,7 @@ def full_name(cls: type) -> str:
 
 
 def type_names(value: object) -> Iterator[str]:
-    """The full names of the types that an object is of, the nearest first; those of a class are its metaclasses."""
+    """The full names of an object's types, the most specific first; for a class, the names of its metaclasses."""
     return map(full_name, type(value).__mro__)
 
 
@@ -70,7 +70,7 @@ def spec_of_file(path: Path) -> Spec:
     """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
 
     Raises:
-        GrammarError: another kind of file, an unreadable one, or one without a valid grammar.
+        GrammarError: a file of another kind, an unreadable file, or a file without a valid grammar.
     """
     if path.suffix == ".json":
         return json_schema(path)
@@ -85,16 +85,16 @@ def as_specs(
     """The specifications of all rows.
 
     Args:
-        value: a value that `read` takes, for all rows; or a list or tuple with one for each prompt, None for free text.
+        value: a value that `read` takes, for all rows; or a list or tuple with such a value for each prompt. None is free text.
         prompts: rows of the input.
         per_prompt: ``num_return_sequences``.
         read: makes the specification of one row.
 
     Returns:
-        ``prompts * per_prompt`` entries, those of a prompt side by side, as transformers orders them.
+        ``prompts * per_prompt`` entries in transformers' order: all entries of a prompt are adjacent.
 
     Raises:
-        UnknownNameError, GrammarError: as `read`; or a list of another length.
+        GrammarError: `value` is a list whose length is not `prompts`. Also all errors of `read`.
     """
     if not isinstance(value, (list, tuple)):
         return [read(value)] * (prompts * per_prompt)
@@ -108,7 +108,7 @@ def as_specs(
 
 
 def spec_of_library(name: str) -> Spec:
-    """The grammar of the library called `name`, with or without its suffix. Raises UnknownNameError: there is none."""
+    """The grammar of the library called `name`, with or without its suffix. Raises UnknownNameError: no grammar has this name."""
     try:
         ready = library.find(name)
     except UnknownNameError as error:
@@ -120,7 +120,7 @@ def spec_of_library(name: str) -> Spec:
 
 
 def unknown_grammar(name: str, choices: Iterable[str]) -> UnknownNameError:
-    """The error that no grammar has that name. Raises GrammarError where it is clearly the name of a file."""
+    """The error for the name of a missing grammar. Raises GrammarError where it is clearly the name of a file."""
     if name.endswith(library.SUFFIXES) and len(name) < 256 and "\n" not in name:
         library.check_file(name)
         message = f"grammar={name!r}: a string names a grammar of the library, and this is a file: give pathlib.Path({name!r})"
@@ -156,7 +156,7 @@ def _of_type(value: Any) -> Spec:
 
 
 def _aliased(value: Any) -> Any:
-    """The type behind an alias ``type X = …``."""
+    """The type that an alias ``type X = …`` stands for."""
     return value.__value__ if type(value).__name__ == "TypeAliasType" else None
 
 
@@ -171,7 +171,7 @@ def _term(value: Any) -> Term:
 
 
 def _of_term(term: Term) -> Spec:
-    """The specification of an outlines term. Schemas and grammars in it are compiled by us, since outlines ignores some keywords."""
+    """The specification of an outlines term. Schemas in it are not compiled by outlines, which ignores some keywords."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.JsonSchema):
@@ -193,12 +193,12 @@ def _of_schema(term: Any) -> Spec:
             "a whitespace_pattern of outlines is not read: use decoders.json_schema(schema, whitespace=…)",
             "whitespace_pattern",
         )
-    # As in outlines, whose schemas come from types and functions.
+    # Closed, as in outlines, whose schemas come from types and functions.
     return json_schema(json.loads(term.schema), closed=True)
 
 
 def _as_patterns(term: Any) -> Any:
-    """`term` with everything but strings and operators replaced by our patterns."""
+    """`term` with everything but strings and operators replaced by this package's patterns."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.CFG):
@@ -231,7 +231,7 @@ def _pattern(pattern: str) -> str:
     return exact.get(pattern, pattern)
 
 
-#: Types by their full names, as some take seconds to import, each with what makes a specification of an object.
+#: The functions that make specifications of objects, by the full names of the objects' types: importing some types takes seconds.
 TYPES: dict[str, Callable[[Any], Spec]] = {
     full_name(Path): spec_of_file,
     full_name(re.Pattern): regex,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .specs import Spec
 
 
-#: Most grammars kept in memory, and most bytes of them; the least recently used is evicted first.
+#: Greatest number of grammars in memory, and greatest number of their bytes; the least recently used is evicted first.
 KEPT = 64
 KEPT_BYTES = 128 << 20
 
@@ -35,8 +35,8 @@ class Compilation:
     """A compiled grammar, and how it was obtained.
 
     Attributes:
-        seconds: until it was ready, waiting for another thread that compiles the same included.
-        source: whether it was compiled now or before, or read from a file.
+        seconds: time until the grammar was ready, including waiting for another thread that compiles it.
+        source: whether the grammar was compiled now ("compiled") or before ("memory"), or read from a file ("disk").
     """
 
     grammar: CompiledGrammar
@@ -56,18 +56,14 @@ class Cache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Drops all grammars; calls that hold one keep it."""
+        """Drops all grammars; running calls keep theirs."""
         with self._lock:
             self._entries.clear()
 
     def compiled(
-        self,
-        spec: Spec,
-        vocabulary: Vocabulary,
-        backend: Backend,
-        directory: Path | str | None = None,
+        self, spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | str | None = None,
         seconds: float | None = None,
-    ) -> Compilation:
+    ) -> Compilation:  # fmt: skip
         """The language of `spec` for `vocabulary`, compiled by `backend`.
 
         Args:
@@ -75,7 +71,7 @@ class Cache:
             seconds: CPU time that compiling may take; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
 
         Raises:
-            GrammarError: it cannot be expressed or compiled, or not in time; nothing is cached then.
+            GrammarError: `spec` cannot be expressed, or not compiled in time; nothing is cached.
         """
         begin = time.perf_counter()
         folder = None if directory is None else Path(directory)
@@ -109,7 +105,7 @@ class Cache:
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
-        """Evicts the least recently used grammars while there are too many bytes; never `newest`, nor one in compilation."""
+        """Evicts the least recently used grammars while there are too many bytes, except `newest` and grammars in compilation."""
         with self._lock:
             there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
             size = sum(entry.nbytes for entry in there.values())
@@ -171,7 +167,7 @@ def stored_path(directory: Path, language: Language, vocabulary: Vocabulary, pol
 def store(grammar: CompiledGrammar, path: Path) -> bool:
     """Stores `grammar` as `path`, atomically; returns whether it can be stored.
 
-    If the file cannot be written there is only a warning.
+    Only warns if the file cannot be written.
     """
     content = grammar.dump()
     if content is None:

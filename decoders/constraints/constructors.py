@@ -22,7 +22,7 @@ _INSTEAD = {
     re.IGNORECASE: "spell both cases, [Aa]",
     re.DOTALL: r"write (.|\n) for any character",
     re.ASCII: r"write [0-9] for \d, [A-Za-z0-9_] for \w",
-    re.VERBOSE: "leave out the blanks and remarks",
+    re.VERBOSE: "leave out the white space and comments",
     re.MULTILINE: "leave out ^ and $ within the text",
 }
 _NO_SCHEMA = (type(None), int, float, bytes, list, tuple, set)
@@ -38,7 +38,7 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: the pattern cannot be compiled; names the construct, its place and what to write instead.
+        GrammarError: the pattern cannot be compiled; the error names the construct, its place and what to write instead.
     """
     if isinstance(pattern, re.Pattern):
         if flags := re.RegexFlag(pattern.flags) & ~re.RegexFlag.UNICODE:
@@ -90,7 +90,7 @@ def choice(
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: there are no options, too many, or an option without such a text.
+        GrammarError: there are no options, too many, or an option of another type.
     """
     if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
         raise GrammarError(f"choice: a list of texts is needed, not {shortened(repr(options))}", "choice")
@@ -99,15 +99,9 @@ def choice(
 
 
 def json_schema(
-    schema: Any,
-    *,
-    whitespace: str = "space",
-    indent: int | None = None,
-    strict: bool = True,
-    closed: bool | None = None,
-    backend: str | None = None,
-    policy: Policy = "full",
-) -> JsonSchema:
+    schema: Any, *, whitespace: str = "space", indent: int | None = None, strict: bool = True, closed: bool | None = None,
+    backend: str | None = None, policy: Policy = "full",
+) -> JsonSchema:  # fmt: skip
     """JSON texts that a schema allows, for ``generate(grammar=…)``.
 
     Args:
@@ -115,17 +109,17 @@ def json_schema(
             type that Pydantic knows.
         whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
             break with its indent, wherever JSON allows white space inside brackets.
-        indent: every member on a line of its own, indented by so many blanks per level, exactly as ``json.dumps(…, indent=…)`` writes;
+        indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
             `whitespace` is ignored then. For values of bounded depth.
-        strict: refuse every keyword that cannot be honoured; else the finished text is validated instead.
-        closed: objects that declare properties allow no others unless the schema mentions others. The default is True for
-            Python's types and False for schemas, as in the standard.
+        strict: whether to refuse every keyword that cannot be honoured; if not, the finished text is validated instead.
+        closed: whether objects that declare properties allow no other properties unless the schema says so. The default is True
+            for Python's types and False for schemas, as in the standard.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: it is no schema; or, when it is compiled, a keyword cannot be honoured: names it, its path and what
-            would handle it.
+        GrammarError: `schema` is no schema; or, at compilation, a keyword cannot be honoured: the error names the keyword, its
+            path and what would work.
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
     file = schema if isinstance(schema, Path) else library.file_named(schema) if isinstance(schema, str) else None
@@ -150,7 +144,7 @@ def json_schema(
 
 
 def _text_of(option: Any, place: int) -> str:
-    """The text of an option of a choice, the one at index `place`."""
+    """The text of the option at index `place` of a choice."""
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):

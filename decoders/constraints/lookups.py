@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Tables, Tabulated, unpack
 from .vocabulary import Vocabulary
 
-#: Most entries of a table; larger grammars are walked on the host.
+#: Greatest number of entries of a table; larger grammars are walked on the host.
 ENTRIES = 1 << 24
 #: Entries of a table that are computed at a time: 32 MB of states.
 CHUNK = 1 << 22
@@ -24,10 +24,10 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class TokenTable:
-    """The states ``S`` of a grammar by its tokens. Tokens that lead from every state to the same one share a column.
+    """The next state of a grammar for each of its ``S`` states and each token. Tokens with the same next states share a column.
 
     Attributes:
-        next: ``[S, K]`` int64, state after a token of each column, 0 if it is illegal. Nothing is legal in column 0.
+        next: ``[S, K]`` int64, state after a token of each column, 0 if it is illegal. Tokens of column 0 are never legal.
         columns: ``[V]`` int64, column of each token.
     """
 
@@ -44,8 +44,8 @@ class TokenTable:
         return known[device]
 
     def forced(self, grammar: Tabulated) -> Tensor:
-        """``[S, 3]`` int64 for each state of `grammar`, this table's: how many bytes are forced, the first of them, and the
-        token that the tokenizer writes there; -1 for no byte and no token.
+        """``[S, 3]`` int64, for each state of `grammar`, which is the table's own: the number of forced bytes, the first forced byte,
+        and the tokenizer's token for these bytes; -1 for no byte and no token.
         """
         if not self._forced:
             rows = torch.tensor([[0, -1, -1]], device="cpu").repeat(len(self.next), 1)
@@ -88,13 +88,13 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
     """Yields tokens in batches, with the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
     states = len(tables.next)
     every = torch.arange(states, device="cpu")
-    # States with the dead state's mask are unreachable, and after a stop token nothing is legal.
+    # Other states need no entries: states with the dead state's mask are unreachable, and after a stop token nothing is legal.
     living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
     some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
     used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
     stops = [token for token in vocabulary.stops if token in used]
     spelled = sorted(used.difference(stops), key=lambda token: len(vocabulary.tokens[token] or b""))
-    # A further column for padding behind a token's end: it leads back to the same state.
+    # A further column for padding after a token's end: it leads back to the same state.
     after = torch.cat([tables.next.long()[:, tables.classes], every[:, None]], dim=1).to(device)
     every, living, masks, mask_of = (t.to(device) for t in (every, living, tables.masks, tables.mask_of))
 
@@ -122,7 +122,7 @@ class LazyMasks:
     """Rows of an array that are computed on first use; all are dropped when there would be too many.
 
     Attributes:
-        most: rows that are held at a time.
+        most: greatest number of rows that are held at a time.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """Indices of the rows of `numbers` in a read-only array ``[R, width]``, and that array; None if they are too many."""
+        """Indices of the rows of `numbers` in a read-only array ``[R, width]``, and that array; None if there are too many rows."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

@@ -55,7 +55,7 @@ def schema_of(value: Any) -> dict[str, Any]:
     """The JSON schema that Pydantic makes of a type.
 
     Raises:
-        GrammarError: Pydantic has no schema of it, or a pattern has another meaning in a schema.
+        GrammarError: Pydantic has no schema of the type, or a pattern has another meaning in a schema.
     """
     from pydantic import PydanticUserError, TypeAdapter
 
@@ -88,7 +88,7 @@ def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
 
 
 def _anchored(schema: Any, patterns: set[str]) -> Any:
-    """`schema` with `patterns` anchored to the whole text, which outlines leaves out."""
+    """`schema` with `patterns` anchored to the whole text, because outlines writes them without anchors."""
     return (
         _replaced(schema, {pattern: f"^(?:{pattern})$" for pattern in patterns}, of_keys=False) if patterns else schema
     )
@@ -108,7 +108,7 @@ def translated(schema: Any, core_schema: Any) -> Any:
 
 
 def _patterns(core_schema: Any) -> set[str]:
-    """The patterns that Rust matches; none where a node selects Python's engine, which is close enough to ECMA-262."""
+    """The patterns for Rust's engine; none if Python's engine is chosen, whose syntax is close enough to ECMA-262."""
     patterns: set[str] = set()
     waiting = [core_schema]
     while waiting:
@@ -125,7 +125,7 @@ def _patterns(core_schema: Any) -> set[str]:
 
 
 def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
-    """`schema` with other `patterns` for strings, and `of_keys`: for the keys of objects."""
+    """`schema` with the patterns of strings replaced, by `patterns` (old to new), and if `of_keys` also the patterns of keys."""
     if isinstance(schema, list):
         return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):
@@ -140,10 +140,10 @@ def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> An
 
 
 def readable(kind: Any) -> Any:
-    """`kind` with its TypedDicts replaced by ones that Pydantic reads, except those inside other classes.
+    """`kind` with its TypedDicts, except those inside other classes, replaced by TypedDicts that Pydantic reads.
 
     Raises:
-        NameError: a TypedDict names an unknown type. RecursionError: it refers to itself.
+        NameError: a TypedDict names an unknown type. RecursionError: a TypedDict refers to itself.
     """
     if sys.version_info >= (3, 12):
         return kind
@@ -169,7 +169,7 @@ def _modern(kind: Any) -> Any:
 
     fields = {}
     for name, part in typing.get_type_hints(kind, include_extras=True).items():
-        marked = typing.get_origin(part) in (Required, NotRequired)  # in string annotations `typing` has not seen them
+        marked = typing.get_origin(part) in (Required, NotRequired)  # `typing` has not seen marks in string annotations
         needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
         inner = readable(typing.get_args(part)[0] if marked else part)
         fields[name] = Required[inner] if needed else NotRequired[inner]

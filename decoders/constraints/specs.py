@@ -13,6 +13,7 @@ from os.path import commonprefix
 from typing import Any, get_args
 
 from ..errors import GrammarError, UnknownNameError, shortened, suggest
+from ..report.figures import LEFT_OUT
 from .base import CompiledGrammar, Language, Policy
 from .patterns.limits import deadline, left
 from .patterns.python import whole_text
@@ -29,7 +30,7 @@ from .schemas.whitespace import MOST_INDENT, WHITESPACE
 from .schemas.writing import Writer
 from .vocabulary import Vocabulary
 
-#: Most characters of all choices together; larger automata take more than seconds to build.
+#: Greatest number of characters of all choices together; larger automata take more than seconds to build.
 CHOICES_LIMIT = 5_000_000
 
 
@@ -40,7 +41,7 @@ class Spec(ABC):
     Attributes:
         backend: registry name of the backend; ``auto`` takes the table automaton where it can.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
-        label: its name in messages and reports; not part of its meaning.
+        label: name in messages and reports; specifications that differ only in it are equal.
     """
 
     backend: str | None = field(default=None)
@@ -54,14 +55,14 @@ class Spec(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """A unique text of class, content and options, as a key of caches in memory and on disk."""
+        """A text that identifies class, content and options, as a key of caches in memory and on disk."""
 
     @abstractmethod
     def language(self) -> Language:
         """The language, in every notation that can express it.
 
         Raises:
-            GrammarError: it cannot be expressed; names the keyword, its path and what would handle it.
+            GrammarError: the language cannot be expressed; the error names the keyword, its path and what would work.
         """
 
     def compiled(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> CompiledGrammar:
@@ -121,7 +122,7 @@ class Lark(Spec):
 
     @property
     def name(self) -> str:
-        """What messages and reports call it."""
+        """Its name in messages and reports."""
         return self.label or f"grammar {shortened(self.text) or '(empty)'}"
 
     @property
@@ -182,26 +183,24 @@ class Choice(Spec):
         return Language(self.label or f"choice of {shortened(shown)}", regex=self.whole)
 
 
-#: Most keywords that are left out of one schema, and the most work to find them, in units of one attempt's limit.
+#: Greatest number of keywords left out of one schema, and of steps for finding them, in multiples of ``limits.STEPS``.
 _MOST_DROPPED, _MOST_ATTEMPTS = 100, 4
 #: Keywords that are never left out, because validation needs them as well.
 _NEEDED = ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "type")
 _UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
 _WARNINGS = (
     "Keys stand in the order in which the schema declares them, then required ones that are not declared, then others.",
-    "A declared key never occurs twice; other keys may, and what some property has to be is the last of them.",
-    "Integers are written without a fraction, and numbers between bounds without an exponent; what must be no integer has up "
-    "to 15 digits.",
+    "A declared key never occurs twice. Other keys may; the last of them meets a condition that some property has to meet.",
+    "Integers are written without a fraction, and numbers between bounds without an exponent; numbers that must not be integers "
+    "have up to 15 digits.",
     "Strings under a condition (length, pattern, format, enum) escape only what has to be escaped.",
 )
 _FORMAT = "A known format is a condition: dates look like dates. To the drafts since 2019 it is an annotation."
 _PATTERN = (
-    r"Patterns are those of ECMA-262: \d and \w are ASCII, $ is the very end. jsonschema reads them as Python's re does, and may "
-    "judge strings of other characters otherwise."
+    r"Patterns are read as in ECMA-262: \d and \w are ASCII, $ is the very end. jsonschema reads them as Python's re does, and may "
+    "judge strings with other characters differently."
 )
-#: End of the warning about a keyword that a lenient language leaves out.
-LEFT_OUT = "is left to the validation of the finished text."
-_CLOSED = "Objects that declare properties take no others, unless the schema says something of others."
+_CLOSED = "Objects that declare properties take no other properties, unless the schema mentions other properties."
 
 
 @dataclass(frozen=True)
@@ -214,9 +213,9 @@ class JsonSchema(Spec):
             break with its indent wherever JSON allows white space inside brackets.
         indent: every member on a line of its own, indented by so many blanks per level, exactly as ``json.dumps(…, indent=…)``
             writes; `whitespace` is ignored then.
-        strict: refuse keywords that the language cannot honour. Otherwise they are left out, and the finished text is
-            validated.
-        closed: objects that declare properties allow no others unless the schema mentions others.
+        strict: whether keywords that the language cannot honour are refused. If not, the language ignores them, and the finished
+            text is validated.
+        closed: whether objects that declare properties allow no other properties unless the schema mentions them.
     """
 
     schema: Any
@@ -323,7 +322,7 @@ class JsonSchema(Spec):
 
 
 def _regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as a regular expression; None if it has none, or it would take more than half of the time that is left."""
+    """`rules` as a regular expression; None if there is none, or writing it takes more than half of the time that is left."""
     try:
         with deadline(left() / 2):
             return notation.regex(rules)

@@ -23,8 +23,8 @@ from .specs import JsonSchema
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 
-#: Pydantic's core schemas whose JSON schema is complete, each with the conditions that it covers. Texts of other kinds, or with
-#: other conditions, are judged by the type itself, so that additions of later versions are, too.
+#: Kinds of Pydantic's core schemas whose JSON schema is complete, each with the conditions that the JSON schema covers. Texts of all
+#: other kinds and conditions, also of those that later versions add, are judged by the type itself.
 _TOLD: dict[str, frozenset[str]] = {
     kind: frozenset(conditions.split())
     for kind, conditions in {
@@ -53,13 +53,13 @@ _IDLE = frozenset((
     "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
     "polymorphic_serialization",
 ))  # fmt: skip
-#: Values of other names that do not restrict values either; None never does.
+#: By name, the value of an option in core schemas that restricts nothing; None never does.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
     "ascii_only": False, "validate_default": False, "str_strip_whitespace": False, "str_to_lower": False, "str_to_upper": False,
 }  # fmt: skip
-#: Names whose content contains no schema of parts of the value.
+#: Names in core schemas whose content has no schemas of parts of the value.
 _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
@@ -70,7 +70,7 @@ _NARROWER = re.compile(r"\\[DWSsP]|\[\^|--|~~|\[:\^")
 
 @dataclass(frozen=True)
 class OfType(JsonSchema):
-    """JSON of a Python type, which judges the finished text itself.
+    """JSON texts of a Python type; the type itself judges the finished text.
 
     Attributes:
         kind: the type, as Pydantic knows it.
@@ -148,7 +148,7 @@ def _more(node: dict[str, Any]) -> bool:
 
 
 def _conditions(node: dict[str, Any]) -> set[str]:
-    """The names in `node` and in configs of nodes that may restrict values."""
+    """The names in `node`, a core schema or its config, that may restrict values."""
     return {name for name, value in node.items() if value is not None and value != _DEFAULTS.get(name)} - _IDLE
 
 
@@ -162,7 +162,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            # Otherwise a dict of fields, which may have a field named "type".
+            # Other dicts hold fields, and may have a field named "type".
             is_schema = isinstance(node.get("type"), str)
             if is_schema:
                 yield node
@@ -172,7 +172,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema` with functions that validation would call replaced by one that does nothing."""
+    """`schema` in which a function that does nothing replaces the functions that validation would call."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":
@@ -194,12 +194,12 @@ def _identity(kind: Any) -> str:
 _UUID = "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-%d[0-9A-Fa-f]{3}-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"
 _UUIDS = {f"uuid{version}": _UUID % version for version in range(1, 9)}
 _NAIVE = rf"^(?:{FORMATS['date']})T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?$"
-#: Most digits of a decimal that the schema counts, as floats hold 15; more are left to the type.
+#: Greatest number of digits that the schema counts, because floats hold 15; the type counts more digits.
 _DIGITS = 15
 
 
 def completed(schema: Any, kind: Any) -> Any:
-    """`schema`, from :func:`~decoders.constraints.python_types.schema_of` of `kind`, with conditions that Pydantic leaves out."""
+    """`schema`, as :func:`~decoders.constraints.python_types.schema_of` returns it for `kind`, plus conditions that Pydantic drops."""
     adapter = TypeAdapter(readable(kind))
     new = translated(adapter.json_schema(schema_generator=_Schemas), adapter.core_schema)
     return _completed(new, schema)
@@ -241,7 +241,7 @@ class _Schemas(GenerateJsonSchema):
 
 
 def _counted(most: int | None, places: int | None) -> dict[str, Any]:
-    """Keywords for numbers with at most `most` digits, `places` of them behind the point."""
+    """Keywords for numbers with at most `most` digits, `places` of them after the point."""
     conditions: dict[str, Any] = {}
     if places is not None and places <= _DIGITS:
         conditions["multipleOf"] = json.loads(f"1e-{places}") if places else 1
@@ -251,7 +251,7 @@ def _counted(most: int | None, places: int | None) -> dict[str, Any]:
 
 
 def _spelled(most: int | None, places: int | None) -> str:
-    """The pattern of such numbers in strings; the total number of digits is left to the type."""
+    """The pattern, in strings, of the numbers of :func:`_counted`; the total number of digits is left to the type."""
     whole = "[0-9]*" if most is None else f"[0-9]{{0,{most - (places or 0) - 1}}}"
     integer = "0" if most is not None and most <= (places or 0) else f"(?:0|[1-9]{whole})"
     behind = places if places is not None else most

@@ -26,7 +26,7 @@ class Vocabulary:
     Attributes:
         tokens: ``V`` entries; None for tokens without text: special tokens, stop tokens, unused rows of the logits.
         stops: ids that end a text.
-        encode: the tokenizer's text to ids, without special tokens.
+        encode: returns the tokenizer's ids of a text, without added special tokens.
         special: ids of special tokens by their names.
         spelled: names of special tokens that have a text here, see :meth:`spelling`.
 
@@ -35,13 +35,9 @@ class Vocabulary:
     """
 
     def __init__(
-        self,
-        tokens: Sequence[bytes | None],
-        stops: Sequence[int],
-        encode: Callable[[str], Sequence[int]] | None = None,
-        rules: str | Callable[[], str] = "",
-        special: Mapping[str, int] | None = None,
-    ) -> None:
+        self, tokens: Sequence[bytes | None], stops: Sequence[int], encode: Callable[[str], Sequence[int]] | None = None,
+        rules: str | Callable[[], str] = "", special: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
         ends = set(stops)
         self.tokens = tuple(None if token in ends or not text else text for token, text in enumerate(tokens))
         self.stops = tuple(sorted(token for token in ends if 0 <= token < len(self.tokens)))
@@ -67,8 +63,8 @@ class Vocabulary:
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
         added, special = tokenizer.added_tokens_decoder, special_tokens(tokenizer)
         tokens: list[bytes | None] = [None] * size
-        # These are the names that the tokenizer decodes. In its vocabulary names of added tokens may have been normalised, and all
-        # names in that of a tokenizer in Python.
+        # These are the names that the tokenizer decodes. In the tokenizer's vocabulary, names of added tokens may be normalised; in
+        # a tokenizer written in Python, all names may be.
         renamed = [token for token in {*added, *(vocabulary.values() if backend is None else ())} if token < size]
         names = {token: name for name, token in vocabulary.items() if token < size}
         names |= dict(zip(renamed, tokenizer.convert_ids_to_tokens(renamed), strict=True))
@@ -120,7 +116,7 @@ class Vocabulary:
 
     @cached_property
     def rules(self) -> str:
-        """Tells tokenizers apart that have the same tokens and encode differently."""
+        """A digest that differs between tokenizers that have the same tokens but encode differently."""
         return self._rules if isinstance(self._rules, str) else self._rules()
 
     @cached_property
@@ -168,7 +164,7 @@ class Vocabulary:
         return frozenset(text[:end] for text in self.ids for end in range(1, len(text)))
 
     def spell(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of `tokens`; those without text are skipped."""
+        """The bytes of `tokens`; tokens without text are skipped."""
         return b"".join(self.tokens[token] or b"" for token in tokens if token >= 0)
 
     def encoded(self, text: bytes) -> list[int]:
@@ -180,12 +176,12 @@ class Vocabulary:
         if not whole and len(text) > 3:
             return self.longest_tokens(text)
         tokens = [*self.encode(whole)]
-        if self.spell(tokens) != whole.encode():  # such as a tokenizer that adds a leading blank
+        if self.spell(tokens) != whole.encode():  # the tokenizer may add a leading blank
             tokens = self._greedy(whole)
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """`forced` bytes as the tokenizer encodes them, up to where the bytes behind could change the tokens.
+        """`forced` bytes as the tokenizer encodes them, up to where following bytes could change the tokens.
 
         A token is left out if the bytes from it on could be the beginning of a longer token.
         """
@@ -200,10 +196,8 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """As :meth:`canonical`, at most `limit`. By the canonical policy each token must also be the first one of the remaining
-        bytes encoded alone.
-
-        The two may differ where the tokenizer sees a special token in the whole text, or groups digits from the left.
+        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, ends before a token that is not the first
+        token of the remaining bytes encoded alone: the tokenizer may see a special token in the whole text, or group digits.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):
@@ -231,7 +225,7 @@ class Vocabulary:
 
 
 def stand_in(place: int) -> str:
-    """A character of plane 16, which is for private use."""
+    """The character of plane 16 (private use) that stands for the special token with index `place`."""
     return chr(0x100000 + place)
 
 
@@ -246,7 +240,7 @@ def _decodable(text: bytes) -> str:
 
 
 def _part(backend: Any, name: str) -> dict | None:
-    """A part of a tokenizer of the tokenizers library, as its file has it; the whole file would take seconds to read."""
+    """A part of a tokenizer of the tokenizers library, in the form of its file; reading the whole file would take seconds."""
     part = getattr(backend, name, None)
     return None if part is None else dict(json.loads(part.__getstate__()))
 
@@ -264,7 +258,7 @@ def _spelling(
     """The function from names of tokens to bytes of `tokenizer`, which has this vocabulary and decoder.
 
     Raises:
-        UnsupportedError: neither byte-level nor with byte fallback, or an unknown decoder.
+        UnsupportedError: the tokenizer is neither byte-level nor has byte fallback, or its decoder is unknown.
     """
     if '"ByteLevel"' in json.dumps(decoder):
         alphabet = _byte_level_alphabet()
@@ -295,18 +289,18 @@ def _spelling(
 
         return spell
     raise UnsupportedError(
-        f"grammar= works on bytes, and the tokens of {type(tokenizer).__name__} cannot be told in bytes: it is neither a "
+        f"grammar= works on bytes, and the bytes of the tokens of {type(tokenizer).__name__} are unknown: it is neither a "
         "byte-level tokenizer nor one with byte fallback"
     )
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[tuple[str, str] | None]:
-    """The steps by which `decoder` turns a token's name into text: pairs of replaced texts, None for reading ``<0x0A>``.
+    """The steps by which `decoder` turns a token's name into text: a text and its replacement; None for bytes (``<0x0A>``).
 
     Raises:
-        UnsupportedError: it has other steps.
+        UnsupportedError: `decoder` has other steps.
     """
-    if decoder is None:  # as sentencepiece itself does
+    if decoder is None:  # the rule of sentencepiece
         return [None, ("\u2581", " ")]
     steps: list[tuple[str, str] | None] = []
     for part in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
@@ -317,11 +311,11 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
                 steps.append((replacement, " "))
             case {"type": "Replace", "pattern": {"String": old}, "content": new}:
                 steps.append((old, new))
-            case {"type": "Fuse" | "Strip"}:  # no effect within a text
+            case {"type": "Fuse" | "Strip"}:  # these steps have no effect within a text
                 pass
             case _:
                 raise UnsupportedError(
-                    f"grammar= works on bytes, and the tokens of {type(tokenizer).__name__} cannot be told in bytes: its decoder "
+                    f"grammar= works on bytes, and the bytes of the tokens of {type(tokenizer).__name__} are unknown: its decoder "
                     f"has a part that is not known, {shortened(json.dumps(part))}"
                 )
     return steps
@@ -329,7 +323,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
 
 @lru_cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes with (Radford et al. 2019): printable ones stand for themselves."""
+    """The characters that byte-level tokenizers write bytes with (Radford et al. 2019): printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

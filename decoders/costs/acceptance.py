@@ -1,7 +1,7 @@
 """Acceptance rates of draft tokens, by drafter and by place in the draft.
 
-The tokens that a row writes do not depend on its drafts. So they judge every draft, verified or not: trying a drafter costs its
-drafting time and no forward pass.
+The tokens that a row writes do not depend on its drafts. So these tokens judge every draft, verified or not: trying a drafter costs
+its drafting time and no forward pass.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: Each judged draft token multiplies the weight of earlier ones by this: it halves in about four tokens of a kind. The deepest kind
-#: forgets slowly, because many of its tokens are judged at once, and only if all tokens before them were right.
+#: Each judged draft token multiplies the weight of earlier tokens of its kind by this: a weight halves in about four tokens. The
+#: deepest kind forgets slowly, because many of its tokens are judged at once, and only if all tokens before them were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
-#: The prior acceptance rate of a first token, and the number of judged tokens that it weighs as much as. A low rate does no harm:
-#: judging drafts is free.
+#: The prior acceptance rate of a first token, ``PRIOR``, counts like ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
+#: because judging drafts is free.
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Greater depths and ranks are clipped to these.
 DEEPEST, LOWEST_RANK = 4, 3
-#: The number of judged tokens that a drafter's declared rates (`Strategy.grade_rates`) weigh as much as.
+#: A drafter's declared rates (`Strategy.grade_rates`) count like this many judged tokens.
 GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook (:attr:`Follower.outlook`).
 OUTLOOK_WEIGHT = 1 / 8
 
-#: A node is verified if its expected tokens are this many times its price in tokens, because the probabilities of nodes that seem to
-#: pay are overestimates on average.
+#: A node is verified if its expected tokens are at least this many times its price in tokens, because the probabilities of nodes that
+#: seem to pay are overestimates on average.
 CAUTION = 1.15
 
 #: The kind of a draft token: the bits of the drafters that propose it (negative: the bit of a drafter, whether or not others propose
@@ -36,9 +36,9 @@ class AcceptanceRates:
     """Probability that a draft token is right if its parent is, by kind; recent tokens count more.
 
     Args:
-        common: the rates of all rows, the prior of a row's rates; None for the rates of all rows.
-        grade_rates: by drafter's bit, its declared rates (:attr:`Strategy.grade_rates`), the prior of grades not seen yet; scaled by
-            the ratio of observed to declared rates of the drafter's other tokens.
+        common: for the rates of one row, the rates of all rows, as their prior; None for the rates of all rows themselves.
+        grade_rates: by drafter's bit, its declared rates (:attr:`Strategy.grade_rates`), which are the prior of grades not seen yet.
+            They are scaled by the ratio of observed to declared rates of the drafter's other tokens.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AcceptanceRates:
 
     def _rate(self, kind: Kind) -> float:
         trials = self._trials.get(kind, 0.0)
-        if trials > 6:  # the prior no longer matters
+        if trials > 6:  # enough trials: the prior is dropped
             return self._hits[kind] / trials
         return (self._hits.get(kind, 0.0) + PRIOR_WEIGHT * self._prior(kind)) / (trials + PRIOR_WEIGHT)
 
@@ -117,8 +117,8 @@ class Proposals:
     """The proposals of all drafters for a row, merged into a tree without duplicates. All attributes are per node.
 
     Attributes:
-        tokens: node 0 is the row's last token.
-        parents, depths: of the tree.
+        tokens: tokens of the nodes; node 0 is the row's last token.
+        parents, depths: parents and depths of the nodes.
         sources: bits of the drafters that propose the node.
         ranks: place among the siblings of the drafter that ranks the node highest.
         grades: the best grade that a drafter gives the node.
@@ -191,7 +191,7 @@ class Proposals:
     def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
         """``(probability, node)``, likeliest first: the probability that a node and its whole path are right, if at least `least`.
 
-        Every node comes after its parent. The probabilities of siblings sum to at most their parent's, since one of them at most is
+        Every node comes after its parent. The probabilities of siblings sum to at most their parent's, because at most one sibling is
         right.
         """
         likely = [1.0] + [0.0] * (len(self.tokens) - 1)
@@ -251,7 +251,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: A row that has fewer steps to go than the longest row, by this share of the longest, is e times less likely to end last.
+#: If a row has fewer steps to go than the longest row, by this share of the longest row's, it is e times less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 

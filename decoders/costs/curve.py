@@ -96,7 +96,7 @@ class CostCurve(_Stored):
         return min(measured, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
-        """Expected seconds of a step: linear between measured nodes and contexts, and beyond the last two.
+        """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the last two.
 
         For another number of rows, takes the nearest measured number, at the same total of nodes. For a tier that was not measured,
         takes the other tier.

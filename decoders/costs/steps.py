@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weight of the newest step in the mean ratio of observed to expected seconds: of all sizes, and (at least) of the step's size.
+#: Weight of the newest step in the mean ratios of observed to expected seconds: in the ratio of all sizes, and the least weight in the
+#: ratio of the step's size.
 QUICK, SLOW = 1 / 8, 1 / 32
 #: The curve weighs as much as this many observed steps of a size.
 TRUST = 8
@@ -39,7 +40,7 @@ class StepLine:
         self._forget()
 
     def _forget(self) -> None:
-        self._sums = [0.0] * 5  # of 1, nodes, seconds, nodes², nodes · seconds
+        self._sums = [0.0] * 5  # weighted sums of 1, nodes, seconds, nodes², nodes · seconds
         self._steps = 0
         self._smallest = 0
 
@@ -88,9 +89,9 @@ class StepCosts:
         curve: a curve with points; None uses `line`.
         rows: rows of the batch.
         context: tokens per row at the start.
-        size: from nodes of a draft to nodes of the padded block, root included.
-        ratios: by context and tier, the ratios of earlier calls' steps to the curve; updated.
-        line: the line that earlier calls fitted without a curve; updated.
+        size: returns the nodes of the padded block for the nodes of a draft, root included.
+        ratios: returns, for a context, by tier, the ratios of earlier calls' steps to the curve; they are updated in place.
+        line: the line that earlier calls fitted without a curve; it is updated in place.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class StepCosts:
         own, steps = self._of_size.get(nodes, KNOWN)
         expected = self._of_curve(self.curve, nodes) * own
         if self.observed == 1:
-            self._scale = seconds / expected  # another machine's load, another sampling plan
+            self._scale = seconds / expected  # the ratio also reflects the machine's load and the sampling plan
         ratio = min(max(seconds / expected / self._scale, 1 / OUTLIER), OUTLIER)
         self._scale *= 1 + QUICK * (ratio - 1)
         self._of_size[nodes] = own * (1 + max(SLOW, 1 / (TRUST + steps)) * (ratio - 1)), steps + 1

@@ -10,7 +10,7 @@ from ..draft import Draft
 from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from .steps import StepCosts
 
-#: A step with a draft may take this share more time than a step without: it pays from half a token more per step.
+#: A step with a draft may take this share more time than a step without a draft: it pays if it commits half a token more.
 SHARE = 0.5
 
 
@@ -32,7 +32,7 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
 
 def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 255) -> int:
-    """:func:`node_budget` in draft tokens: numbers without the root."""
+    """:func:`node_budget` in draft tokens: no number includes the root."""
     return node_budget(costs, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1
 
 
@@ -57,11 +57,11 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Share of the time for trying a drafter whose drafts do not pay.
-LOOKING = 0.005
+#: Share of a call's time that may be spent on trying a drafter whose drafts do not pay: one of several, and an only one.
+LOOKING, LOOKING_ALONE = 0.005, 0.02
 #: Weight of the newest draft in the mean net gain.
 LOOK_WEIGHT = 1 / 8
-#: Golden ratio: any number of its multiples modulo one are spread evenly.
+#: Golden ratio: its first n multiples modulo one are spread evenly, for any n.
 GOLDEN = 0.6180339887498949
 
 
@@ -100,12 +100,12 @@ class Looks:
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
-def affordable(share: float, longest: int) -> int:
-    """The number of steps between drafts at which drafting takes :data:`LOOKING` of the time, at most `longest`.
+def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
+    """The number of steps between drafts at which drafting takes the share `looking` of the time, at most `longest`.
 
     share: duration of a draft relative to a step.
     """
-    return min(math.ceil(share / LOOKING), longest)
+    return min(math.ceil(share / looking), longest)
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
@@ -124,7 +124,7 @@ DRAFT_WEIGHT = 1 / 8
 
 
 class DraftWorth:
-    """Decides how many first nodes of a draft are worth their time in a step of several rows.
+    """Decides how many first nodes of a draft are worth their time in a step.
 
     All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step runs 8 B nodes.
 
@@ -135,10 +135,7 @@ class DraftWorth:
     """
 
     def __init__(
-        self,
-        costs: Callable[[], StepCosts],
-        ends: Sequence[int] | None = None,
-        grade_rates: Sequence[float] = (),
+        self, costs: Callable[[], StepCosts], ends: Sequence[int] | None = None, grade_rates: Sequence[float] = ()
     ) -> None:
         self._common = AcceptanceRates(grade_rates={SOURCE: grade_rates})
         self._rows: list[Follower] = []
@@ -155,11 +152,11 @@ class DraftWorth:
         self._proposals.clear()
 
     def due(self) -> bool:
-        """Whether to draft in this step. While drafting takes more time than it saves, most steps do not."""
+        """Whether to draft in this step. While drafting takes more time than it saves, most steps have no draft."""
         costs = self._costs()
         if self._drafting is None or not costs.known:
             return True
-        return self._looks.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT))
+        return self._looks.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT, LOOKING_ALONE))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
         """The number of draft tokens to verify that maximizes the step's tokens per second.

@@ -1,7 +1,7 @@
 """Two small models that this project trains itself, and prompts from files they never saw.
 
-`load()` gives the target, `load("draft")` its 8 times smaller draft; `prompts()` the prompts that the benchmark uses.
-Nothing here touches the network.
+`load()` returns the target, `load("draft")` the draft, which is 8 times smaller, and `prompts()` the benchmark's prompts. Nothing
+here uses the network.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Prompt:
 
     Attributes:
         id: its name.
-        kind: "code" to go on with, "copy" to copy with a rename, "docstring" to write.
+        kind: "code" (to be continued), "copy" (to be copied with a rename) or "docstring" (to be written).
         text: the prompt itself.
-        source: the held-out file that it comes from, relative to the standard library.
+        source: the held-out file that it is taken from, relative to the standard library.
         answer: the right answer to a copy prompt; empty for the other kinds.
     """
 
@@ -60,11 +60,11 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The demo model `name` ("target" or "draft") in `dtype` (default: float32) and its tokenizer, in eval mode.
 
-    `directory` is where `decoders train demo`, of the distribution decoders-lab, wrote; default: the weights in this package.
+    `directory`: a folder that `decoders train demo` of decoders-lab wrote; default: the weights in this package.
 
     Raises:
         UnknownNameError: there is no demo model of this name.
-        DemoModelMissingError: its weights are not there.
+        DemoModelMissingError: its weights were not found.
     """
     if name not in MODELS:
         raise UnknownNameError("demo model", name, MODELS)
@@ -82,7 +82,7 @@ def load(
 
 
 def prompts(kind: str | None = None) -> list[Prompt]:
-    """The shipped prompts, all from held-out files; only those of `kind` ("code", "copy" or "docstring") if given.
+    """The shipped prompts, all from held-out files, of one `kind` ("code", "copy" or "docstring") or of all kinds.
 
     They are stored, not generated, because other versions of Python have other sources.
     """

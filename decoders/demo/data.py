@@ -3,7 +3,7 @@
 An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy from plain
 code. These texts teach it, so that copy-heavy decoding (prompt lookup, speculative drafts) behaves as on large models.
 
-Licence of the data: PSF-2.0 (a few files carry their own, compatible notices).
+Licence of the data: PSF-2.0 (a few files have compatible notices of their own).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HELD_OUT_PER_MILLE = 30
 
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
 
-# Three reasons to leave a file out: it is not valid Python on purpose, it is a generated table that would teach digits
-# instead of code, or it is written per machine (build paths) and would make two machines train on different text.
+# These files are left out for one of three reasons: a file is intentionally invalid Python, is a generated table, which would teach
+# digits instead of code, or is written per machine (build paths), so that two machines would train on different text.
 _SKIPPED_FILES = (
     "lib2to3/tests/data/*",
     "test/test_lib2to3/data/*",
@@ -69,14 +69,14 @@ class Source:
 
 
 def stdlib_root() -> Path:
-    """Where this interpreter keeps its standard library."""
+    """The folder of this interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_held_out(path: str) -> bool:
     """Whether a relative path belongs to the held-out split.
 
-    It depends on the path alone, so that files added by a later Python do not change the split of others.
+    This depends on the path alone, so that files added by a later Python do not change the split of the other files.
     """
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
@@ -104,7 +104,7 @@ def read_sources(root: Path | None = None) -> list[Source]:
 
 
 def _python_files(root: Path) -> Iterator[str]:
-    """Paths below `root` with slashes. Skipped folders, site-packages among them, are not even listed."""
+    """Paths below `root`, with slashes. Skipped folders, such as site-packages, are not entered."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_DIRECTORIES]
         for name in files:
@@ -114,14 +114,14 @@ def _python_files(root: Path) -> Iterator[str]:
 
 
 def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:
-    """(training files, held-out files); disjoint and together everything."""
+    """The training files and the held-out files of `sources`."""
     train = [source for source in sources if not is_held_out(source.path)]
     held_out = [source for source in sources if is_held_out(source.path)]
     return train, held_out
 
 
 def _is_table(text: str) -> bool:
-    """Large files that are mostly digits, escapes and punctuation (codec tables, embedded binary data)."""
+    """Whether a file is large and mostly digits, escapes and punctuation (codec tables, embedded binary data)."""
     letters = sum(character.isalpha() or character.isspace() for character in text)
     return len(text) > 20_000 and letters < 0.62 * len(text)
 
@@ -148,7 +148,7 @@ class EditTask:
 
 
 def functions(sources: Iterable[Source]) -> list[Function]:
-    """Every function of 5 to 40 lines, each distinct text once. Files that do not parse are skipped."""
+    """All functions of 5 to 40 lines, without duplicates. Files that cannot be parsed are skipped."""
     by_source: dict[str, Function] = {}
     for source in sources:
         try:
@@ -166,13 +166,13 @@ def functions(sources: Iterable[Source]) -> list[Function]:
 
 
 def new_names(functions: Iterable[Function]) -> list[str]:
-    """Identifiers to rename to: those that occur in at least two of the functions, sorted."""
+    """The names that a rename may use: names of 3 to 20 characters that occur in at least two of the functions, sorted."""
     counts = Counter(name for function in functions for name in function.names)
     return sorted(name for name, count in counts.items() if count >= 2 and 3 <= len(name) <= 20)
 
 
 def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
-    """A copy task (with probability :data:`COPY_SHARE`, or where nothing can be renamed), else a rename to one of `names`."""
+    """A copy task (with probability :data:`COPY_SHARE`, or if nothing can be renamed), else a rename to one of `names`."""
     if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):
@@ -183,12 +183,12 @@ def edit_task(function: Function, names: list[str], rng: random.Random) -> EditT
 
 
 def copy_task(function: Function) -> EditTask:
-    """The function again, unchanged."""
+    """The task of copying the function unchanged."""
     return EditTask(f"# original\n{function.source}\n# copy\n", function.source)
 
 
 def rename_task(function: Function, old: str, new: str) -> EditTask:
-    """The rename of `old` to `new`; `old` must be one of the function's names and `new` must not occur in it."""
+    """The task of renaming `old`, one of the function's names, to `new`, which must not occur in the function."""
     answer = re.sub(rf"\b{re.escape(old)}\b", new, function.source)
     return EditTask(f"# original\n{function.source}\n# rename {old} to {new}\n", answer)
 
@@ -203,8 +203,8 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
         ast.parse(source)  # dedenting can break a function with a multi-line string
     except (SyntaxError, ValueError):
         return None
-    # A name qualifies if every occurrence of its letters is an occurrence of the name: then it occurs in no string,
-    # comment, attribute or keyword argument, and a textual replacement is a correct rename.
+    # A name can be renamed if every word in the source that is spelled like it is this name: then it occurs in no string, comment,
+    # attribute or keyword argument, and replacing the text is a correct rename.
     words = Counter(re.findall(r"\w+", source))
     names = Counter(_names(node))
     usable = (n for n, count in names.items() if count >= 2 and words[n] == count and len(n) > 1)

@@ -1,8 +1,9 @@
 """Heads that choose the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
 
-The network gives each place its likely tokens without knowing which tokens its neighbours become. A head scores them by how well
-they follow the token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q`` nodes of the draft tree
-whose children are scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the network.
+The network predicts the token of each place without knowing the tokens that are chosen for other places. A head scores the likely
+tokens by how well they follow the chosen token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q``
+nodes of the draft tree whose children are scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the
+network.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers import LlamaConfig
 from ..errors import SettingsError, UnsupportedError
 from .network_files import Count, FileConfig, Whole
 
-#: What the file is called in error messages.
+#: What error messages call the file.
 _KIND = "config of a DFlash draft model"
 
 
@@ -30,8 +31,8 @@ class HeadFields:
     """The fields of a draft model's ``config.json`` that the class of a head reads.
 
     Attributes:
-        raw: all fields; the fields of ``dflash_config`` are merged in.
-        place: the file's name for error messages.
+        raw: all fields, those of the section ``dflash_config`` included.
+        place: the strategy and the file, for error messages.
         layer: config of the network's decoder layers.
         places: ``T``, tokens drafted per block in training.
         draft_vocab_size: ``D``.
@@ -49,7 +50,7 @@ class HeadFields:
         return self.layer.vocab_size
 
     def whole_vocabulary(self, head: str) -> int:
-        """``V``. Raises UnsupportedError if the draft vocabulary is reduced."""
+        """The target's vocabulary size ``V``. Raises UnsupportedError if the draft vocabulary is smaller. head: the head's name."""
         if self.draft_vocab_size != self.vocab_size:
             raise UnsupportedError(
                 f"{self.place}: {head} needs the whole vocabulary of {self.vocab_size} tokens, "
@@ -69,8 +70,8 @@ class DraftedBlock:
     Attributes:
         logits: ``[B, T, D]``, the logits of every place.
         states: ``[B, T, H]``, the hidden states from which the output head computed them.
-        context: ``[B, H]``, the target's hidden states at the last token that it has read, fused by the network.
-        has_context: ``[B]`` bool, false for rows whose target has not read a token yet; their `context` is undefined.
+        context: ``[B, H]``, the target's hidden states of the last token that it has read, fused by the network.
+        has_context: ``[B]`` bool, false for rows of which the target has not read a token yet; their `context` is undefined.
         embed: returns the target's embeddings ``[…, H]`` of tokens.
     """
 
@@ -87,8 +88,8 @@ class HeadScores:
 
     Attributes:
         logits: ``[B, Q, D]``; ``-inf`` for tokens that are not drafted.
-        state: ``[B, Q, S]``, the head's state after the path up to each node; None if the head depends on the token before alone.
-        confidence: ``[B, Q]``, how likely the best child is to be accepted; None if the head has not learned that.
+        state: ``[B, Q, S]``, the head's state after each node's path; None if the scores depend only on the token before.
+        confidence: ``[B, Q]``, the probability that the best child is accepted; None if the head does not predict it.
     """
 
     logits: Tensor
@@ -97,7 +98,7 @@ class HeadScores:
 
 
 class BlockHead(nn.Module, ABC):
-    """A head that chooses tokens. Its parameters are named as in checkpoints.
+    """A head that chooses a block's tokens. Its parameters have the names that they have in checkpoints.
 
     To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
@@ -110,24 +111,24 @@ class BlockHead(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, fields: HeadFields) -> Self | None:
-        """A head with the shape that a config describes, before its weights are loaded; None if the config describes no such head."""
+        """Creates the head that a config describes, without its weights; None if the config describes no head of this class."""
 
     def begin(self, block: DraftedBlock) -> Any:
-        """Computes the parts of the scores that do not depend on chosen tokens; :meth:`choose` gets the result as `begun`."""
+        """Computes what does not depend on chosen tokens, once for a block; :meth:`choose` gets the result as `begun`."""
         return None
 
     @abstractmethod
     def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
-        """Scores the tokens at a `place` of the block, 0 … T-1.
+        """Scores the tokens at a `place` 0 … T-1 of the block.
 
         Args:
-            tokens: ``[B, Q]``, the tokens at the place before; for place 0 the last committed tokens.
-            above: ``[B, Q, S]``, the states of their parents; None for place 0, and if :attr:`HeadScores.state` is None.
+            tokens: ``[B, Q]``, the tokens chosen for the place before; for place 0 the rows' last committed tokens.
+            above: ``[B, Q, S]``, the states after the parents of `tokens`; None for place 0, and if :attr:`HeadScores.state` is None.
         """
 
     @staticmethod
     def only(candidates: Tensor, scores: Tensor, size: int) -> Tensor:
-        """``[B, Q, D]``: `scores` ``[B, Q, C]`` scattered to the tokens `candidates` ``[B, C]``; ``-inf`` for all other tokens."""
+        """Scatters `scores` ``[B, Q, C]`` to the tokens `candidates` ``[B, C]``: returns ``[B, Q, D]``, ``-inf`` for other tokens."""
         index = candidates[:, None].expand(-1, scores.shape[1], -1)
         return scores.new_full((*scores.shape[:2], size), float("-inf")).scatter(2, index, scores)
 
@@ -146,10 +147,10 @@ class _Codebooks(nn.Module):
 
 
 class PathSelector(BlockHead):
-    """DFlash2 (z-lab, 2026): the ``C`` likeliest tokens of every place, scored by how they follow the token before.
+    """DFlash2 (z-lab, 2026): scores the ``C`` likeliest tokens of every place by how well they follow the token before.
 
-    ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``: the network's logit ``U``, a gate ``W`` on its state ``h``, and two tables ``A``
-    and ``B`` that hold a short vector for each token.
+    The score of token ``b`` after token ``a`` is ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``, with the network's logit ``U``, its
+    hidden state ``h``, a gate ``W``, and two tables ``A`` and ``B`` that hold a short vector for each token.
     """
 
     candidates: int
@@ -208,11 +209,12 @@ class _Confidence(nn.Module):
 
 
 class MarkovHead(BlockHead):
-    """DSpark (arXiv:2607.05147): a bias of low rank by the token before is added to the network's logits, and a second head says
-    how likely the token is to be accepted.
+    """DSpark (arXiv:2607.05147): adds to the network's logits a low-rank bias that depends on the token before. A second head, if the
+    config has one, predicts the probability that the token is accepted.
 
-    ``vanilla``: ``W2 W1[a]``. ``gated``: ``W2 (sigmoid(G [h; W1[a]]) * W1[a])``. ``rnn``: a recurrent state of the path, whose gate,
-    candidate and output are one product with ``[s; W1[a]; h]``.
+    The bias after token ``a``, for a place with hidden state ``h``: ``vanilla``: ``W2 W1[a]``. ``gated``:
+    ``W2 (sigmoid(G [h; W1[a]]) * W1[a])``. ``rnn``: ``W2`` times the output of a recurrent unit with state ``s``, whose gate, candidate
+    and output are one product with ``[s; W1[a]; h]``.
     """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, own: _MarkovFields) -> None:
@@ -235,7 +237,7 @@ class MarkovHead(BlockHead):
         return cls(fields.vocab_size, fields.draft_vocab_size, fields.layer.hidden_size, own)
 
     def begin(self, block: DraftedBlock) -> Tensor | None:
-        """The part of the gate or recurrent unit that depends on each place's state alone, ``[B, T, …]``."""
+        """The part of the gate or recurrent unit that depends only on the hidden state of each place, ``[B, T, …]``."""
         name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
         if name is None:
             return None
@@ -257,9 +259,7 @@ class MarkovHead(BlockHead):
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
     def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias by the tokens whose vectors are `before`, and the new states. of_place: the result of :meth:`begin` for the
-        place.
-        """
+        """The bias and the new states. before: vectors of the tokens before; of_place: the result of :meth:`begin` for the place."""
         head, rank = self.markov_head, before.shape[-1]
         if of_place is None:
             return head.markov_w2(before), None
@@ -280,8 +280,8 @@ class _DominoFields(FileConfig):
 
 
 class DominoHead(BlockHead):
-    """Domino (SpecForge): a recurrent unit with state ``s`` reads the block's tokens one by one, and a network of two layers over
-    ``[h; s]``, where ``h`` is the place's hidden state, corrects the logits. A config may exempt the first places.
+    """Domino (SpecForge): a recurrent unit with state ``s`` reads the block's tokens one by one. A network of two layers reads
+    ``[h; s]``, where ``h`` is the place's hidden state, and corrects the logits. The config may leave the first places uncorrected.
     """
 
     def __init__(self, draft_vocab_size: int, width: int, own: _DominoFields) -> None:

@@ -26,18 +26,18 @@ class DFlashConfig:
     """The shape of a draft model, as its checkpoint describes it.
 
     Attributes:
-        layer: config of the decoder layers: their number, hidden size ``H``, heads, rotary positions, windows.
+        layer: config of the decoder layers: their number, hidden size ``H``, heads, rotary positions, sliding windows.
         block_size: number of tokens in a block in training: the last committed token, and masks.
         mask_token_id: the token that is embedded where a token is to be drafted.
-        layers: decoder layers of the target whose outputs it reads.
-        windows: for each of its layers the number of context tokens that every node of a block sees, None for all (`speculators`);
-            empty: the windows of `layer` hold.
+        layers: decoder layers of the target whose outputs the draft model reads.
+        windows: for each layer of the draft model the number of context tokens that every node of a block sees, None for all; only in
+            the format of `speculators`. Empty: the windows of `layer` hold.
         causal: the layers in which a node sees only the nodes before it in the block (JetSpec: all).
-        from_last: whether the last committed token's place drafts the first token, and the first mask the second (DSpark).
+        from_last: whether the place of the last committed token drafts the first token (DSpark), instead of the first mask.
         taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.
-        group: number of channels that share the correction of a tap.
-        head: the head, before its weights are loaded; None: the draft model has no head.
-        draft_vocab_size: number of tokens that it can draft; None: all.
+        group: number of neighbouring channels that share a node's correction of a tap.
+        head: the config's fields, from which the head is created.
+        draft_vocab_size: number of tokens that the draft model can draft; None: all.
     """
 
     layer: LlamaConfig
@@ -61,9 +61,9 @@ class DFlashConfig:
 class DFlashNetwork(nn.Module):
     """Called by :attr:`decoders.strategy.Context.module`.
 
-    `fc` fuses the target's hidden states of a token to one vector, from which every layer makes a key and a value. These keys and
-    values are the context. A block is the embedding of the last committed token and of masks. Its nodes see the context and each
-    other, in causal layers only the nodes before them.
+    `fc` fuses the target's hidden states of a token to one vector, from which every layer computes a key and a value. These keys and
+    values are the context. A block holds the embeddings of the last committed token and of masks. Its nodes attend to the context and
+    to each other; in causal layers a node attends only to the nodes before it.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -79,11 +79,11 @@ class DFlashNetwork(nn.Module):
     def forward(
         self, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, context: bool = False
     ) -> Tensor:  # fmt: skip
-        """The hidden states ``[B, N, H]`` of a block, input of the target's output head; or, with `context`, stores keys and values
-        of the context.
+        """Computes the hidden states ``[B, N, H]`` of a block, which the output head reads; with `context`, stores keys and values of
+        the context instead, and returns the fused vectors ``[B, N, H]``.
 
         Args:
-            states: ``[B, N, H]``, embeddings of a block; with `context` ``[B, N, T·H]``, hidden states of the target.
+            states: ``[B, N, H]``, embeddings of a block; with `context` ``[B, N, T·H]``, hidden states of ``T`` target layers.
         """
         if context:
             states = self.fused(states)
@@ -92,7 +92,7 @@ class DFlashNetwork(nn.Module):
             if context:
                 layer.self_attn.remember(states, rotary, cache)
                 continue
-            mask = attention_mask  # node i sits in slot and at position base + i
+            mask = attention_mask  # the slot and the position of node i are base + i
             if causal:
                 later = torch.arange(mask.shape[-1], device=states.device) > position_ids[:, None, :, None]
                 mask = mask.masked_fill(later, torch.finfo(mask.dtype).min)
@@ -102,14 +102,14 @@ class DFlashNetwork(nn.Module):
         return states if context else self.norm(states)
 
     def fused(self, features: Tensor) -> Tensor:
-        """``[…, H]``: hidden states ``[…, T·H]`` of the target, fused to the vectors that the layers read."""
+        """Fuses hidden states ``[…, T·H]`` of ``T`` target layers to the vectors ``[…, H]`` that the draft model's layers read."""
         return self.hidden_norm(self.fc(features))
 
 
 def embedding_of(model: PreTrainedModel, usual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function by which the network embeds tokens: the target's table, without a norm that the target's embedding may include.
+    """The function by which the network embeds tokens: the target's table, without the norm that some targets' embeddings include.
 
-    Published networks were trained without that norm, as transformers does, too.
+    Published networks were trained without the norm, and transformers leaves it out, too.
 
     Args:
         usual: the target's own embedding function.
@@ -142,10 +142,10 @@ class _Layer(nn.Module):
 
 
 class _BlockConvolution(nn.Module):
-    """DFlash2's convolution before and after a sublayer: it mixes each channel of a node with the same channel of the nodes before
-    it in the block.
+    """DFlash2's convolutions before and after a sublayer. Each channel of a node is mixed with the same channel of the nodes before it
+    in the block.
 
-    The taps are learned. Each node adds a correction to them, which `group` channels share.
+    The taps are learned. Each node adds its own corrections to them; `group` neighbouring channels share a correction.
     """
 
     def __init__(self, width: int, config: DFlashConfig) -> None:
@@ -168,7 +168,7 @@ class _BlockConvolution(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention whose keys and values may come from context states, which have no queries. Queries and keys are normed per head."""
+    """Attention that can also store keys and values of the context, without queries. Queries and keys are normed per head."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class _Attention(nn.Module):
         self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def remember(self, states: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of `states`, and returns all that are stored, ``[B, heads, L, d]``."""
+        """Stores keys and values of `states`, and returns all stored keys and values, each ``[B, heads, L, d]``."""
         keys = _turned(self.k_norm(self._heads(self.k_proj(states))), rotary)
         return cache.update(keys, self._heads(self.v_proj(states)), self.layer_idx)
 

@@ -34,7 +34,7 @@ from .network_files import (
 )
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-#: Names in transformers of the modules that fuse the target's hidden states, and the authors' names for them.
+#: The modules that fuse the target's hidden states: their names in transformers, and the names that the authors use.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 #: Classes of heads in published checkpoints; the first that a config describes is used.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
@@ -67,14 +67,14 @@ class DFlashFiles:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layers; the format of `speculators` nests them in a section of their own."""
+    """Fields of the decoder layers, which the format of `speculators` nests in a section of their own."""
 
     intermediate_size: Count
     num_hidden_layers: Whole
 
 
 class _Config(FileConfig):
-    """Fields of a block, in any of the formats."""
+    """All other fields that any of the formats has."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
@@ -109,10 +109,10 @@ class _Index(FileConfig):
 
 
 def find_draft_model(named: str | None, config: Any) -> Path:
-    """The folder of the draft model for a model with this `config`: `named`, or else ``dflash`` beside the model's own files.
+    """The folder of the draft model for a target with this `config`: `named`, or else ``dflash`` beside the target's own files.
 
     Raises:
-        UnsupportedError: no folder is named, and the model's folder has no such network.
+        UnsupportedError: no folder is named, and the target's folder has no folder ``dflash``.
     """
     return find_network(named, config, "dflash", "a draft model", "draft_model", "`decoders train dflash` makes one")
 
@@ -122,7 +122,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
     Raises:
         SettingsError: there is no config, it does not describe a DFlash draft model, or a field has a wrong value.
-        UnsupportedError: it describes a design that is not supported.
+        UnsupportedError: the config describes a design that is not supported.
     """
     path = Path(folder).expanduser() / CONFIG
     place, kind = f"dflash: {path}", "config of a DFlash draft model"
@@ -139,12 +139,12 @@ def read_config(folder: str | Path) -> DFlashConfig:
     speculators = nested is not None
     transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
     windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
-    # A window of `speculators` counts context tokens and is the same for all nodes of a block; the network hides earlier ones.
+    # In `speculators` a window counts context tokens, and all nodes of a block have the same; the network itself hides earlier tokens.
     seen = () if speculators else windows
     layer = of_layer.llama(
         within, num_hidden_layers=count,
         layer_types=["sliding_attention" if w else "full_attention" for w in seen or (None,) * count],
-        # transformers counts a window without the token itself
+        # A window of transformers does not count the token itself.
         sliding_window=next((w + transformers for w in seen if w), None),
     )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
@@ -160,7 +160,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         raise SettingsError(
             f"{place}: conv_group_size is {own.conv_group_size}, which does not divide hidden_size, {layer.hidden_size}"
         )
-    # DSpark drafts from the last token on in every format; other configs say whether they do.
+    # In DSpark the last token's place drafts the first token, whatever the format. Other configs say whether it does.
     from_last = own.shift_label if own.sample_from_anchor is None else own.sample_from_anchor
     if own.sample_from_anchor is None and "markov_rank" in raw:
         from_last = True
@@ -173,7 +173,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 
 def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
-    """For each layer whether a node sees only the nodes before it in the block. In `speculators` layers with a window are causal."""
+    """For each layer whether a node sees only earlier nodes of the block; in `speculators`, windowed layers are causal by default."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
     if causal is not None or not (speculators and windows):
         return (bool(causal),) * count
@@ -181,7 +181,11 @@ def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculato
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:
-    """Layers of the target, spread evenly: the authors' default for configs that name no layers."""
+    """The target's layers that the draft model reads, spread evenly: the authors' default for configs that name no layers.
+
+    Args:
+        depth: number of the target's layers. count: number of the draft model's layers.
+    """
     if not depth or not count:
         return None
     if count == 1:
@@ -195,10 +199,10 @@ def load_draft_model(
     """Loads a draft model from a folder. It is cached until the files change. No code in the files is run.
 
     Args:
-        heads: the classes of heads that it may have.
+        heads: the classes of heads that the draft model may have.
 
     Raises:
-        SettingsError: files are missing, unreadable, or hold no such model. UnsupportedError: see :func:`read_config`.
+        SettingsError: files are missing, unreadable, or hold no draft model. UnsupportedError: see :func:`read_config`.
     """
     path = Path(folder).expanduser()
     files = sorted([path / CONFIG, path / INDEX, *path.glob("*.safetensors")])
@@ -216,7 +220,7 @@ def _load(
         state[name] = tensor
     vocabulary = _vocabulary(config, state, path, device)
     embedding, output = (state.pop(f"{name}.weight", None) for name in ("embed_tokens", "lm_head"))
-    # Modules are initialized at random, which must not advance the caller's generator.
+    # New modules get random weights; drawing them must not advance the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         network = DFlashNetwork(config)
         head = head_of(config, heads)
@@ -234,7 +238,7 @@ def _load(
 
 
 def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) -> BlockHead | None:
-    """The first of `heads` that a config describes, before its weights are loaded; None if it describes none of them."""
+    """Creates the first of `heads` that a config describes, without its weights; None if it describes none of them."""
     fields = config.head
     return None if fields is None else next((head for kind in heads if (head := kind.of(fields)) is not None), None)
 
@@ -243,18 +247,18 @@ def save_draft_model(
     config: DFlashConfig, network: DFlashNetwork, head: BlockHead | None, folder: Path, model: PreTrainedModel,
     ids: Tensor | None = None, output: Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """Writes a draft model for `model` in the format of `speculators`, without a head or with a Markov head.
+    """Writes a draft model for the target `model` in the format of `speculators`, with a Markov head or without a head.
 
     Each file is written atomically. The config comes last, because a folder with a config is taken for a complete draft model. The
     embedding is the target's and is not written.
 
     Args:
         ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary, which needs an `output`; None: all tokens.
-        output: ``[D, H]``, an output head of its own; None: the target's.
-        dtype: dtype of the weights.
+        output: ``[D, H]``, the draft model's own output head; None: it uses the target's.
+        dtype: dtype of the written weights.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     from safetensors.torch import save
 
@@ -267,7 +271,9 @@ def save_draft_model(
     fields = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
         **speculators_fields(kind, model, config.places),
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],  # numbered by the input of a layer
+        "aux_hidden_state_layer_ids": [
+            layer + 1 for layer in config.layers
+        ],  # `speculators` numbers the inputs of layers
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,
         "mask_token_id": config.mask_token_id,
@@ -290,7 +296,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 def _vocabulary(
     config: DFlashConfig, state: dict[str, Tensor], path: Path, device: torch.device
 ) -> DraftVocabulary | None:
-    """The reduced vocabulary, whose tables are removed from `state`; None if all tokens are drafted."""
+    """The reduced vocabulary, or None if all tokens can be drafted. Removes the vocabulary's tables from `state`."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     size, drafted = config.layer.vocab_size, config.draft_vocab_size
     if drafted is None or drafted == size:
@@ -303,7 +309,7 @@ def _vocabulary(
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All weights of a folder; they may be spread over several files."""
+    """All weights in a folder, in one file or in several."""
     names = [WEIGHTS]
     if (path / INDEX).is_file():
         raw = read_json(path / INDEX, f"{path / INDEX} cannot be read", "dflash")

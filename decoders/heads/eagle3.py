@@ -32,14 +32,14 @@ class Eagle3Config:
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs it reads; None: three, chosen by the target's depth.
         norm_before_residual: whether the layer's residual is the normed state instead of the state itself.
-        norm_output: whether the output behind the last norm, not the one before it, replaces the next feature (EAGLE-3.1).
-        norm_features: how the target's hidden states are normed before they are fused: side by side as a ``"whole"``, ``"each"``
-            layer's by itself (EAGLE-3.1), or None: not at all.
+        norm_output: whether the next feature is the output after the last norm (EAGLE-3.1) instead of the output before it.
+        norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over all layers side by
+            side. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
         mask_token_id: the token that is embedded where a token is to be drafted, for heads that draft all tokens in one pass
             (P-EAGLE, arXiv:2602.01469); None: tokens are drafted one after the other.
         windows: for each decoder layer the number of last tokens that it sees, None for all; empty: no layer has a window.
-        rank: rank of the head that chooses candidates (EAGLE-4); 0: there is no such head.
-        candidates: number of tokens that it chooses; only they get logits.
+        rank: rank of the output head that chooses candidates (EAGLE-4); 0: all tokens get logits.
+        candidates: number of candidates; with a `rank`, only candidates get logits.
     """
 
     layer: LlamaConfig
@@ -55,17 +55,15 @@ class Eagle3Config:
     candidates: int = 0
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The target's layers that it reads, for a target with `count` layers. By default a low, a middle and a high layer, as in
-        the authors' code and in vLLM.
-        """
+        """The layers that the head reads of a target with `count` layers; by default a low, a middle and a high layer, as in vLLM."""
         return self.layers if self.layers is not None else (1, count // 2 - 1, count - 4)
 
 
 class Eagle3Head(nn.Module):
     """Called by :attr:`decoders.strategy.Context.module`.
 
-    Slot ``j`` reads the embedding of token ``j + 1`` and the target's hidden states of token ``j``, three layers side by side,
-    which `fc` fuses. For slots that the target has not computed yet, the head's own output for the slot before takes their place.
+    Slot ``j`` reads the embedding of token ``j + 1``, and the hidden states of token ``j`` from several layers of the target, side by
+    side, which `fc` fuses. If the target has not computed token ``j`` yet, the head's own output of the slot before replaces them.
 
     Args:
         embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
@@ -93,7 +91,7 @@ class Eagle3Head(nn.Module):
         if config.rank:
             self.efficient_lm_head_down_proj = nn.Linear(c.hidden_size, config.rank, bias=False)
             self.efficient_lm_head = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
-        # A head that chooses candidates reads only the candidates' rows.
+        # With candidates, only their rows of the output head are read, as an embedding reads rows.
         self.lm_head: nn.Linear | nn.Embedding = (
             nn.Embedding(config.draft_vocab_size, c.hidden_size)
             if config.rank
@@ -105,13 +103,14 @@ class Eagle3Head(nn.Module):
         self, embedded: Tensor, states: Tensor, last: Tensor | None = None, *, attention_mask: Tensor, position_ids: Tensor,
         cache: Any, logits: int = 1, fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The head's replacement for the next feature, ``[B, N, H]``, and the logits ``[B, n, D]`` of the last nodes.
+        """Returns the features ``[B, N, H]`` that the next slots read if the target has not computed theirs, and the logits
+        ``[B, n, D]`` of the last nodes.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
-            states: ``[B, N, T·H]``, hidden states of the target; without `fuse` ``[B, N, H]``, the head's own.
+            states: ``[B, N, T·H]``, hidden states of ``T`` target layers; without `fuse` ``[B, N, H]``, the head's own features.
             last: ``[B, N]`` int64, the last slot in each node's windows; None: the node's own slot.
-            logits: number of nodes, from the end, whose logits are computed.
+            logits: the number ``n`` of nodes, from the end, whose logits are computed.
         """
         states = self._fused(states) if fuse else states
         rotary = self.rotary_emb(states, position_ids)
@@ -121,10 +120,7 @@ class Eagle3Head(nn.Module):
         states = self.midlayer(embedded, states, rotary, masks[0], cache)
         for layer, mask in zip(self.deeper, masks[1:], strict=True):
             states = layer(
-                states,
-                position_embeddings=rotary,
-                attention_mask=mask,
-                **{self.midlayer.cache_keyword: cache},
+                states, position_embeddings=rotary, attention_mask=mask, **{self.midlayer.cache_keyword: cache}
             )
         normed = self.norm(states)
         return normed if self.head_config.norm_output else states, self._logits(normed[:, -logits:])
@@ -149,7 +145,7 @@ class Eagle3Head(nn.Module):
 
 
 def hide_before(mask: Tensor, first: Tensor) -> Tensor:
-    """The additive mask ``[B, K, N, L]``, with the slots before `first` ``[B, N]`` hidden as well."""
+    """The additive `mask` ``[B, K, N, L]`` that also hides the slots before `first` ``[B, N]``."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) < first[:, None, :, None]
     return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
@@ -198,7 +194,7 @@ class EagleConfig:
     bias: bool = True
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """Always None: the feature is the input of the target's output head, not the output of a decoder layer."""
+        """Always empty: the feature is the input of the target's output head, not the output of a decoder layer."""
         return ()
 
 
@@ -206,8 +202,7 @@ class EagleHead(nn.Module):
     """Called by :attr:`decoders.strategy.Context.module`.
 
     Slot ``j`` reads the embedding of token ``j + 1`` and the feature of token ``j`` (the input of the target's output head) side by
-    side. Its output predicts the feature of token ``j + 1``: the target's output head computes logits from it, and the next slot
-    reads it.
+    side. Its output predicts the feature of token ``j + 1``, which the target's output head and the next slot read.
 
     Args:
         embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
@@ -226,12 +221,12 @@ class EagleHead(nn.Module):
         self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
         fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The predicted features ``[B, N, H]``, and again the features of the last `logits` nodes. The arguments are those of
-        :meth:`Eagle3Head.forward`.
+        """Returns the predicted features ``[B, N, H]``, and once more the features of the last `logits` nodes, which the target's
+        output head reads. The other arguments are explained in :meth:`Eagle3Head.forward`.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
-            states: ``[B, N, H]``, features of the target or of the head; `fuse` has no effect.
+            states: ``[B, N, H]``, features that the target computed or the head predicted; `fuse` has no effect.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))
         states = self.midlayer(states, self.rotary_emb(states, position_ids), attention_mask, cache)

@@ -1,6 +1,4 @@
-"""EAGLE heads on disk: EAGLE to EAGLE-4 and P-EAGLE in the authors' formats; EAGLE-3, 3.1 and P-EAGLE in the format of
-`speculators`, too.
-"""
+"""EAGLE heads on disk: EAGLE to EAGLE-4 and P-EAGLE in the authors' formats, some of them also in the format of `speculators`."""
 
 from __future__ import annotations
 
@@ -51,16 +49,16 @@ class Eagle3Files:
 
 
 def find_head(named: str | None, config: Any) -> Path:
-    """The folder of the head for a model with this `config`: `named`, or else ``eagle3`` beside the model's own files.
+    """The folder of the head for a target with this `config`: `named`, or else ``eagle3`` beside the target's own files.
 
     Raises:
-        UnsupportedError: no folder is named, and the model's folder has no such network.
+        UnsupportedError: no folder is named, and the target's folder has no folder ``eagle3``.
     """
     return find_network(named, config, "eagle3", "a head", "head", "`decoders train eagle3` makes one")
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layer; the format of `speculators` nests them in a section of their own."""
+    """Fields of the decoder layer, which the format of `speculators` nests in a section of their own."""
 
     vocab_size: Count
     model_type: str = "llama"
@@ -89,7 +87,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """All other fields, in any of the formats."""
+    """All other fields that any of the formats has."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []
@@ -112,7 +110,7 @@ class _HeadConfig(FileConfig):
 
     @property
     def mask(self) -> int | None:
-        """The mask token of heads that draft all tokens in one pass."""
+        """The mask token of a head that drafts all tokens in one pass; None for other heads."""
         named = (self.pard_token, self.ptd_token_id, self.mask_token_id)
         parallel = (
             self.parallel_drafting
@@ -123,10 +121,9 @@ class _HeadConfig(FileConfig):
         return next((token for token in named if token is not None), None) if parallel else None
 
     def layers(self, place: str) -> tuple[int, ...] | None:
-        """The decoder layers of the target whose outputs a head reads.
+        """The decoder layers of the target whose outputs the head reads; None if the config names none.
 
-        `speculators` and vLLM number the *inputs* of layers: their 2 is the output of layer 1. SpecForge and SGLang number the
-        outputs, in ``eagle_config``.
+        `speculators` and vLLM number the *inputs* of layers (2 is the output of layer 1); SpecForge and SGLang number the outputs.
         """
         into, out_of = self.eagle_aux_hidden_state_layer_ids, self.eagle_config.eagle_aux_hidden_state_layer_ids
         if into and min(into) < 1:
@@ -142,7 +139,7 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
 
     Raises:
         SettingsError: there is no config, it does not describe an EAGLE head, or a field has a wrong value.
-        UnsupportedError: it describes a design that is not supported.
+        UnsupportedError: the config describes a design that is not supported.
     """
     path = Path(folder).expanduser() / CONFIG
     place, kind = f"eagle3: {path}", "config of an EAGLE-3 head"
@@ -196,7 +193,7 @@ def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> E
     """Loads a head from a folder. It is cached until the files change. No code in the files is run.
 
     Raises:
-        SettingsError: files are missing, unreadable, or hold no such head. UnsupportedError: see :func:`read_config`.
+        SettingsError: files are missing, unreadable, or hold no EAGLE head. UnsupportedError: see :func:`read_config`.
     """
     path = Path(folder).expanduser()
     return _load(path.absolute(), stamp_of(path / name for name in (CONFIG, *WEIGHTS)), device, dtype)
@@ -212,12 +209,12 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     if isinstance(config, EagleConfig):
         config = replace(config, bias="fc.bias" in state)
-        # Modules are initialized at random, which must not advance the caller's generator.
+        # New modules get random weights; drawing them must not advance the caller's random generator.
         with torch.random.fork_rng(devices=[]):
             eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
         vocabulary = DraftVocabulary(config.layer.vocab_size)
         return Eagle3Files(filled(eagle, state, weights, "eagle3", device, dtype), vocabulary)
-    if "efficient_lm_head.weight" not in state:  # the whole head serves as well
+    if "efficient_lm_head.weight" not in state:  # the checkpoint has no low-rank head, so all tokens get logits
         config = replace(config, rank=0)
     vocabulary = read_vocabulary(
         d2t, t2d, config.layer.vocab_size, config.draft_vocab_size, f"eagle3: {weights}", device
@@ -233,7 +230,7 @@ def read_vocabulary(
     """The draft vocabulary of a checkpoint: `drafted` of the target's `size` tokens.
 
     Args:
-        d2t, t2d: the checkpoint's tables, see :meth:`DraftVocabulary.of`.
+        d2t, t2d: the checkpoint's tables, as :meth:`DraftVocabulary.of` takes them.
         place: the strategy and the file, for error messages.
 
     Raises:
@@ -254,7 +251,7 @@ def read_vocabulary(
 
 
 def _our_name(name: str) -> str:
-    """Our name of a weight. The authors call the first layer `midlayer`, others `layers.0`; some put ``model.`` in front."""
+    """Our name of a weight. We call the first layer `midlayer`, other formats ``layers.0``; some names begin with ``model.``."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
     part, _, rest = name.removeprefix("layers.").partition(".")
     return f"deeper.{int(part) - 1}.{rest}" if name.startswith("layers.") and part.isdigit() else name
@@ -264,18 +261,19 @@ def save_head(
     head: Eagle3Head, ids: Tensor | None, folder: Path, model: PreTrainedModel, depth: int, form: Format = "speculators",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """Writes a head for `model`.
+    """Writes a head for the target `model`.
 
     Each file is written atomically. The config comes last, because a folder with a config is taken for a complete head. The
     embedding is the target's and is not written; vLLM and the authors' code use the target's, too.
 
     Args:
-        ids: ``[D]`` int64, ascending, the tokens that it can propose; None: all.
-        depth: number of tokens that a chain should draft.
-        dtype: dtype of the weights.
+        ids: ``[D]`` int64, ascending, the tokens that the head can propose; None: all.
+        depth: number of tokens that other software should draft with the head per step.
+        form: the format of the config.
+        dtype: dtype of the written weights.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     from safetensors.torch import save
 
@@ -290,16 +288,14 @@ def save_head(
 
 
 def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """The tables d2t and t2d of a reduced vocabulary, for a checkpoint. ids: ``[D]`` int64, ascending; None: all of `size` tokens."""
+    """A checkpoint's tables d2t and t2d for the tokens `ids` (``[D]`` int64, ascending) of `size`; empty if `ids` is None, for all."""
     if ids is None:
         return {}
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}
 
 
 def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
-    """Fields of the decoder layers, for a config of this `kind`, with rotary positions in the form of transformers 5 and in the
-    earlier form.
-    """
+    """Fields of the decoder layers for a config of model type `kind`. Rotary positions are in the forms of transformers 5 and 4."""
     layer = config.to_dict()
     fields = {"model_type": kind, **{name: layer[name] for name in _FIELDS if name in layer}}
     rope = layer.get("rope_parameters") or {}
@@ -311,7 +307,7 @@ def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
 
 
 def speculators_fields(kind: str, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
-    """The fields of every config in the format of `speculators`. kind: the kind of speculator. tokens: number of tokens in a draft."""
+    """The fields of every config in the format of `speculators`. kind: type of the speculator. tokens: number of tokens in a draft."""
     return {
         "speculators_model_type": kind,
         "speculators_config": {
@@ -353,6 +349,6 @@ def _authors(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, 
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
-        # The authors' code does not read this and uses its default layers; SGLang reads it.
+        # SGLang reads this field. The authors' code ignores it and reads its default layers.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(config.layers), "use_aux_hidden_state": True},
     }

@@ -1,4 +1,4 @@
-"""LiLiCorr (arXiv:2608.20530): the head of a block drafter that scores whole lattices of candidates. See :mod:`.block_heads`."""
+"""LiLiCorr (arXiv:2608.20530): a head that scores the candidates of all places of a block together. See :mod:`.block_heads`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class _Correlator(nn.Module):
     """Scores pairs of candidates at neighbouring places.
 
     Args:
-        width: the network's width. places: ``T`` in training.
+        width: hidden size of the network.
+        places: number of places ``T`` in training.
     """
 
     def __init__(self, width: int, places: int, eps: float, own: _CorrelatorFields) -> None:
@@ -81,8 +82,8 @@ class _Correlator(nn.Module):
         )
 
     def forward(self, block: DraftedBlock, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines ``[B, C]`` of the last token with the first place's candidates, and ``[B, T-1, C, C]`` of each place's candidates
-        with the next place's.
+        """Cosines ``[B, C]`` of the last committed token with the candidates of the first place, and cosines ``[B, T-1, C, C]`` of each
+        place's candidates with the candidates of the next place.
         """
         count, ranks = log_probs.shape[1:]
         rank = torch.arange(ranks, device=log_probs.device).expand_as(log_probs)
@@ -108,7 +109,7 @@ class _Correlator(nn.Module):
         return (first[:, None] * inward[:, 0]).sum(-1), outward[:, :-1] @ inward[:, 1:].mT
 
     def _bias(self, count: int, ranks: int) -> Tensor:
-        """The attention bias ``[heads, T·C, T·C]``, by the distance of the places."""
+        """The attention bias ``[heads, T·C, T·C]``, which depends on the distance between two candidates' places."""
         place = torch.arange(count, device=self.same_slot_bias.device).repeat_interleave(ranks)
         apart = place[:, None] - place
         same = (apart == 0) * self.same_slot_bias[:, None, None]
@@ -116,8 +117,8 @@ class _Correlator(nn.Module):
 
 
 class LatticeHead(BlockHead):
-    """A small transformer reads the ``C`` likeliest tokens of all places at once. The score of a pair of candidates at neighbouring
-    places is the cosine of two of its vectors, times a fixed scale.
+    """A small transformer reads the ``C`` likeliest tokens of all places at once, and gives each candidate two vectors. The score of a
+    pair of candidates at neighbouring places is the cosine of one vector of each, times a fixed scale.
     """
 
     candidates: int

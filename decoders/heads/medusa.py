@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1), their trees, and their files: ours, and the authors' own format, read only.
+"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1), their trees, and their files in our format or (read only) the authors'.
 
 Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection.
 """
@@ -32,17 +32,17 @@ UPSTREAM = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
-    """Shape of the heads, the tree they are verified in, and where they come from.
+    """The shape of the heads, the tree of their draft tokens, and measurements of their training.
 
     Attributes:
-        heads: ``K``; head k predicts the token k places behind the output head's token.
-        layers: residual blocks of each head.
-        hidden_size: the model's hidden size.
-        vocab_size: the model's vocabulary size.
-        projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: the output head plus a difference of
-            rank `rank`; ``full``: each head has its own projection, as in the paper.
+        heads: ``K``; head k predicts the token k places after the token that the output head predicts.
+        layers: number of residual blocks in each head.
+        hidden_size: the target's hidden size.
+        vocab_size: the target's vocabulary size.
+        projection: ``tied``: every head uses the target's output head, and nothing is stored; ``low_rank``: the target's output head
+            plus a learned difference of rank `rank`; ``full``: each head has its own projection, as in the paper.
         rank: rank of the difference; 0 with the other projections.
-        tree: paths in Medusa's notation, best first, so that its first n paths are the tree of n nodes; None: the default.
+        tree: paths in Medusa's notation, best first, so that the first n paths are the tree of n nodes; None: the default tree.
         figures: measurements of the training, for the model card.
     """
 
@@ -65,7 +65,7 @@ class HeadsConfig:
 
 
 class HeadWeights(NamedTuple):
-    """The stacked tensors of all heads, as inputs of compiled code. Tensors that the projection does not have are None.
+    """The stacked tensors of all heads, as inputs of compiled code. Tensors that the kind of projection does not need are None.
 
     Attributes:
         linear: ``[K, layers, H, H]``.
@@ -83,14 +83,14 @@ class HeadWeights(NamedTuple):
 
 
 class MedusaHeads(nn.Module):
-    """``K`` heads beside a frozen model.
+    """``K`` heads beside a frozen target.
 
-    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. W and b are initialized to
-    zero and the projection to the model's, so an untrained head predicts the same as the output head. Every block has its own
-    weights; the authors' code repeats one object.
+    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. W and b begin at zero and the
+    projection as the target's, so an untrained head predicts what the target's output head predicts. Every block has its own weights;
+    in the authors' code the blocks of a head are one object.
 
     Args:
-        lm_head: ``[V, H]``, the model's output projection; needed for new heads with a full projection only.
+        lm_head: ``[V, H]``, weight of the target's output head; needed for new heads with a full projection only.
     """
 
     def __init__(self, config: HeadsConfig, lm_head: Tensor | None = None) -> None:
@@ -104,7 +104,7 @@ class MedusaHeads(nn.Module):
             start = torch.zeros(v, h) if lm_head is None else lm_head.detach().float().cpu()
             self.projection = nn.Parameter(start.expand(k, v, h).clone())
         elif config.projection == "low_rank":
-            # One factor random, the other zero: the product is zero, and its gradient is not.
+            # One factor is random and the other zero, so that their product is zero and its gradient is not.
             generator = torch.Generator().manual_seed(0)
             self.down = nn.Parameter(torch.randn(k, r, h, generator=generator) * h**-0.5)
             self.up = nn.Parameter(torch.zeros(k, v, r))
@@ -114,11 +114,11 @@ class MedusaHeads(nn.Module):
         return HeadWeights(self.linear, self.bias, self.projection, self.down, self.up)
 
     def forward(self, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
-        """``hidden`` ``[P, H]`` to scores ``[P, K, V]``, before softmax. lm_head, lm_bias: the model's, ``[V, H]``, ``[V]``."""
+        """Logits ``[P, K, V]`` for `hidden` ``[P, H]``. lm_head ``[V, H]``, lm_bias ``[V]``: the target's output head."""
         return head_scores(hidden, self.weights(), lm_head, lm_bias)
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
-        """Scores ``[P, V]`` of head `k` alone, since the scores of all heads may not fit in memory."""
+        """Logits ``[P, V]`` of head `k` alone, because the logits of all heads may not fit in memory."""
         stacked, head = self.weights(), slice(k, k + 1)
         projection, down, up = (None if part is None else part[head] for part in stacked[2:])
         weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
@@ -126,7 +126,7 @@ class MedusaHeads(nn.Module):
 
 
 def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None) -> Tensor:
-    """:meth:`MedusaHeads.forward` as a function of tensors: ``[P, H]`` to ``[P, K, V]``."""
+    """Logits ``[P, K, V]`` for `hidden` ``[P, H]``: :meth:`MedusaHeads.forward` as a function of tensors."""
     states = hidden[:, None].expand(-1, weights.linear.shape[0], -1).to(weights.linear.dtype)
     for linear, bias in zip(weights.linear.unbind(1), weights.bias.unbind(1), strict=True):
         states = states + nn.functional.silu(torch.einsum("pkh,kgh->pkg", states, linear) + bias)
@@ -141,11 +141,11 @@ def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: 
 
 
 def find_heads(named: str | None, model: PreTrainedModel) -> Path:
-    """The folder of the heads for `model`: `named`, or else ``medusa`` beside the model's own files.
+    """The folder of the heads for the target `model`: `named`, or else ``medusa`` beside the target's own files.
 
     Raises:
         SettingsError: there is no folder `named`.
-        UnsupportedError: no folder is named, and the model's folder has no such network.
+        UnsupportedError: no folder is named, and the target's folder has no folder ``medusa``.
     """
     folder = find_network(named, model.config, "medusa", "heads", "heads", "`decoders train medusa` makes one")
     if not folder.exists():
@@ -154,7 +154,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
 
 
 def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
-    """Raises SettingsError if the sizes of `heads`, loaded from `origin`, differ from the model's."""
+    """Raises SettingsError if hidden size or vocabulary of `heads`, which were loaded from `origin`, differ from the target's."""
     config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
     if (config.vocab_size, config.hidden_size) != (vocab, hidden):
         raise SettingsError(
@@ -171,13 +171,12 @@ def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.floa
     config = {"model_type": "decoders_medusa", **asdict(heads.config)}
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in config.items()]  # a tree on one line
     write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
-    # Written last, because a folder with a config is taken for complete heads.
+    # The config is written last, because a folder with a config is taken for complete heads.
     write_whole(folder / CONFIG, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
-    """Loads heads from a folder in our format or the authors', or from a weights file of the authors. They are cached until the
-    files change.
+    """Loads heads from a folder in our format or the authors', or from the authors' weights file. They are cached until files change.
 
     No code in the files is run: a pickled checkpoint is read by torch's ``weights_only`` loader.
 
@@ -240,10 +239,10 @@ def _ours(path: Path, state: dict[str, Tensor]) -> MedusaHeads:
 
 
 def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
-    """The authors' ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``: keys ``0.0.linear.weight``, ``0.0.linear.bias`` of
-    head 0's first block, ``0.1.weight`` of its projection; some files put ``medusa_head.`` in front.
+    """Reads heads in the authors' format: a ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``.
 
-    The blocks of a head are one object in the authors' code, written once per use; each copy is loaded.
+    The keys of head 0 are ``0.0.linear.weight`` and ``0.0.linear.bias`` for its first block, and ``0.1.weight`` for its projection. In
+    some files they begin with ``medusa_head.``. The authors' code writes a block once for each use; each copy is loaded.
     """
     pattern = re.compile(r"(?:.*\bmedusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
     parts: dict[tuple[int, int, str], Tensor] = {}
@@ -283,8 +282,8 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
 
 Tree = tuple[tuple[int, ...], ...]
 
-#: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best first. A path lists, level by
-#: level, which draft token of that level's head is taken (0 is the best).
+#: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best path first. A path has one rank per level:
+#: the rank of its token among the tokens of the level's head, 0 for the best.
 DEFAULT_TREE: Tree = (
     (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
     (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
@@ -295,19 +294,19 @@ DEFAULT_TREE: Tree = (
 
 
 def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
-    """The tree of `nodes` nodes with the longest mean accepted path on calibration data, its paths best first.
+    """The tree of `nodes` nodes with the longest mean accepted path on calibration data, as paths, the best first.
 
-    At every position the right tokens have certain ranks among the heads' draft tokens. This is the position's path of ranks, and a
-    tree accepts as much of it as it contains. So a node adds to the mean length the share of positions whose path goes through it,
-    whatever other nodes the tree has. A parent's share is never less than its child's, so the most frequent nodes are the best
-    tree. (The paper multiplies the accuracies of single heads, as if they were independent.)
+    At every position, the right token of each head has a rank among the head's tokens. These ranks are the position's path, and a tree
+    accepts the part of the path that it contains. So each node adds to the mean accepted length the share of positions whose path
+    contains the node, whatever other nodes the tree has. A parent's share is at least its child's, so the most frequent nodes form a
+    tree, and it is the best. The paper, in contrast, multiplies the accuracies of single heads, as if they were independent.
 
     Args:
-        ranks: ``[P, K]`` int64, the rank of the right token among each head's draft tokens, 0 for the best; -1: not known.
-        widest: most draft tokens of one head that are considered.
+        ranks: ``[P, K]`` int64, for ``P`` positions the rank of the right token among each head's tokens, 0 for the best; -1: unknown.
+        widest: greatest number of tokens per head that are considered.
 
     Raises:
-        DecodersError: no position is ever predicted right.
+        DecodersError: no head predicts any position right.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
@@ -317,12 +316,12 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
             counts[tuple(row[: depth + 1])] += count
     if not counts:
         raise DecodersError("no tree can be found: on the calibration data no draft token of any head is right")
-    # Ties go to the shallower node, so that a parent comes before its child.
+    # Of equally frequent nodes the shallower comes first, so that a parent comes before its child.
     return tuple(sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes])
 
 
 def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
-    """Mean tokens per step of `tree` on calibration data, the bonus token included. ranks: see :func:`search_tree`."""
+    """Mean tokens per step with `tree` on calibration data, the target's own token included. ranks: as in :func:`search_tree`."""
     paths = {tuple(path) for path in tree}
     tokens = 0
     for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
@@ -334,7 +333,7 @@ def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
 
 
 def picture(tree: Sequence[Sequence[int]]) -> str:
-    """The attention mask of a tree's block as text: one row per node, with ``■`` in the columns that the node sees."""
+    """The attention mask of a tree's block as text: one line per node, with ``■`` in the columns of the nodes that it sees."""
     topology, _ = Topology.from_paths(tree)
     ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
     names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]

@@ -1,7 +1,7 @@
-"""Reading small networks from a folder: config, weights, and whether these fit each other. No code in files is run.
+"""Reads small networks from a folder: the config, the weights, and whether they fit each other. No code in the files is run.
 
-Every network that drafts beside a target is read by these, and a plugin's can be: :func:`find_network` finds the folder, a
-:class:`FileConfig` reads ``config.json``, :func:`filled` puts the weights of :func:`read_tensors` into the network.
+Built-in strategies read their networks with these functions, and plugins can do so, too: :func:`find_network` finds the folder, a
+:class:`FileConfig` reads ``config.json``, and :func:`filled` puts the weights of :func:`read_tensors` into the network.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ def _number(value: Any) -> Any:
     return value
 
 
-#: The file that every network's folder has, and the name of the network that comes with the demo model.
+#: CONFIG is the file that every network's folder has. A setting with the value DEMO names the network that comes with the demo model.
 CONFIG, DEMO = "config.json", "demo"
 
-#: ``6.0`` is a whole number, ``"6"`` and ``true`` are none.
+#: ``6.0`` counts as a whole number; ``"6"`` and ``true`` do not.
 Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(ge=1)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 
 
 class FileConfig(BaseModel):
-    """Base of configs: the fields that are read of a JSON file. Others are ignored; a field that is ``null`` counts as missing.
+    """Base of configs: a frozen pydantic model whose fields are read from a JSON file.
 
-    A pydantic model, frozen; :data:`Whole`, :data:`Count` and :data:`Positive` are types of its numbers.
+    Other fields of the file are ignored, and a field that is ``null`` counts as missing. :data:`Whole`, :data:`Count` and
+    :data:`Positive` are types for numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
     @classmethod
     def of(cls, raw: object, place: str, kind: str) -> Self:
-        """The fields of `raw`, the content of a JSON file.
+        """The config with the fields of `raw`, the content of a JSON file.
 
         Args:
             place: the strategy and the file, for messages: ``eagle3: /heads/config.json``.
-            kind: what the file should be: "config of an EAGLE-3 head".
+            kind: what the file should contain, for messages: "config of an EAGLE-3 head".
 
         Raises:
-            SettingsError: the value is no object, lacks fields, or has a field of another type or out of range.
+            SettingsError: `raw` is no object, lacks fields, or has a field of another type or out of range.
         """
         if not isinstance(raw, dict):
             raise SettingsError(f"{place} is no {kind}: it holds {shortened(json.dumps(raw))} instead of an object")
@@ -85,7 +86,7 @@ def _explained(problem: Any) -> str:
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built of Llama's modules. Its fields are named as in ``LlamaConfig``."""
+    """The config of decoder layers that are built from Llama's modules. Its fields have the names of ``LlamaConfig``'s."""
 
     hidden_size: Count
     num_attention_heads: Count
@@ -131,10 +132,10 @@ class LlamaLayerConfig(FileConfig):
         return self
 
     def llama(self, place: str, **fields: Any) -> LlamaConfig:
-        """This config as transformers' own, with further `fields`.
+        """This config as transformers' ``LlamaConfig``, with further `fields`. place: as in :meth:`of`.
 
         Raises:
-            SettingsError: transformers rejects it; `place` as in :meth:`of`.
+            SettingsError: transformers rejects the config.
         """
         own = self.model_dump(include=set(LlamaLayerConfig.model_fields), exclude_none=True)
         try:
@@ -150,7 +151,7 @@ class LlamaLayerConfig(FileConfig):
 
 
 class WindowedLayerConfig(LlamaLayerConfig):
-    """The config of decoder layers some of which see the last tokens only."""
+    """The config of decoder layers, some of which may have a sliding window."""
 
     num_hidden_layers: Whole = 1
     layer_types: list[str] | None = None
@@ -158,21 +159,22 @@ class WindowedLayerConfig(LlamaLayerConfig):
     use_sliding_window: bool = True
 
     def windows(self, place: str, everywhere: bool) -> tuple[int | None, ...]:
-        """Each layer's ``sliding_window``, None for layers without a window; empty if no layer has one.
+        """Each layer's ``sliding_window``, None for layers without a window; empty if no layer has a window. place: as in :meth:`of`.
 
         Args:
-            everywhere: whether a window without ``layer_types`` holds for all layers.
+            everywhere: whether, without ``layer_types``, all layers have the window.
 
         Raises:
-            UnsupportedError, SettingsError: the fields do not fit each other; `place` as in :meth:`of`.
+            UnsupportedError: there is no layer, or ``layer_types`` does not give each layer a known type.
+            SettingsError: a layer has a window, and ``sliding_window`` is missing.
         """
         count, window = self.num_hidden_layers, self.sliding_window
         windowed = everywhere and self.use_sliding_window and bool(window)
         types = self.layer_types or ["sliding_attention" if windowed else "full_attention"] * count
         if set(types) - {"full_attention", "sliding_attention"} or len(types) != count or not count:
             raise UnsupportedError(
-                f"{place}: num_hidden_layers is {count}, and layer_types are {', '.join(types) or 'none'}: there is one layer or more, "
-                "and each is full_attention or sliding_attention"
+                f"{place}: num_hidden_layers is {count}, and layer_types are {', '.join(types) or 'none'}: there must be at least one "
+                "layer, and each must be full_attention or sliding_attention"
             )
         if "sliding_attention" not in types:
             return ()
@@ -182,27 +184,27 @@ class WindowedLayerConfig(LlamaLayerConfig):
 
 
 Network = TypeVar("Network", bound=nn.Module)
-#: Name, time and size of files; a changed file is read again.
+#: Name, time and size of files.
 Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
-    """The stamp of those `files` that exist, for the key of a cache: a changed file has another stamp."""
+    """The names, times and sizes of the `files` that exist, as the key of a cache: a changed file has another key."""
     return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
 
 
 def find_network(named: str | None, config: Any, kind: str, what: str, argument: str, advice: str = "") -> Path:
-    """The folder of a network for a model with this `config`: the `named` folder, or the model's own folder with such files.
+    """The folder of a network for a target with this `config`: `named`, or else the subfolder `kind` of the target's own folder.
 
     Args:
-        named: a path; ``demo`` is the network of this `kind` that comes with the demo model.
-        kind: the name of the strategy and of that folder, such as "eagle3".
+        named: a path; ``demo`` names the network of this `kind` that comes with the demo model.
+        kind: the strategy's name, which is also the name of the subfolder in the target's folder: "eagle3".
         what: the network, for messages: "a head".
         argument: the strategy's setting that names the folder.
         advice: how to get a network, for messages: "`my-command` makes one".
 
     Raises:
-        UnsupportedError: no folder is named, and the model's folder has no such network.
+        UnsupportedError: no folder is named, and the target's folder has no such subfolder.
     """
     demo = Path(__file__).parent.parent / "demo" / "models" / "target" / kind
     if named == DEMO and demo.is_dir():
@@ -222,11 +224,11 @@ def read_json(path: Path, missing: str, owner: str) -> Any:
     """The content of a JSON file.
 
     Args:
-        missing: the message if it cannot be read: "there is no head at …".
+        missing: the message if the file cannot be read: "there is no head at …".
         owner: the strategy, for messages.
 
     Raises:
-        SettingsError: it cannot be read, or is no JSON.
+        SettingsError: the file cannot be read, or is no JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -237,7 +239,7 @@ def read_json(path: Path, missing: str, owner: str) -> Any:
 
 
 def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
-    """Weights by name, on the CPU: from a safetensors file, or a pickle that torch's ``weights_only`` loader reads.
+    """Reads weights by name, on the CPU, from a safetensors file, or from a pickle that torch's ``weights_only`` loader can read.
 
     Raises:
         SettingsError: the file cannot be read, or holds no mapping of names to tensors.
@@ -258,15 +260,15 @@ def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
 def filled(
     network: Network, state: dict[str, Tensor], place: Path, owner: str, device: torch.device, dtype: torch.dtype
 ) -> Network:
-    """`network` with the weights of `state`, on `device` and in `dtype`, frozen and ready to draft.
+    """Loads the weights `state` into `network`, and returns it frozen, on `device` and in `dtype`.
 
     Args:
-        state: weights by name; all of the network's, and no other.
+        state: weights by name: exactly those that the network has.
         place: the weights' file, for messages.
         owner: the strategy, for messages.
 
     Raises:
-        SettingsError: the weights do not fit the config.
+        SettingsError: names or shapes of the weights differ from the network's.
     """
     expected = network.state_dict()
     wrong = sorted(
@@ -279,7 +281,7 @@ def filled(
         ]
     )
     if wrong:
-        raise SettingsError(f"{owner}: the weights in {place} are not those of its config: {'; '.join(wrong[:4])}")
+        raise SettingsError(f"{owner}: the weights in {place} do not fit its config: {'; '.join(wrong[:4])}")
     network.load_state_dict(state)
     network.requires_grad_(False)
     return network.to(device=device, dtype=dtype).eval()

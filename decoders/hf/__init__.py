@@ -1,1 +1,1 @@
-"""The interface to transformers: arguments, inputs, checkpoints, draft models, streamers. ``generate.py`` calls it."""
+"""The interface to transformers: arguments, inputs, checkpoints, draft models, streamers. ``enabling.py`` calls it."""

@@ -6,14 +6,16 @@ An argument in none of the tables is unknown; a test compares the tables with th
 from __future__ import annotations
 
 import difflib
+import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..common.devices import refuse_meta
 from ..engine.model.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 from ..settings import RuntimeSettings
@@ -33,7 +35,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dola_layers": (lambda v: v is not None, "DoLa changes the logits by layer; drop strategy="),
     "use_cache": (lambda v: v is False, "strategies need the key-value cache; leave use_cache out"),
     "is_assistant": (lambda v: bool(v), "transformers sets it while a model drafts in its own assisted generation; leave it out"),
-    "use_mtp": (lambda v: bool(v), "transformers' own multi-token prediction; choose either"),
+    "use_mtp": (lambda v: bool(v), "transformers' own multi-token prediction; give one of the two"),
     "speculation_type": (lambda v: v is not None, "transformers' own speculation; strategy= says how to draft"),
     "assistant_lookbehind": (lambda v: v is not None, "target and draft must share a vocabulary; drop strategy="),
     "target_lookbehind": (lambda v: v is not None, "target and draft must share a vocabulary; drop strategy="),
@@ -54,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "adapter_names": (
         lambda v: v is not None,
         "one adapter serves all rows here: model.set_adapter(name) and a call for each adapter, or drop strategy="),
-    "position_ids": (lambda v: v is not None, "positions are those of the tokens; drop strategy="),
+    "position_ids": (lambda v: v is not None, "the loop counts positions itself; drop strategy="),
     "negative_prompt_ids": (lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
     "negative_prompt_attention_mask": (
         lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
@@ -102,9 +104,9 @@ HONOURED = frozenset({
 #: All arguments of ``generate``; any other argument belongs to the model's forward pass.
 PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
 
-#: Arguments of a model's forward pass that change nothing for a text: name → whether this value changes nothing.
+#: Arguments of a model's forward pass that may be without effect for a text: name → whether a value is without effect.
 IDLE: dict[str, Callable[[Any], bool]] = {
-    "token_type_ids": lambda v: isinstance(v, Tensor) and not v.any(),  # tokenizers of many designs return such zeros
+    "token_type_ids": lambda v: isinstance(v, Tensor) and not v.any(),  # many tokenizers return zeros
     "logits_to_keep": lambda v: _is_whole(v) and v >= 0,
 }
 
@@ -113,6 +115,19 @@ _WHOLE_NUMBERS = (
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_assistant_tokens", "prompt_lookup_num_tokens",
     "max_matching_ngram_size", "prefill_chunk_size",
 )  # fmt: skip
+
+#: Arguments whose wrong values would fail later, with an unclear error or silently: name → (test on the value, what it must be).
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_return_sequences": (lambda v: v >= 1, "at least 1"),
+    "stop_strings": (
+        lambda v: isinstance(v, (str, list, tuple)) and all(isinstance(text, str) and text for text in v or [" "]) and v != "",
+        "a text or a list of texts, none of them empty"),
+    "streamer": (
+        lambda v: callable(getattr(v, "put", None)) and callable(getattr(v, "end", None)),
+        "an object with put() and end(), such as TextStreamer(tokenizer)"),
+    "logits_processor": (lambda v: isinstance(v, (list, tuple)), "a list of LogitsProcessor objects"),
+    "stopping_criteria": (lambda v: isinstance(v, (list, tuple)), "a list of StoppingCriteria objects"),
+}  # fmt: skip
 
 
 def _meant(name: str, value: Any, known: frozenset[str]) -> str:
@@ -129,6 +144,15 @@ def _meant(name: str, value: Any, known: frozenset[str]) -> str:
     return f"the loop gives the model tokens, positions and a mask, and nothing else. {meant}"
 
 
+def refuse_misspelt(arguments: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raises UnsupportedError for a keyword that `generate` lacks and that resembles a keyword of `function` itself."""
+    for name in arguments:
+        if name not in PLAIN and name not in OWN:
+            own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            if near := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+                raise UnsupportedError(f"{function.__qualname__}() has no argument {name}=. Did you mean {near[0]}=?")
+
+
 def refuse_arguments(
     configs: list[GenerationConfig], kwargs: Mapping[str, Any], takes: frozenset[str] = frozenset()
 ) -> None:
@@ -139,7 +163,7 @@ def refuse_arguments(
 
     Raises:
         UnsupportedError: an argument of :data:`REFUSED`, or an argument of the forward pass that the loop does not pass on.
-        SettingsError: a value of the wrong kind.
+        SettingsError: a value of the wrong kind. InputError: a tensor on the meta device.
     """
 
     def given(name: str) -> Any:
@@ -152,12 +176,17 @@ def refuse_arguments(
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.{where}")
     known = PLAIN | takes
     for name, value in kwargs.items():
+        refuse_meta(name, value)
         if name not in known and value is not None and not IDLE.get(name, lambda _: False)(value):
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {_meant(name, value, known)}")
     for name in _WHOLE_NUMBERS:
         value = given(name)
         if value is not None and not _is_whole(value):
             raise SettingsError(f"{name} must be a whole number, not {shown(value)}")
+    for name, (fits, wanted) in KINDS.items():
+        value = given(name)
+        if value is not None and not fits(value):
+            raise SettingsError(f"{name} must be {wanted}, not {shown(value)}")
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         value = given(name)
         if value is not None and not _are_ids(value, several=name == "eos_token_id"):
@@ -185,7 +214,7 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
     """The drafting hints in `source`."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
-    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # learnt lengths always end with the call
+    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # a learnt length never outlives its call
         hints["num_assistant_tokens_schedule"] = "heuristic"
     return hints
 
@@ -259,7 +288,7 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, ca
         cached: tokens in the caller's cache, which the mask may cover, too.
 
     Raises:
-        InputError: not a tensor, another shape or dtype, an id outside the vocabulary, an invalid mask.
+        InputError: `input_ids` are no tensor, have another shape or dtype, or an id outside the vocabulary; or the mask is invalid.
         ContextLengthError: there is no prompt.
     """
     if input_ids is None:
@@ -298,7 +327,7 @@ def _check_mask(mask: Any, input_ids: Tensor, cached: int) -> None:
             else "shapes must be equal"
         )
         raise InputError(f"attention_mask is {list(mask.shape)} and input_ids are {[rows, count]}: {wanted}")
-    wrong = (mask != 0) & (mask != 1)  # also for NaN
+    wrong = (mask != 0) & (mask != 1)  # True for NaN
     if wrong.any():
         row, place = wrong.nonzero()[0].tolist()
         raise InputError(f"attention_mask holds {mask[row, place].item()} (row {row}, place {place}): it takes 0 and 1")

@@ -19,14 +19,13 @@ from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
 from ..engine.model.weights.state import values_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
+from .tokenizers import PADDED_PART, PADDING
 from .translation import TokenMap, tokens_of, translated
 
 log = logging.getLogger("decoders")
 
 #: A comparison of vocabularies is logged if it takes longer than this (seconds).
 SLOW = 2.0
-#: Heads are padded to multiples of at most this many ids; a larger difference of sizes means another vocabulary.
-PADDING = 256
 
 
 class Assistants:
@@ -52,7 +51,7 @@ class Assistants:
         self._loaded.clear()
 
     def forget(self) -> None:
-        """Drops what all draft models keep of earlier calls."""
+        """Drops what the engines of all draft models keep of earlier calls."""
         for engine in list(self._engines.values()):
             engine.forget()
 
@@ -132,7 +131,7 @@ class Assistants:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError):
-                tokenizer = None  # without one only the sizes of the vocabularies are compared
+                tokenizer = None  # without a tokenizer, only the sizes of the vocabularies are compared
             self._loaded[path] = model, tokenizer
         return self._loaded[path]
 
@@ -144,7 +143,7 @@ class CallAssistants:
     Attributes:
         kept: all draft models of the target.
         target: the enabled model.
-        engine, tokenizer: the target's.
+        engine, tokenizer: the target's engine and tokenizer.
         assistant_tokenizer: the tokenizer of a draft model that the caller passes as an object.
         runtime: settings of the call.
     """
@@ -160,7 +159,7 @@ class CallAssistants:
         """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: no such model, another vocabulary or device than the target's, or a design that the loop lacks.
+            UnsupportedError: there is no such model, its vocabulary or device is not the target's, or the loop lacks its design.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine
@@ -194,7 +193,7 @@ class CallAssistants:
             return None
         except UnsupportedError as difference:
             if self.tokenizer is None or tokenizer is None:
-                return None  # opening it with `draft` raises the error
+                return None  # `draft` raises the error when it opens the model
             try:
                 tokens = self.kept.tokens(model, self.target, self.tokenizer, tokenizer)
             except UnsupportedError as error:
@@ -222,7 +221,8 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedError unless every id means the same token in both models.
 
-    Compares the tokenizers if both are known, else the sizes of the heads, which may differ by padding only.
+    Compares the tokenizers if both are known, else the sizes of the heads. Sizes may differ by padding: by less than
+    :data:`~decoders.hf.tokenizers.PADDING`, or by what a head has beyond the target's tokenizer.
     """
     if draft is target:
         return
@@ -235,8 +235,9 @@ def check_vocabulary(
     sizes = [vocabulary_of(model) for model in (target, draft) if model.get_output_embeddings() is not None]
     if len(sizes) < 2:
         return  # the engine refuses a model without a head
-    enough = tokenizer is not None and min(sizes) >= len(tokenizer)
-    if abs(sizes[0] - sizes[1]) >= PADDING and not enough:
+    least, most = sorted(sizes)
+    padded = tokenizer is not None and least >= len(tokenizer) >= most - max(PADDING, most // PADDED_PART)
+    if most - least >= PADDING and not padded:
         raise UnsupportedError(
             f"the draft model has another vocabulary: {sizes[1]} ids against the target's {sizes[0]}, more than padding "
             "explains. Use a draft of the same family, or pass tokenizer= and assistant_tokenizer=: they show that the tokens are the "
@@ -244,7 +245,7 @@ def check_vocabulary(
         )
 
 
-#: Per draft tokenizer: the target's tokenizer it was compared with, the sizes of both at that time, and their difference.
+#: Per draft tokenizer: the target's tokenizer that it was compared with, the sizes of both at that time, and their difference.
 _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -262,7 +263,7 @@ def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrain
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
-    # The draft never proposes ids behind the target's last one, so extra tokens there do no harm.
+    # The draft never proposes ids after the target's last id, so extra tokens there do no harm.
     if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
         return None
     shown = "; ".join(

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..engine.model.torch_compat import hooks_of, remove_hooks
+from ..engine.model.modules_compat import hooks_of, remove_hooks
 from ..errors import UnsupportedError
 from .arguments import REFUSED, shown
 
@@ -35,7 +35,7 @@ UNLOADING = ("merge_and_unload", "unload")
 class Unloading:
     """Replaces a method of :data:`UNLOADING` on an enabled ``PeftModel``, and enables the model that the method returns.
 
-    Holds the model, not a bound method: ``copy.deepcopy(model)`` then copies both together.
+    Holds the model, not a bound method, so that ``copy.deepcopy(model)`` copies this object with the model.
 
     Attributes:
         wrapper: the ``PeftModel``.
@@ -112,7 +112,7 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
             "the loop would decode without the adapter. Call generate without strategy= for this adapter."
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
-    # PEFT puts the model's own method back as an attribute.
+    # PEFT also puts the model's own method back as an attribute: only another method is an adapter's.
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     if replaced is not None and getattr(replaced, "__func__", None) is not own:
         raise UnsupportedError(
@@ -124,7 +124,7 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
 def refuse_adapter_names(model: PreTrainedModel) -> None:
     """Raises UnsupportedError if the caller passed ``adapter_names=`` for several rows to a ``PeftModel`` around `model`.
 
-    PEFT handles the argument by hooks on every layer. The error would leave the hooks there and break plain calls: they are removed.
+    PEFT handles the argument by hooks on every layer. Removes these hooks, because after an error they would break plain calls.
     """
     if "peft_config" not in vars(model):  # PEFT sets it on models whose layers it has replaced
         return

@@ -80,7 +80,7 @@ def beginning_of(
         wrapper: the ``PeftModel`` around `model`, or None.
 
     Raises:
-        InputError: a value of the wrong type. SettingsError: several beginnings. UnsupportedError: the loop cannot read it.
+        InputError: a value of the wrong type. SettingsError: several beginnings. UnsupportedError: the loop cannot read the beginning.
     """
     given = {name: arguments[name] for name in (*CACHES, EMBEDDINGS) if arguments.get(name) is not None}
     soft = SoftPrompt.of(wrapper)
@@ -110,7 +110,7 @@ class CallCache(Beginning):
 
     @staticmethod
     def of(name: str, cache: Any) -> CallCache | None:
-        """None for an empty cache."""
+        """`cache` as a beginning; None if it is empty."""
         if not isinstance(cache, Cache):
             raise InputError(
                 f"{name} must be a cache of transformers (DynamicCache, StaticCache), not a {type(cache).__name__}; "
@@ -120,7 +120,7 @@ class CallCache(Beginning):
         return CallCache(name, cache, length) if length else None
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The ids of cached and new tokens. `input_ids` hold both, unless `mask` is longer than they are; then cached ids are -1."""
+        """The ids of cached and new tokens: `input_ids`, or, if `mask` is longer, -1 for every cached token and then `input_ids`."""
         if mask is not None and mask.shape[1] > input_ids.shape[1]:
             return torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
         if input_ids.shape[1] <= self.length:
@@ -168,7 +168,7 @@ class Embeddings(Beginning):
         return Embeddings(value.to(model.device, model.dtype))
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """-1 for every vector, except that `input_ids` take the last positions."""
+        """-1 for every vector, with the last positions replaced by `input_ids`."""
         places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
         return torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]
 
@@ -205,7 +205,7 @@ class SoftPrompt(Beginning):
 
     @staticmethod
     def of(wrapper: Any) -> SoftPrompt | None:
-        """None for adapters of layers, and within ``disable_adapter``."""
+        """The active soft prompt; None if adapters change layers only, and within ``disable_adapter``."""
         if wrapper is None or getattr(wrapper, "_adapters_disabled", False):
             return None
         configs = (wrapper.peft_config.get(name) for name in getattr(wrapper, "active_adapters", ()))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..constraints import Compilation, CompiledGrammar, Spec, Thinking, Vocabulary, as_specs, compiled
+from ..constraints import MISSPELT, Compilation, CompiledGrammar, Spec, Thinking, Vocabulary, as_specs, compiled
+from ..engine.model.layout import vocabulary_of as logits_of
 from ..errors import GrammarError, UnsupportedError
 from ..registry.resolve import resolve_backend, resolve_grammar
 from ..report import GrammarUse
@@ -17,7 +18,7 @@ from ..settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Number of tokenizers, or states of a tokenizer, whose vocabularies are cached.
 KEPT = 8
@@ -32,7 +33,7 @@ class Grammars:
 
     @staticmethod
     def of(
-        given: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, size: int,
+        given: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel,
         stops: Sequence[int], runtime: RuntimeSettings, thinking: Any = None, prompts: Sequence[Tensor] = (),
     ) -> Grammars:  # fmt: skip
         """The compiled grammars of a call.
@@ -41,7 +42,6 @@ class Grammars:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
             rows: rows of the batch.
             per_prompt: successive rows that share a prompt.
-            size: entries of the logits.
             thinking: the value of ``thinking=``.
             prompts: token ids per row; a prompt may end within a thought.
 
@@ -50,7 +50,7 @@ class Grammars:
         """
         if given is None and thinking is None:
             return Grammars()
-        budget = Thinking.of(thinking) if thinking is not None else None
+        size, budget = logits_of(model), Thinking.of(thinking) if thinking is not None else None
         grammars: list[CompiledGrammar | None] = []
         uses: list[GrammarUse | None] = []
         vocabulary: Vocabulary | None = None
@@ -72,6 +72,9 @@ class Grammars:
             language, sources = grammar.language, [each.source for each in compilations]
             source = next((kind for kind in ("compiled", "disk", "memory") if kind in sources), "given")
             grammars.append(grammar)
+            for warning in language.warnings:
+                if MISSPELT in warning:
+                    warnings.warn(warning, stacklevel=2)
             uses.append(GrammarUse(
                 language.name, grammar.backend, grammar.policy, source, sum(each.seconds for each in compilations),
                 grammar.nbytes, language.warnings,

@@ -43,13 +43,9 @@ def may_change_itself(model: PreTrainedModel) -> bool:
 
 
 def inputs_of(
-    model: PreTrainedModel,
-    given: Mapping[str, Any],
-    input_ids: Tensor,
-    mask: Tensor | None,
-    repeats: int,
+    model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None, repeats: int,
     divides: bool = True,
-) -> MultimodalInputs | None:
+) -> MultimodalInputs | None:  # fmt: skip
     """The images, videos and sounds of a call's prompts; None for prompts of text alone.
 
     Args:
@@ -132,7 +128,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
             shares = images
         elif size == len(rows):
             shares = by_row
-        elif all(size * count % sum(places) == 0 for count in places):  # parts of images
+        elif all(size * count % sum(places) == 0 for count in places):  # the entries are parts of images
             shares = [size * count // sum(places) for count in places]
         else:
             return None
@@ -163,18 +159,18 @@ def _prepared(
 
 
 def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
-    """Per prompt, the position of the next token minus the number of tokens (images may advance positions otherwise)."""
+    """Per prompt, the position of the next token minus the number of tokens: not 0 if an image's positions are more or fewer."""
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # M-RoPE has several kinds of positions: a text token has the same in all, except in a first kind that counts tokens.
+    # With M-RoPE, a token has several positions. They are equal for a text token, except a first one that only counts tokens.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]
 
 
 def _digest(value: Any) -> str:
-    """A hash of `value`; unique for a value that cannot be read."""
+    """A hash of `value`; a value that cannot be read gets a new hash each time."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()

@@ -69,7 +69,7 @@ class PaddedPrompts:
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
 
     def have(self, sequences: Iterable[tuple[Sequence[int], float]]) -> bool:
-        """Whether the model has all tokens of the `sequences`; transformers raises where it lacks one."""
+        """Whether the model has all tokens of the `sequences`; transformers raises if a token is missing."""
         return all(0 <= token < self.vocab for tokens, _ in sequences for token in tokens)
 
     def equal(self, ids: Tensor) -> bool:
@@ -83,8 +83,8 @@ def plan_sampling(
 ) -> tuple[SamplingPlan, tuple[float, ...], OperationSequences, Processors | None]:
     """Translates transformers' processors to operations inside the step, or keeps all of them for the host.
 
-    Recognises exact types only, because a subclass may do anything. If the plan cannot express a single processor (a `filter_value`
-    of its own, for example), all stay on the host, since their order matters.
+    Recognises exact types only, because a subclass may do anything. If the plan cannot express one of the processors (for its
+    `filter_value`, for example), all stay on the host, because their order matters.
     """
     keep_scores, sample = bool(config.return_dict_in_generate and config.output_scores), bool(config.do_sample)
     each = [_operations(processor, prompts, stop_tokens) for processor in processors]
@@ -96,14 +96,14 @@ def plan_sampling(
 
 
 def _operations(x: Any, prompts: PaddedPrompts, stop_tokens: tuple[int, ...]) -> list[Operation] | None:
-    """The operations equal to processor `x`; None if no operations are."""
+    """The operations that do the same as processor `x`; None if it cannot be expressed by operations."""
     length = prompts.length
     forced: Callable[[Any, int], list[Operation] | None] = lambda tokens, place: (  # noqa: E731
         [("forced_tokens", place - length, own)] if prompts.have(own := _alone(tokens, 0.0)) else None
     )
     known: dict[type, Callable[[], list[Operation] | None]] = {
         p.TemperatureLogitsWarper: lambda: _value("temperature", x.temperature),
-        # Representable as a float, and larger than any vocabulary.
+        # 1 << 31 is exact as a float, and larger than any vocabulary.
         p.TopKLogitsWarper: lambda: _value(
             "top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k", min(x.top_k, 1 << 31)
         ),
@@ -160,7 +160,7 @@ def _repetition(x: Any, prompts: PaddedPrompts) -> list[Operation] | None:
 
 
 def _biases(biases: Mapping[tuple[int, ...], float], prompts: PaddedPrompts) -> list[Operation] | None:
-    """None if the model lacks a token (transformers raises), or if the order of adding biases would change the sum."""
+    """`biases` as operations; None if the model lacks a token (transformers raises), or the order of additions would change a sum."""
     ends = Counter(tokens[-1] for tokens, bias in biases.items() if bias != REMOVED)
     if not prompts.have(biases.items()) or max(ends.values(), default=0) > 2:
         return None

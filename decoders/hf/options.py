@@ -79,7 +79,7 @@ class Options:
         thinking: the value of ``thinking=``, as given.
         seed: as given.
         generator: as given.
-        configs: generation configs; of a value in several the first one counts.
+        configs: generation configs; a value counts from the first config that has it.
         arguments: all other arguments, for transformers.
     """
 
@@ -102,7 +102,7 @@ class Options:
         Args:
             arguments: of ``generate``.
             config: the model's generation config.
-            defaults: for options that neither has.
+            defaults: for options that neither `arguments` nor `config` have.
 
         Raises:
             SettingsError, UnknownNameError, UnsupportedError, PluginError.
@@ -162,7 +162,7 @@ class Options:
     def check(self) -> None:
         """Raises UnsupportedError if the strategy lacks an argument that it needs, or gets two draft models.
 
-        Warns of a draft model that the strategy does not use: the same call can then be tried with every strategy.
+        Only warns of a draft model that the strategy does not use, so that the same call can be tried with every strategy.
         """
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):

@@ -70,7 +70,7 @@ class Preparation:
         config: GenerationConfig,
         prompts: PaddedPrompts,
     ) -> Preparation:
-        """Reads the arguments that transformers passes to a custom ``generate``."""
+        """The preparation made of the arguments that transformers passes to a custom ``generate``."""
         # A length criterion of the user's replaces transformers' own, so the list counts, not the config.
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
@@ -88,12 +88,12 @@ class Preparation:
 
     @property
     def reusable(self) -> bool:
-        """Whether nothing but lengths depends on the prompt, so that other calls of this kind can use the preparation."""
+        """Whether only lengths depend on the prompt, so that other calls of this kind can use the preparation."""
         on_host = self.processors is not None or self.criteria is not None
         return not on_host and self.config.min_new_tokens is None and AT_A_LENGTH.isdisjoint(self.plan.operations)
 
     def of_length(self, prompt: int, new_tokens: int) -> Preparation:
-        """The same preparation for other lengths of prompt and output."""
+        """The preparation for other numbers of prompt tokens and new tokens."""
         config, length = copy.copy(self.config), prompt + new_tokens
         config.max_length, config.max_new_tokens = length, new_tokens
         return replace(self, config=config, length=length)
@@ -107,7 +107,7 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # may depend on the prompt
         return None
     values = [{name: value for name, value in arguments.items() if name not in _OWN}, *map(vars, configs)]
-    values[0].pop("generation_config", None)  # one of the configs
+    values[0].pop("generation_config", None)  # `configs` holds it
     states = [_state(each) for each in values]
     if None in states:
         return None

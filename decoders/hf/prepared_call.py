@@ -21,9 +21,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from ..common.transformers_compat import without_position_ids
-from ..engine.decode.asked import Models, Returned, Sampling, Stopping
 from ..engine.decode.engine import Engine
-from ..engine.decode.request import Request, RequestOutput
+from ..engine.decode.output import RequestOutput
+from ..engine.decode.request import Models, Request, Returned, Sampling, Stopping
 from ..engine.model.layout import vocabulary_of
 from ..errors import SettingsError, UnsupportedError
 from ..registry.plugins import registry
@@ -126,7 +126,7 @@ class PreparedCall:
             blank = next((torch.zeros_like(t) for row in per_row for t in row), torch.empty(0))
             return tuple(torch.stack([row[t] if t < len(row) else blank for row in per_row]) for t in range(longest))
 
-        output: Any = DecodersOutput  # transformers' annotations are narrower than what it fills in itself
+        output: Any = DecodersOutput  # transformers' annotations are narrower than its own values
         return output(
             sequences=sequences,
             scores=by_position(written.scores) if config.output_scores else None,
@@ -186,6 +186,12 @@ def prepare(
         )
     if len(prompts) > 1 and preparation.pads_ended_rows:
         check_pad_token(model, preparation.pad_token)
+    config, plan = preparation.config, preparation.plan
+    copies, multimodal = config.num_return_sequences or 1, None
+    grammars = Grammars.of(  # before the engine is made, which takes seconds, so that an error comes at once
+        options.grammar, len(prompts), copies, tokenizer, model, preparation.stop_tokens, runtime,
+        options.thinking, prompts,
+    )  # fmt: skip
     engine = engine_of()
     longest, side = max(map(len, prompts)), engine.target.side_of(max(map(len, prompts)))
     engine.target.check_lengths(longest + new_tokens, len(prompts))
@@ -194,8 +200,6 @@ def prepare(
         engine.target.lengths.sides.check(type(model).__name__, longest, new_tokens, cached)
     if "token_type_ids" in idle:
         engine.own_forward(model, engine.target).check_type_ids()
-    config, plan = preparation.config, preparation.plan
-    copies, multimodal = config.num_return_sequences or 1, None
     seen = engine.target.vocabulary.placeholders if isinstance(beginning, CallCache) else None
     if seen is not None and any(bool((torch.isin(prompt, seen) | (prompt < 0)).any()) for prompt in prompts):
         raise UnsupportedError(
@@ -206,12 +210,8 @@ def prepare(
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
         own = engine.own_forward(model, engine.target)
-        # A strategy that reads prompts reads all of them together.
+        # A strategy that reads prompts reads all prompts together, so their images are not divided.
         multimodal = inputs_of(own.model, beside, *of_prompts, copies, not options.strategy.reads_prompt)
-    grammars = Grammars.of(
-        options.grammar, len(prompts), copies, tokenizer, engine.target.vocab_size,
-        preparation.stop_tokens, runtime, options.thinking, prompts,
-    )  # fmt: skip
     seed = resolve_seed(options.seed, options.generator, plan.sample)
     if options.seed is None:  # processes that share the model draw the same noise
         (seed,) = engine.target.ranks.first([seed])

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..costs.curve import CostCurve, default_folder, path_of
 from ..engine.model.layout import embeddings_of
+from ..engine.model.torch_compat import graphs_compiled as graphs_compiled
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy
@@ -22,7 +23,7 @@ from ..strategy import Strategy
 from .assistants import draft_scheme
 from .wrapper import Generate
 
-#: A periodic prompt, so that drafts of every size are proposed and accepted; ids are cut to the vocabulary.
+#: A periodic prompt, so that drafts of every size are proposed and accepted; ids are taken modulo the vocabulary's size.
 PROMPT = (3, 5, 7, 11) * 6
 #: New tokens of the call that times a strategy's own work.
 TOKENS = 32
@@ -67,24 +68,18 @@ class Warmup:
 
 
 def warm(
-    generate: Generate,
-    strategies: Sequence[str | Strategy],
-    rows: Sequence[int],
-    assistant_model: PreTrainedModel | None,
-    sampling: bool | dict[str, Any],
-    options: dict[str, Any],
-) -> Warmup:
+    generate: Generate, strategies: Sequence[str | Strategy], rows: Sequence[int], assistant_model: PreTrainedModel | None,
+    sampling: bool | dict[str, Any], options: dict[str, Any],
+) -> Warmup:  # fmt: skip
     """See :func:`decoders.warmup`."""
-    if not strategies or not rows or min(rows) < 1:
-        raise SettingsError("warmup() takes at least one strategy, and at least one number of rows, each 1 or more")
     resolved = [resolve_strategy(strategy, options.get("strategy_config"), None) for strategy in strategies]
     for strategy in resolved:
         if strategy.needs_assistant and assistant_model is None:
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
-    runtime, started = _runtime(generate, options), time.perf_counter()
+    runtime, started = runtime_of(generate, options), time.perf_counter()
     engine = generate.engine(runtime)
     making = sum(engine.prepared_since(started))
-    if runtime.compile == "auto":  # at once where passes are compiled at all, not in the background
+    if runtime.compile == "auto":  # compiled at once, not in the background, if passes are compiled at all
         compile = engine.target.uncompiled is None
         options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
     plans: list[dict[str, Any]] = [{"do_sample": False}]
@@ -96,9 +91,9 @@ def warm(
             for plan in plans:
                 extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
                 started = time.perf_counter()
-                report = _report(generate, name, count, dict(max_new_tokens=16, **(options | plan | extra)))
+                report = _report(generate, name, count, {"max_new_tokens": 16} | options | plan | extra)
                 seconds, timings = time.perf_counter() - started, report.timings
-                making += timings.pack + timings.kernels + timings.check
+                making += timings.ready
                 sampled = bool(plan["do_sample"])
                 parts.append(WarmupPart(strategy.name, count, sampled, seconds, timings.compile, report.compilations))
     return Warmup(
@@ -129,7 +124,7 @@ class Calibration:
 
     Attributes:
         curve: the model's cost curve, earlier measurements included.
-        assistant: the draft model's cost curve, if there is a draft model; its forward pass is a step of one node.
+        assistant: the draft model's cost curve, if there is a draft model; one of its forward passes costs a step of one node.
         strategies: costs of the strategies that the model can use without further files.
         path: the curve's file.
     """
@@ -140,31 +135,44 @@ class Calibration:
     path: Path
 
 
+def check_sizes(name: str, sizes: Any) -> None:
+    """Raises SettingsError unless `sizes` are whole numbers from 1 up, at least one."""
+    if not isinstance(sizes, Sequence) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise SettingsError(f"{name} must be a list of whole numbers from 1 up, such as [1], not {sizes!r}")
+
+
+def check_seconds(seconds: Any) -> None:
+    """Raises SettingsError unless `seconds` is a number above 0."""
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise SettingsError(f"seconds must be a number above 0, not {seconds!r}")
+
+
 def calibrate_model(
     generate: Generate, rows: Sequence[int], contexts: Sequence[int], assistant_model: PreTrainedModel | None,
     seconds: float, options: dict[str, Any],
 ) -> Calibration:  # fmt: skip
     """See :func:`decoders.calibrate`."""
-    sizes = [*rows, *contexts]
-    if not rows or not contexts or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise SettingsError(
-            f"rows and contexts are whole numbers from 1 up, at least one each, not {rows} and {contexts}"
-        )
-    if not seconds > 0:
-        raise SettingsError(f"seconds must be more than 0, not {seconds}")
-    runtime = _runtime(generate, options)
+    check_sizes("contexts", contexts)
+    check_seconds(seconds)
+    runtime = runtime_of(generate, options)
     folder = runtime.cost_cache or default_folder()
-    engine = generate.engine(runtime)
-    with engine.lock, engine.active():
-        curve = engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew=True)
-    assistant = None
+    curve, assistant = measured_curve(generate, runtime, rows, contexts, seconds, anew=True), None
     if assistant_model is not None:
         formats = {"weights": draft_scheme(runtime) or "keep", "kv_cache": "keep"}
-        draft = Generate(assistant_model, generate.tokenizer, None).engine(runtime.model_copy(update=formats))
-        with draft.lock, draft.active():
-            assistant = draft.calibration.measured(folder, rows[:1], contexts[:1], runtime.compile, seconds, anew=True)
+        draft, runtime = Generate(assistant_model, generate.tokenizer, None), runtime.model_copy(update=formats)
+        assistant = measured_curve(draft, runtime, rows[:1], contexts[:1], seconds, anew=True)
     strategies = _strategy_costs(generate, assistant_model, options)
     return Calibration(curve, assistant, strategies, path_of(folder, curve.subject))
+
+
+def measured_curve(
+    generate: Generate, runtime: RuntimeSettings, rows: Sequence[int], contexts: Sequence[int], seconds: float, anew: bool = False,
+) -> CostCurve:  # fmt: skip
+    """The cost curve of a model, with measurements of `rows` and `contexts`. anew: whether to repeat earlier measurements."""
+    engine = generate.engine(runtime)
+    with engine.lock, engine.active():
+        folder = runtime.cost_cache or default_folder()
+        return engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew)
 
 
 def _strategy_costs(
@@ -175,7 +183,7 @@ def _strategy_costs(
         strategy = resolve_strategy(name)
         if entry.cls.needs_grammar or (strategy.needs_assistant and assistant_model is None):
             continue
-        if entry.cls.takes_assistant:  # 'auto' and the like: other strategies do the work
+        if entry.cls.takes_assistant:  # in 'auto', for example, other strategies do the work
             continue
         extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
         call = {"do_sample": False, **options, "max_new_tokens": TOKENS, **extra}
@@ -191,7 +199,7 @@ def _strategy_costs(
     return tuple(costs)
 
 
-def _runtime(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
+def runtime_of(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
     """The loop's settings in a call with `options`."""
     given = dict(options.get("decoders_config") or {})
     enabled, sections = generate.defaults.runtime, registry().strategies()

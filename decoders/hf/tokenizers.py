@@ -10,14 +10,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.model.layout import embeddings_of
 from ..errors import SettingsError
 
-#: Published models pad embeddings by up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the
-#: placeholder token of images.
+#: Tolerated differences: a number of tokens, and the part of the embeddings that may be padding. Published models pad embeddings by
+#: up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the placeholder token of images.
 PADDING, PADDED_PART = 256, 32
 
 
 def check_tokenizer(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Raises SettingsError if `tokenizer` has too many or too few tokens for `model`, or other stop tokens."""
+    """Raises SettingsError if `tokenizer` is text or a processor, or has other stop tokens or far more or fewer tokens than `model`."""
+    if isinstance(tokenizer, str):
+        raise SettingsError(
+            f"tokenizer must be a tokenizer of transformers, not {tokenizer!r}: AutoTokenizer.from_pretrained({tokenizer!r}) loads "
+            f"one; a strategy is named by its keyword, strategy={tokenizer!r}"
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        if hasattr(tokenizer, "tokenizer"):
+            raise SettingsError(
+                f"tokenizer must be a tokenizer of transformers, not a {type(tokenizer).__name__}: pass processor.tokenizer"
+            )
         return
     if getattr(
         model.config, "cost_scaled", ""

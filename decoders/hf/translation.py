@@ -31,8 +31,8 @@ class TokenMap:
 
     Attributes:
         written: ``[V]`` int64, the draft's token with the same bytes; -1 if there is none.
-        read: ``[V]`` int64, the token that the draft reads: the same token, or the last one of the draft's encoding of its text, so
-            that every token takes one slot in both caches.
+        read: ``[V]`` int64, the token that the draft reads: `written`, or the last token of the draft's encoding of the text, so that
+            every token takes one slot in both caches.
         shared: fraction of the target's text tokens that the draft has.
         own: the target's tokens in bytes.
         other: the draft's tokens in bytes.
@@ -103,7 +103,7 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
     size = vocabulary_of(target)
     if tokens.shared < LEAST_SHARED:
         raise UnsupportedError(
-            f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft through "
+            f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft with "
             f"({LEAST_SHARED:.0%} at least); 'speculative' with a chain drafts text instead (alignment='strings')"
         )
     twin = copy.deepcopy(draft, {id(parameter): parameter for parameter in draft.parameters()})

@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
 from ..engine.decode.engine import TEXTS, Engine, MemoryKey
-from ..engine.decode.request import RequestOutput
+from ..engine.decode.output import RequestOutput
 from ..engine.model.layout import refuse_capture, refuse_unfit
 from ..engine.model.layout import vocabulary_of as logits_of
 from ..engine.model.threads import CallLock
@@ -46,7 +46,7 @@ GIVEN_TOKENS = 1 << 18
 class Generate:
     """Replaces ``model.generate``. A call without a strategy goes to transformers' ``generate``.
 
-    Holds the model, not a bound method: ``copy.deepcopy(model)`` then copies both together.
+    Holds the model, not a bound method, so that ``copy.deepcopy(model)`` copies this object with the model.
 
     Args:
         previous: a ``generate`` that the instance had before, or None.
@@ -132,7 +132,7 @@ class Generate:
             yield
 
     def share(self, scheduler: Any) -> None:
-        """No call may change the model while `scheduler` is ``alive``. Waits for a call that has changed it."""
+        """Lets no call change the model while `scheduler` is ``alive``. Waits for the end of a call that has changed it."""
         with self._lock if may_change_itself(self.model) else nullcontext():
             self._schedulers.add(scheduler)
 
@@ -156,7 +156,7 @@ class Generate:
         """Checks a call before anything is changed, then prepares it. shares: whether it is decoded with other calls' rows."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
-        if ready is None:  # otherwise the model has been checked
+        if ready is None:  # an existing engine means that the model was checked
             refuse_unfit(self.model)
         refuse_ignored_adapters(self.model, self.wrapper)
         refuse_adapter_names(self.model)
@@ -264,7 +264,7 @@ class Generate:
             return kept | self._remembered
 
     def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
-        """See :func:`decoders.remember`. Stored until there is an engine."""
+        """See :func:`decoders.remember`. The memories are stored here until there is an engine."""
         with self._lock:
             if self._engine is not None:
                 self._engine.remember(memories)

@@ -1,7 +1,7 @@
 """Prompts: ready instructions for chat models, made-up prompts, and files.
 
 The made-up prompts are extremes: text with an obvious continuation, where every draft token is right, and random characters, where
-none is. Instructions lie in between.
+every draft token is wrong. Instructions lie in between.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Content = str | list[dict[str, str]]
 #: A prompt that was read: name, kind, text or messages.
 Texts = list[tuple[str, str, Content]]
 
-#: Made-up kinds: texts with an obvious continuation, each cut off within a line; random printable characters; and ten successive
-#: versions of a file with the same edit to make, as an agent meets them that works on one file.
+#: Made-up kinds: texts with an obvious continuation, each cut off within a line; random printable characters; and, as for an agent
+#: that works on one file, ten successive versions of a file with the same edit to make.
 MADE_UP = ("predictable", "random", "agent")
-#: Kinds of instructions. The answer to a story repeats neither the prompt nor itself: lookups have little to find.
+#: Kinds of instructions. A story repeats neither its prompt nor itself, so lookups find little.
 INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
 
 
 def instructions(kind: str) -> Texts:
-    """The package's prompts of a kind, those of :data:`MADE_UP` included."""
+    """The package's prompts of a kind of :data:`INSTRUCTIONS` or :data:`MADE_UP`."""
     with resources.as_file(resources.files(__package__).joinpath("prompts.jsonl")) as path:
         return [(item["id"], kind, _prompt(item, kind)[1]) for item in read_rows(path) if item["kind"] == kind]
 
@@ -101,7 +101,7 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
 
 
 def read_file(path: Path) -> list[tuple[str, Content]]:
-    """Kind and content of the texts of a file: a text, or objects with text or messages, see :func:`read_rows`.
+    """Kind and content of the prompts in a file: the file is one text, or has objects with a text or messages (:func:`read_rows`).
 
     Raises:
         OSError, ValueError, KeyError, TypeError: the file has another format.
@@ -112,10 +112,10 @@ def read_file(path: Path) -> list[tuple[str, Content]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file: JSON lines, packed with gzip or not, or parquet.
+    """The objects of a file: JSON lines (plain or compressed with gzip) or parquet.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no such file. SettingsError: parquet without pyarrow.
+        OSError, ValueError: the file cannot be read, or has another format. SettingsError: parquet without pyarrow.
     """
     if path.suffix.lower() == ".parquet":
         try:
@@ -136,8 +136,7 @@ def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:
     """Kind (by default the file's name) and content of a line: a text, or messages with role and content.
 
     Raises:
-        KeyError: it has neither.
-        TypeError: it has neither.
+        KeyError, TypeError: the line has neither.
     """
     if "messages" not in item:
         return item.get("kind", kind), item["text"]

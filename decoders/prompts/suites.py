@@ -21,9 +21,9 @@ class Suite:
 
     Attributes:
         source: where its file is published.
-        files: its file in a folder, the first of these patterns that is met.
+        files: patterns of its file in a folder; the first that matches counts.
         turns: the fields that may hold the question, as a list of turns or as one text.
-        completes: whether that is a text to continue, for models without a chat template.
+        completes: whether the question is a text to continue, for models without a chat template.
     """
 
     source: str
@@ -63,10 +63,10 @@ class Question:
 
 
 def read_suite(name: str, data: Path | None, samples: int | None = None, seed: int = 0) -> list[Question]:
-    """The questions of the suite `name`, in the order of its file; of each category `samples`, drawn with `seed`.
+    """The questions of the suite `name`, in the order of its file: `samples` of each category, drawn with `seed`.
 
     Raises:
-        UnknownNameError: no such suite. SettingsError: no file of it.
+        UnknownNameError: no such suite. SettingsError: its file was not found.
     """
     if name not in SUITES:
         raise UnknownNameError("suite", name, SUITES)

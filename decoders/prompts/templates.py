@@ -55,7 +55,7 @@ _TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "par
 
 
 def format_named(name: str) -> CallFormat:
-    """The format of calls with this name.
+    """The format of calls that is called `name`.
 
     Raises:
         UnknownNameError: the format was not found.
@@ -119,7 +119,7 @@ class CallStyle:
         """`id` in a form that the template takes; equal ids give equal results.
 
         Args:
-            name: the function's, where it is known.
+            name: the function's name, if known.
             number: the call's place in its conversation.
         """
         if name is not None and self.format.ids is not None and not self.short_ids:
@@ -149,6 +149,7 @@ class MessageStyle:
         return [{"type": "text", "text": text}] if role in self.parts else text
 
     def message(self, role: str, text: str, **more: Any) -> dict[str, Any]:
+        """A message of `role`; `more` are further entries of it."""
         return {"role": role, "content": self.content(role, text), **more}
 
 
@@ -201,11 +202,13 @@ class _CallProbe:
         render: renders conversations.
         messages: which messages the template takes.
         style: the form of calls that is tried.
+        tools: the functions that are listed.
     """
 
     render: Render
     messages: MessageStyle
     style: CallStyle
+    tools: list[dict[str, Any]] | None = None
 
     def call(self, arguments: dict[str, Any] = _ARGUMENTS, id: str = _ID) -> dict[str, Any]:
         return self.style.call(_NAME, arguments, id)
@@ -213,7 +216,7 @@ class _CallProbe:
     def rendered(self, arguments: dict[str, Any] = _ARGUMENTS) -> str:
         messages = self.messages
         answer = messages.message("assistant", "", tool_calls=[self.call(arguments)])
-        return _rendered(self.render, [messages.message("user", "probe"), answer])
+        return _rendered(self.render, [messages.message("user", "probe"), answer], self.tools)
 
     @property
     def rank(self) -> int:
@@ -227,11 +230,11 @@ class _CallProbe:
         return 0 if len(_PYTHON.findall(telling)) == len(_PYTHON.findall(self.rendered())) else 3
 
     def takes(self, *ids: str, text: str = "", **more: Any) -> bool:
-        """Whether the template takes calls with these ids together with a text and `more`, and the functions' answers."""
+        """Whether the template takes a message with a text, `more` and calls with these ids, and then the functions' results."""
         answer = self.messages.message("assistant", text, tool_calls=[self.call(id=id) for id in ids], **more)
         results = [self.messages.message("tool", _TEXT, tool_call_id=id, name=_NAME) for id in ids]
         told = results if "tool" not in self.messages.unread else []
-        return bool(_rendered(self.render, [self.messages.message("user", "probe"), answer, *told], None, True))
+        return bool(_rendered(self.render, [self.messages.message("user", "probe"), answer, *told], self.tools, True))
 
     @property
     def limited(self) -> CallStyle:
@@ -255,14 +258,16 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], 
     """
     user = messages.message("user", "probe")
     reads_tools = _NAME in _rendered(render, [user], [_TOOL], True)
-    prompt = _rendered(render, [user], None, True)
-    probes = [_CallProbe(render, messages, style) for style in _STYLES]
-    for probe in sorted(probes, key=lambda probe: probe.rank):
-        answered = probe.rendered()
+    # Some tokenizers have a second template, for conversations with functions, and only this template writes calls.
+    probes = [_CallProbe(render, messages, style, tools) for tools in (None, [_TOOL]) for style in _STYLES]
+    for probe in sorted(probes, key=lambda probe: (probe.tools is not None, probe.rank)):
+        prompt = _rendered(render, [user], probe.tools, True)
+        # The prompt is removed, because its list of functions may show how calls are written.
+        answered = probe.rendered().removeprefix(_rendered(render, [user], probe.tools) if probe.tools else "")
         known = next((each for each in FORMATS if each.trigger and each.shows(answered, _NAME)), None)
         if known is not None and (known.notation is None or not probe.style.as_text):
             return replace(probe.limited, format=known, reads_tools=reads_tools)
-        place = _find_call(answered, prompt) if prompt else None
+        place = _find_call(answered := probe.rendered(), prompt) if prompt else None
         if place is not None:
             break
     else:
@@ -279,6 +284,44 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], 
         between="\n" if prefix else None,
     )
     return replace(probe.limited, format=own, reads_tools=reads_tools)
+
+
+@dataclass(frozen=True)
+class ChatStyle:
+    """How a chat template takes messages, and how its model writes function calls.
+
+    Attributes:
+        messages: which messages the template takes.
+        calls: how calls are written.
+    """
+
+    messages: MessageStyle = MessageStyle()
+    calls: CallStyle = CallStyle()
+
+    @staticmethod
+    def of(
+        render: Render | None, special: Sequence[str], source: str = "", tool_format: str | None = None
+    ) -> ChatStyle:
+        """The style of a template, found by rendering probes.
+
+        Args:
+            render: renders messages and optional tools by the template, its last argument says whether to add the generation prompt;
+                None: there is no template.
+            special: names of the special tokens.
+            source: the template's source.
+            tool_format: name of the format of calls; None: the format that the template shows.
+
+        Raises:
+            UnknownNameError: there is no format of this name.
+        """
+        messages, calls, special = MessageStyle(), CallStyle(), [name for name in special if name]
+        if render is not None:
+            messages = message_style(render)
+            calls = call_style(render, messages, special, source)
+        if tool_format is not None:
+            calls = replace(calls, format=format_named(tool_format))
+        marks = "".join(calls.format.texts)
+        return ChatStyle(messages, replace(calls, special=any(token in marks for token in special)))
 
 
 def _conversations(role: str, style: MessageStyle) -> Iterator[list[dict[str, Any]]]:
@@ -303,17 +346,14 @@ def _rendered(
     """The rendered conversation; "" if the template refuses it."""
     try:
         return render(messages, tools, ask)
-    except Exception:  # a template raises what it likes
+    except Exception:  # templates raise exceptions of any class
         return ""
 
 
 def _find_call(text: str, prompt: str) -> tuple[int, int, str] | None:
-    """Begin and end of the probe call's JSON behind `prompt`, and the key of its arguments."""
-    place = text.find(_NAME)
-    if place < 0 or not text.startswith(prompt):
-        return None
-    begin = place
-    while (begin := text.rfind("{", len(prompt), begin)) >= 0:
+    """Begin and end of the probe call's JSON after `prompt`, and the key of its arguments; None if there is no such call."""
+    begin = text.find(_NAME, len(prompt)) if text.startswith(prompt) else -1
+    while begin >= 0 and (begin := text.rfind("{", len(prompt), begin)) >= 0:
         try:
             value, end = json.JSONDecoder().raw_decode(text, begin)
         except ValueError:

@@ -73,7 +73,7 @@ class GrammarKind(Kind[Any]):
             raise PluginError(f"{self.hook} must return a dict of grammars by name, not {type(provided).__name__}")
         for name, value in provided.items():
             _snake_case(name, "a grammar's name")
-            # First use checks other values.
+            # Other values are checked when the grammar is first used.
             if value is None or isinstance(value, (bool, int, float, bytes, str, list, tuple)):
                 raise PluginError(
                     f"grammar {name!r} is {type(value).__name__}: give a value that grammar= takes, or a function that returns it"
@@ -116,13 +116,13 @@ class CommandKind(Kind[Any]):
 
 
 def is_maker(value: object) -> bool:
-    """Whether `value` is a function that returns a grammar. Types and ``list[int]`` are callable, too, but are grammars."""
+    """Whether `value` is a function that returns a grammar. Types and ``list[int]`` are callable, too, but they are grammars."""
     return inspect.isroutine(value) or isinstance(value, partial)
 
 
 #: The form of all names except commands.
 SNAKE_CASE = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
-#: A command as it is typed, with its group if it is in one.
+#: A command as it is typed: its name, or its group and its name.
 COMMAND_NAME = re.compile("([a-z][a-z0-9]*(-[a-z0-9]+)* )?[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -141,7 +141,7 @@ def _check_settings(cls: type[Strategy], shown: str) -> None:
         if own is not None:
             raise PluginError(
                 f"setting {setting!r} of strategy {cls.name!r} would be read from {variable_of(cls.name, setting)}, which is "
-                f"{own!r} of the loop: call one of the two something else"
+                f"{own!r} of the loop: rename one of the two"
             )
     if not isinstance(cls.hints, Mapping):
         raise PluginError(f"{shown}.hints must be a dict of settings by argument, not {cls.hints!r}")
@@ -195,8 +195,8 @@ class PluginInfo:
         version, provider: the version and name of its distribution.
         hooks: hooks that it implements.
         strategies, verifiers, grammar_backends, grammars, grammar_types, observers, commands: names that it claims, usable or not.
-        status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (another plugin claims one of its
-            names, too; the others are usable).
+        status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (another plugin, too, claims one of its
+            names; its other names are usable).
         error: the reason for a status other than "loaded".
     """
 
@@ -225,7 +225,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """A usable name, its class (for grammars, their types and commands the plugin's object), its distribution and version."""
+    """A usable name, its class (or object, for grammars, grammar types and commands), its distribution and version."""
 
     name: str
     cls: type[Provided]
@@ -240,7 +240,7 @@ class Names(Generic[Provided]):
     Attributes:
         usable: entries by name.
         conflicts: names that several plugins claim, unusable for all, with the error.
-        lost: errors by plugin key, one for each name that the plugin claims and did not get.
+        lost: by plugin key, an error for each name that the plugin claims and did not get.
     """
 
     kind: Kind[Provided]

@@ -72,7 +72,7 @@ class Registry:
 
         Raises:
             PluginError: several plugins claim the name.
-            UnknownNameError: nobody does.
+            UnknownNameError: no plugin claims it.
         """
         return self._find(STRATEGY, name)
 
@@ -81,7 +81,7 @@ class Registry:
         return dict(self._names[VERIFIER].usable)
 
     def verifier(self, name: str) -> type[Verifier]:
-        """The class registered as `name`; raises as :meth:`strategy`. A strategy may have the same name."""
+        """The class registered as `name`; raises the errors of :meth:`strategy`. A strategy may have the same name."""
         return self._find(VERIFIER, name)
 
     def grammar_backends(self) -> dict[str, Entry[Backend]]:
@@ -89,7 +89,7 @@ class Registry:
         return dict(self._names[BACKEND].usable)
 
     def grammar_backend(self, name: str) -> type[Backend]:
-        """The class registered as `name`; raises as :meth:`strategy`."""
+        """The class registered as `name`; raises the errors of :meth:`strategy`."""
         return self._find(BACKEND, name)
 
     def grammars(self) -> dict[str, Entry[Any]]:
@@ -97,7 +97,7 @@ class Registry:
         return dict(self._names[GRAMMAR].usable)
 
     def grammar(self, name: str) -> Any:
-        """The object that a plugin registered as grammar `name`; raises as :meth:`strategy`."""
+        """The object that a plugin registered as grammar `name`; raises the errors of :meth:`strategy`."""
         return self._find(GRAMMAR, name)
 
     def grammar_types(self) -> dict[str, Entry[Any]]:
@@ -127,7 +127,7 @@ class Registry:
             ) from error
         if grammar is None:
             raise GrammarError(
-                f"the plugin's function for {name.rpartition('.')[2]} objects made none of {shortened(repr(value))}"
+                f"the plugin's function for {name.rpartition('.')[2]} objects made no grammar of {shortened(repr(value))}"
             )
         return grammar
 

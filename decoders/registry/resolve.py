@@ -22,7 +22,9 @@ from .plugins import registry
 def resolve_strategy(
     chosen: Any, call: Mapping[str, Any] | None = None, configured: Mapping[str, Any] | None = None
 ) -> Strategy:
-    """The strategy that `chosen` means: a name, ``"a+b"``, a class or an object. call, configured: settings; the call's count first.
+    """The strategy that `chosen` means: a name, ``"a+b"``, a class or an object.
+
+    call, configured: settings from the call and from configurations; the call's settings override.
 
     Raises:
         UnknownNameError, SettingsError, PluginError.
@@ -86,7 +88,7 @@ def with_hints(
     if not hints:
         return config
     if not isinstance(chosen, (str, type, Strategy)):
-        return config  # resolve_strategy says what is wrong
+        return config  # resolve_strategy raises the error
     merged = isinstance(chosen, str) and "+" in chosen
     classes: list[Any] = (
         [registry().strategy(n.strip()) for n in chosen.split("+")] if isinstance(chosen, str) else [chosen]
@@ -164,13 +166,13 @@ def _named(name: str) -> Spec | CompiledGrammar:
         value = registry().grammar(name)
     except UnknownNameError as error:
         try:
-            return spec_of_library(name)  # with a suffix
+            return spec_of_library(name)  # the name may have a suffix
         except UnknownNameError:
             raise unknown_grammar(name, error.choices) from None
     grammar = resolve_grammar(value() if is_maker(value) else value)
     if grammar is None:
         raise GrammarError(
-            f"the plugin's function for grammar {name!r} made none: it must return a value that grammar= takes"
+            f"the plugin's function for grammar {name!r} returned None: it must return a value that grammar= takes"
         )
     if isinstance(grammar, Spec) and grammar.label is None:
         grammar = dataclasses.replace(grammar, label=canonical(name))
@@ -195,5 +197,5 @@ def _settings_of(
 
 
 def strategy_name(strategy: Any) -> str:
-    """The name of a strategy, a class, or a name with dashes."""
+    """The name of a strategy object or class, or `strategy` itself if it is a name; with ``_`` for ``-``."""
     return (strategy if isinstance(strategy, str) else strategy.name).replace("-", "_")

@@ -1,6 +1,6 @@
 """The figures of a call (:class:`Report`, returned as ``out.report``), and :class:`Observer`, which is called during calls."""
 
-from .figures import GrammarUse, Stage, Stopwatch, Timings
+from .figures import GrammarUse, Stage, Timings, mean_length
 from .report import BUSY, ObservedCall, Observer, Report
 from .written import TracedStep, Tree, Written
 
@@ -11,9 +11,9 @@ __all__ = [
     "Observer",
     "Report",
     "Stage",
-    "Stopwatch",
     "Timings",
     "TracedStep",
     "Tree",
     "Written",
+    "mean_length",
 ]

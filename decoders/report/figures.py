@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,23 +54,14 @@ class Timings:
         return self.propose + self.mask + self.core + self.observe + self.host
 
     @property
+    def ready(self) -> float:
+        """Seconds of making the model ready: `pack`, `kernels` and `check`."""
+        return self.pack + self.kernels + self.check
+
+    @property
     def call(self) -> float:
         """Seconds of the call: all parts except `background`."""
         return sum(vars(self).values()) - self.background
-
-
-class Stopwatch:
-    """A stopwatch that does not count compilation, because `Timings.compile` does."""
-
-    def __init__(self, timings: Timings) -> None:
-        self._timings = timings
-        self._begun, self._compiled = time.perf_counter(), timings.compile
-
-    def next(self) -> float:
-        """Seconds since the last call of this method, or since creation."""
-        begun, compiled = self._begun, self._compiled
-        self._begun, self._compiled = time.perf_counter(), self._timings.compile
-        return self._begun - begun - (self._compiled - compiled)
 
 
 def mean_length(histogram: Sequence[int]) -> float:
@@ -110,6 +100,10 @@ class Stage:
     weights: str = "keep"
 
 
+#: End of the warning about a keyword that a language without ``strict`` leaves out.
+LEFT_OUT = "is left to the validation of the finished text."
+
+
 @dataclass
 class GrammarUse:
     """A row's grammar, and whether its text is complete and valid.
@@ -123,7 +117,7 @@ class GrammarUse:
         nbytes: its memory in bytes.
         warnings: how the language differs from the specification, a sentence per difference.
         complete: whether the text is complete; otherwise the call ended before the text did.
-        invalid: the rule of the specification, not expressed by the language, that a complete text breaks; None if it breaks none.
+        invalid: the rule of the specification, beyond the language, that a complete text breaks; None if it breaks none.
     """
 
     name: str
@@ -135,3 +129,10 @@ class GrammarUse:
     warnings: tuple[str, ...]
     complete: bool = False
     invalid: str | None = None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The warnings about keywords that are not part of the language: only the validation of the finished text
+        enforces them.
+        """
+        return tuple(warning for warning in self.warnings if warning.endswith(LEFT_OUT))

@@ -101,11 +101,6 @@ class Report:
         self.timings.compile += seconds
         self.compilations += 1
 
-    def waits(self, wall: float, computing: float) -> None:
-        """Adds a step of `wall` seconds, in which the decoding thread had a processor for `computing` seconds."""
-        share = max(1 - computing / wall, 0.0) if wall > 0 else 0.0
-        self.waiting += (share - self.waiting) / (self.steps + 1)
-
     def finished(self, begun: float | None) -> None:
         """Adds the time since the last measured part to `timings.finish`. begun: start of the call (``time.perf_counter()``)."""
         if begun is not None:
@@ -142,7 +137,7 @@ class Report:
 
     @property
     def same_tokens(self) -> str:
-        """Whether the tokens equal plain decoding's, as text. Bits are checked in low precision, without recurrent layers."""
+        """Whether the tokens are the tokens of plain decoding, as text. Low precision is checked only without recurrent layers."""
         if not self.exact:
             return f"no: {self.strategy if self.verifier == 'coupled' else f'verifier {self.verifier}'} is lossy"
         if self.same_bits is None:
@@ -269,7 +264,7 @@ class Report:
 
 
 def seconds_line(timings: Timings) -> str:
-    """A call's seconds by part, longest first; sums parts below 1%."""
+    """A call's seconds by part, the longest first; parts below 1% are summed."""
     whole = timings.call
     parts = {name: value for name, value in vars(timings).items() if name != "background"}
     large = sorted((n for n, v in parts.items() if v >= whole / 100 and v), key=lambda n: -parts[n])

@@ -1,4 +1,4 @@
-"""The tokens that the processors keep after each node, and the draw of a token. Works on few tokens if the processors keep few."""
+"""The tokens that the processors keep after each node, and the draw of a token. If they keep few tokens, few are computed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.devices import host_reads
+from .largest import first_largest, largest
 from .prefixes import READ_TEXT, Prefixes
 from .processors import (
     FIRST,
@@ -28,11 +29,10 @@ from .processors import (
 )
 from .processors import choose as choose_of_all
 from .selection import NEVER, Operations, Selection, by_reference, select
-from .top import first_largest, largest
 
-#: For vocabularies up to this size, the noise of every token is computed.
+#: Up to this vocabulary size, the noise of every token is computed.
 _FEW = 4096
-#: Numbers per pass: they fit a core's cache.
+#: Numbers per pass, chosen to fit the cache of a CPU core.
 _CHUNK = 1 << 17
 
 
@@ -43,9 +43,9 @@ class Candidates:
     Attributes:
         scores: ``[B, N, K]`` float32, ``-inf`` for removed tokens.
         tokens: ``[B, N, K]`` int64, without duplicates; -1 in unused columns; None for the whole vocabulary.
-        vocab: ``V``.
-        selection: ``[B * N, K]``, if some tokens are uncertain.
-        reference: decides given rows of `selection` exactly.
+        vocab: ``V``, the size of the vocabulary.
+        selection: the same tokens as ``[B * N, K]``, with marks of tokens that rounding may keep or remove; None if there are none.
+        reference: computes given rows of `selection` as the reference operations do, without uncertain tokens.
     """
 
     scores: Tensor
@@ -56,7 +56,7 @@ class Candidates:
 
     @staticmethod
     def whole(scores: Tensor) -> Candidates:
-        """Candidates that are the whole vocabulary; scores: ``[B, N, V]``."""
+        """The whole vocabulary as candidates. scores: ``[B, N, V]``."""
         return Candidates(scores, None, scores.shape[-1])
 
     def choose(self, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Candidates:
         tied = (noisy == best) & (self.tokens >= 0)
         token = torch.where(tied, self.tokens, self.vocab).amin(-1)
         if self.selection is not None:
-            # A certain token that wins the draw is the result, whether or not other tokens are uncertain.
+            # If the token that wins the draw is certain, other uncertain tokens do not matter.
             doubtful = self.selection.open | (
                 self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)
             ).any(-1)
@@ -79,9 +79,7 @@ class Candidates:
         return torch.where(best[..., 0] > NEVER, token, 0)
 
     def best(self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` best tokens of every node by ``softmax(scores + noise)``, ``[B, N, C]`` int64, and their log-probabilities,
-        float32. Greedy decoding has noise 0.
-        """
+        """The `count` best tokens by ``softmax(scores + noise)``, ``[B, N, C]`` int64, and log-probabilities; greedy: noise is 0."""
         settled = self.settled()
         if settled.tokens is None:
             noisy = settled.scores.float()
@@ -94,13 +92,13 @@ class Candidates:
             values, tokens = values.view(*noisy.shape[:2], count), tokens.view(*noisy.shape[:2], count)
             return tokens, values - values[..., :1] - _log_total(noisy, values[..., :1])
         noisy = settled._noisy(settled.tokens, plan, inputs, positions)
-        # Removed tokens rank last, but before unused columns.
+        # Removed tokens rank after kept tokens, and before unused columns.
         rank = noisy.clamp(min=torch.finfo(noisy.dtype).min).masked_fill(settled.tokens < 0, NEVER)
         column = rank.topk(count).indices
         return settled.tokens.gather(-1, column), noisy.log_softmax(-1).gather(-1, column)
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
-        """The log-probabilities of `tokens` ``[B, N]``, which must be candidates: ``[B, N]`` float32."""
+        """The log-probabilities ``[B, N]`` float32 of `tokens` ``[B, N]``, which must be candidates."""
         settled = self.settled()
         scores = settled.scores
         if settled.tokens is None:
@@ -118,14 +116,14 @@ class Candidates:
             return settled.scores.float()
         scores = settled.scores
         best = scores.max(-1, keepdim=True)
-        # Unused columns write the best token's score again, so that all columns of a token write the same score.
+        # Unused columns write the best token's score once more, so that all columns that write a token write the same score.
         out = scores == NEVER
         tokens = torch.where(out, settled.tokens.gather(-1, best.indices), settled.tokens)
         dense = torch.full((*scores.shape[:2], self.vocab), NEVER)
         return dense.scatter_(-1, tokens.clamp(min=0), torch.where(out, best.values, scores))
 
     def settled(self) -> Candidates:
-        """The same candidates with uncertain tokens decided by `reference`."""
+        """These candidates without uncertain tokens: `reference` computes the rows that have some."""
         if self.selection is None:
             return self
         doubtful = ~self.selection.settled
@@ -146,14 +144,13 @@ def candidates(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     at_least: int = 1, prefixes: Prefixes | None = None,
 ) -> Candidates:  # fmt: skip
-    """The tokens that the plan's operations keep after every node: logits ``[B, N, V]``, positions ``[B, N]``.
+    """The tokens that the plan's operations keep after every node. logits: ``[B, N, V]``, positions: ``[B, N]``.
 
-    Equal to :func:`~decoders.sampling.processors.process`, which runs instead if the host cannot read the device or the code is
-    being traced.
+    The result equals :func:`~decoders.sampling.processors.process`, which runs on devices such as CUDA, and in traced code.
 
     Args:
-        at_least: least number of tokens per node, removed tokens included.
-        prefixes: the nodes' texts; without them, operations that read the text are skipped.
+        at_least: least number of entries per node; if fewer tokens are kept, removed tokens fill the other entries.
+        prefixes: the nodes' texts; without texts, operations that read them are skipped.
     """
     names = plan.operations
     first = next((i for i, name in enumerate(names) if name not in FIRST), len(names))
@@ -174,7 +171,7 @@ def candidates(
 
 
 def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
-    """Removes the stop tokens from the `scores` of `early` nodes (``[B, N]`` bool). stop_tokens: ``[E]`` or ``[B, E]``."""
+    """`scores` without the stop tokens at `early` nodes (``[B, N]`` bool). stop_tokens: ``[E]`` or ``[B, E]``."""
     stops = stop_tokens.expand(len(scores), -1)
     real = (stops >= 0) & (stops < scores.shape[-1])
     row, node, column = (early[..., None] & real[:, None]).nonzero().unbind(1)
@@ -184,7 +181,7 @@ def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
 
 
 def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """The tokens that the operations `names` keep of the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]`` by row."""
+    """The tokens that the operations `names` keep, given the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]`` by row."""
     if all(name == "temperature" for name in names):
         for value in values.unbind(-1):
             legal = at_temperature(legal.float(), value.view(-1, 1, 1))
@@ -201,7 +198,7 @@ def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) ->
 
 
 def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """:func:`_left` with values per row, ``[B, K]``: processes rows with equal values together."""
+    """The result of :func:`_left` for values ``[B, K]`` that differ by row. Rows with equal values are processed together."""
     kinds, kind_of = values.unique(dim=0, return_inverse=True)
     if len(kinds) == 1:
         return _left(legal, names, kinds[0], at_least)
@@ -220,7 +217,7 @@ def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) 
 
 
 def _log_total(scores: Tensor, best: Tensor) -> Tensor:
-    """``logsumexp(scores) - best``, with `best` ``[..., 1]`` the maximum; as precise for large scores as log-softmax."""
+    """``logsumexp(scores) - best``, where `best` ``[..., 1]`` is the maximum. For large scores it is as precise as log-softmax."""
     return (scores - best).exp_().sum(-1, keepdim=True).log_()
 
 
@@ -232,7 +229,7 @@ def _selected(
 
 
 def _allowed(logits: Tensor, masks: Masks) -> Tensor:
-    """:meth:`Masks.allow` in vectorized arithmetic."""
+    """The result of :meth:`Masks.allow`, by arithmetic that the CPU vectorizes."""
     if masks.allowed is None:
         return logits
     bound = masks.allowed[..., : logits.shape[-1]].to(logits.dtype)
@@ -240,10 +237,10 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 
 
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. Computes the noise of few tokens only.
+    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. It computes the noise of few tokens only.
 
-    Noise is ``-log E`` with ``E >= u``, where ``u`` is the hash's upper bits over 2^32. So a token with ``u > exp(score - bound)``
-    stays below `bound`, the best noisy score of a few likely tokens. For all tokens, only the bits are computed.
+    The noise is ``-log E`` with ``E >= u``, where ``u`` is the hash's upper bits divided by 2^32. Let `bound` be the best noisy score
+    of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win, so for most tokens only the bits are computed.
     """
     vocab = scores.shape[-1]
     if vocab <= _FEW:
@@ -254,7 +251,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     noisy = likely.float() + noise_of(keys, positions, tokens.view(*shape, -1)).view_as(likely)
     bound, column = noisy.max(-1)
     start = noise_keys(keys, positions).flatten()  # [R]
-    # The slack covers the last mixing round, comparison in float32, and the rounding of scores when noise is added.
+    # The slack covers the omitted last mixing round, the comparison in float32, and rounding when noise is added to scores.
     level = (bound - 1e-3 - 4e-7 * bound.abs()).clamp(min=-1e30)[:, None]
     candidates_found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
     width = max(_CHUNK // len(rows), 1024)
@@ -275,9 +272,9 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _upper_bits(start: Tensor, begin: int, count: int) -> Tensor:
-    """The upper 32 bits of the hashes of `count` tokens from `begin` on, ``[R, count]`` float32, without the last mixing round.
+    """The upper 32 bits of the hashes of `count` tokens from `begin` on, ``[R, count]`` float32.
 
-    start: ``[R]`` int64. As :func:`~decoders.sampling.processors.mix64`, in two buffers.
+    Computes :func:`~decoders.sampling.processors.mix64` without its last mixing round, in two buffers. start: ``[R]`` int64.
     """
     z = torch.arange(begin + 1, begin + count + 1).mul_(GOLDEN) + start[:, None]
     t = z >> 30

@@ -1,6 +1,6 @@
 """Operations that read the text before a token, for all nodes of a block at once: penalties, n-grams, sequences.
 
-Each equals a processor of transformers called once per node, with the row's padding, its text and the node's path as `input_ids`.
+Each operation equals a processor of transformers, called once per node with the row's padding, text and the node's path as `input_ids`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.devices import host_reads
 
 NEVER = float("-inf")
-# Three kinds of places without a token; different values, so that they never match each other.
+# Three kinds of places without a token have different values, so that they never match each other.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 
@@ -25,11 +25,11 @@ class Prefixes:
     Attributes:
         tokens: ``[B, L]`` int64, the rows' tokens, prompts included.
         length: ``[B]`` int64, number of committed tokens. Node 0 is the last committed token.
-        prompt_length: ``[B]`` int64.
+        prompt_length: ``[B]`` int64, number of prompt tokens.
         nodes: ``[B, N]`` int64, tokens of the nodes; -1 for no draft token.
-        offsets: ``[B, N]`` int64, position of each node relative to node 0's.
-        visible: ``[B, N, N]`` bool, ``visible[b, q, k]``: node ``k`` is on the path to node ``q``, or is ``q``.
-        padding: ``[B, P]`` int64, transformers' left padding of a row, aligned on the right; -1 for none.
+        offsets: ``[B, N]`` int64, position of each node minus the position of node 0.
+        visible: ``[B, N, N]`` bool; ``visible[b, q, k]``: node ``k`` is on the path to node ``q``, or is ``q``.
+        padding: ``[B, P]`` int64, the left padding that transformers gives a row, aligned on the right; -1 for none.
     """
 
     tokens: Tensor
@@ -41,9 +41,9 @@ class Prefixes:
     padding: Tensor
 
     def text(self, begin: Tensor | int | None = None, end: Tensor | None = None) -> Tensor:
-        """``[B, P + L]``: padding and committed tokens from `begin` to `end` (exclusive, ``[B, 1]``), -1 elsewhere.
+        """Committed tokens from `begin` to before `end` (``[B, 1]``), ``[B, P + L]``, -1 elsewhere.
 
-        None for `begin` includes the padding; None for `end` is the row's length.
+        If `begin` is None, the padding is included; if `end` is None, the text ends at the row's length.
         """
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         counts = index < (self.length[:, None] if end is None else end)
@@ -54,16 +54,16 @@ class Prefixes:
 
     @property
     def path(self) -> Tensor:
-        """``[B, N, N]``: the draft tokens on the path to each node, -1 elsewhere."""
+        """The draft tokens on the path to each node, ``[B, N, N]``, -1 elsewhere."""
         behind = torch.arange(self.nodes.shape[1], device=self.nodes.device) > 0
         return torch.where(self.visible & behind, self.nodes[:, None], _NONE)
 
     def seen(self, text: Tensor) -> Tensor:
-        """``[B, N, T + N]``: the tokens of `text` ``[B, T]`` and of each node's path."""
+        """The tokens of `text` ``[B, T]`` and of each node's path, ``[B, N, T + N]``."""
         return torch.cat([text[:, None].expand(-1, self.nodes.shape[1], -1), self.path], -1)
 
     def last(self, count: int) -> Tensor:
-        """``[B, N, count]``: the last tokens up to each node, the node's own token first."""
+        """The last `count` tokens up to each node, the node's own token first, ``[B, N, count]``."""
         back = torch.arange(count, device=self.nodes.device)
         place = self.offsets[..., None] - back  # relative to node 0
         on_path = self.visible[:, :, None] & (self.offsets[:, None, None] == place[..., None])  # [B, N, count, N]
@@ -76,13 +76,13 @@ class Prefixes:
         return tokens.masked_fill(tokens < 0, _BEFORE_PATH)
 
 
-#: Per operation, sequences of tokens, each with the bias of its last token.
+#: For each operation its sequences of tokens, each with the bias of the sequence's last token.
 OperationSequences = tuple[tuple[tuple[tuple[int, ...], float], ...], ...]
 
 
 @dataclass(frozen=True)
 class BiasedSequences:
-    """Sequences of tokens. The last token of a sequence gets a bias after the tokens before it.
+    """Sequences of tokens. If a text ends with all tokens of a sequence except its last, the last token's score gets a bias.
 
     Attributes:
         tokens: ``[M, S]`` int64, or ``[B, M, S]`` by row; sorted by last token, aligned on the right, filled with -1.
@@ -96,15 +96,15 @@ class BiasedSequences:
 def _changed(
     scores: Tensor, tokens: Tensor, change: Callable[[Tensor, Tensor], Tensor], onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """A copy of `onto` (or `scores`) ``[B, N, V]`` with changed scores of a few tokens; allocates nothing else of this size.
+    """A copy of `onto` (or `scores`) ``[B, N, V]`` with changed scores of a few tokens. No other tensor of this size is allocated.
 
     Args:
         tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
-        change: from the old scores ``[B, N, K]`` of `tokens` and their ids to new scores, equal for equal tokens.
+        change: takes the old scores ``[B, N, K]`` of `tokens` and their ids, and returns new scores, equal for equal tokens.
     """
     onto = scores if onto is None else onto
     tokens = torch.where(tokens < scores.shape[-1], tokens, _NONE)
-    one = tokens.amax(-1, keepdim=True)  # replaces the entries that are -1
+    one = tokens.amax(-1, keepdim=True)  # entries that are -1 write this token's new score again
     index = torch.where(tokens < 0, one, tokens).clamp(min=0).expand(*scores.shape[:2], -1)
     new = change(scores.gather(-1, index), index)
     return onto.scatter(-1, index, torch.where(one < 0, onto.gather(-1, index), new))
@@ -119,17 +119,17 @@ def repetition_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: o
 
 
 def padded_repetition_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: object) -> Tensor:
-    """``repetition_penalty`` without ``prompt_ignore_length``: padding counts as text."""
+    """transformers' ``repetition_penalty`` without ``prompt_ignore_length``: padding counts as text."""
     return _penalized(scores, prefixes.seen(prefixes.text()), value)
 
 
 def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: object) -> Tensor:
-    """``encoder_repetition_penalty`` of a decoder-only model."""
+    """transformers' ``encoder_repetition_penalty`` for a decoder-only model."""
     return _penalized(scores, prefixes.text(end=prefixes.prompt_length[:, None])[:, None], value)
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Changes the scores of tokens in the new text: ``change(old scores, counts of the token up to the node)``."""
+    """Changes the scores of generated tokens. change: takes old scores and each token's count up to the node; returns new scores."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])
@@ -156,11 +156,13 @@ def presence_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: obj
 def no_repeat_ngram(
     scores: Tensor, value: Tensor, prefixes: Prefixes, sequences: BiasedSequences, **_: object
 ) -> Tensor:
-    """Removes tokens that would repeat an n-gram; value: n, at most the ``S`` of `sequences`."""
+    """Removes tokens that would repeat an n-gram. value: n, at most the length ``S`` of `sequences`."""
     size = sequences.tokens.shape[-1]
     last, text = prefixes.last(size), prefixes.text()
     back = torch.arange(size - 1, device=scores.device)
-    beyond = back >= value[..., None] - 1  # [size - 1], or [B, 1, 1, size - 1]: not compared
+    beyond = (
+        back >= value[..., None] - 1
+    )  # [size - 1], or [B, 1, 1, size - 1]: tokens beyond the n-gram are not compared
     place = torch.arange(text.shape[1], device=scores.device)[:, None] - 1 - back
     before = torch.where(place >= 0, text[:, place.clamp(min=0)], _BEFORE_TEXT)  # [B, T, size - 1]
     wanted = last[:, :, None, :-1]
@@ -174,16 +176,11 @@ def no_repeat_ngram(
 
 
 def sequence_bias(
-    scores: Tensor,
-    value: Tensor,
-    prefixes: Prefixes,
-    sequences: BiasedSequences,
-    here: Tensor | None = None,
-    **_: object,
-) -> Tensor:
-    """``sequence_bias``; also ``bad_words_ids`` and ``suppress_tokens``, whose bias is ``-inf``. `value` is not used.
+    scores: Tensor, value: Tensor, prefixes: Prefixes, sequences: BiasedSequences, here: Tensor | None = None, **_: object,
+) -> Tensor:  # fmt: skip
+    """transformers' ``sequence_bias``, and also ``bad_words_ids`` and ``suppress_tokens``, whose bias is ``-inf``.
 
-    here: ``[B, N]`` bool, the nodes after which biases are added; None for all.
+    value: is not used. here: ``[B, N]`` bool, the nodes after which biases are added; None for all.
     """
     in_front, last = sequences.tokens[..., :-1].flip(-1), sequences.tokens[..., -1].contiguous()
     first = torch.searchsorted(last, last)  # the first sequence with the same last token
@@ -196,14 +193,14 @@ def sequence_bias(
 
 
 def suppress_at(scores: Tensor, value: Tensor, positions: Tensor, **more: object) -> Tensor:
-    """:func:`sequence_bias` at one position: after `value` new tokens."""
+    """Adds the biases of :func:`sequence_bias` at one position only, after `value` new tokens."""
     return sequence_bias(scores, value, here=positions == value.squeeze(-1), **more)  # type: ignore[arg-type]
 
 
 def forced_tokens(
     scores: Tensor, value: Tensor, positions: Tensor, sequences: BiasedSequences, **_: object
 ) -> Tensor:  # fmt: skip
-    """After `value` new tokens, keeps only the last tokens of `sequences`."""
+    """After `value` new tokens, allows only the last tokens of `sequences`."""
     here = positions[..., None] == value
     if host_reads(scores) and not here.any():
         return scores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,38 +31,38 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Which processors run inside the step, in order. Hashable: a new plan needs a new graph, new values do not.
+    """The processors that run inside the step, in order. It is hashable: a new plan needs a new graph, and new values do not.
 
     Attributes:
-        operations: names of :data:`OPERATIONS`; each takes one entry of the `values` tensor.
-        sample: whether to draw with noise; otherwise take the argmax.
+        operations: names of :data:`OPERATIONS`; each operation takes one entry of the tensor `values` of :class:`SamplingInputs`.
+        sample: whether tokens are drawn with noise; otherwise the best token is taken.
         keep_scores: whether to return the processed scores.
         masked: whether a grammar masks tokens (:class:`Masks`) before any operation.
+        reads_text: whether an operation depends on the text before a token.
     """
 
     operations: tuple[str, ...] = ()
     sample: bool = False
     keep_scores: bool = False
     masked: bool = False
+    reads_text: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def reads_text(self) -> bool:
-        """Whether an operation depends on the text before a token."""
-        return any(name in READ_TEXT for name in self.operations)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads_text", any(name in READ_TEXT for name in self.operations))
 
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """The tensors a plan reads.
+    """The tensors that a plan reads.
 
     Attributes:
-        values: ``[max(1, len(operations))]`` float32, a parameter per operation, or ``[B, …]`` by row; the parameter of top_p is
+        values: ``[max(1, len(operations))]`` float32, one parameter per operation, or ``[B, …]`` by row; the parameter of top_p is
             ``1 - top_p``, subtracted in double precision as in transformers.
-        keys: ``[B]`` int64, noise key of each row.
+        keys: ``[B]`` int64, the noise key of each row.
         stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]`` by row; -1 for none.
         sequences: ``[K, M, S]`` int64, the tokens of each operation's :class:`~decoders.sampling.prefixes.BiasedSequences`, or
             ``[B, K, M, S]`` by row. `sequences`, `biases` and `padding` are None if no operation reads the text.
-        biases: ``[K, M]`` float32, or ``[B, K, M]``.
+        biases: ``[K, M]`` float32, the biases of these sequences, or ``[B, K, M]`` by row.
         padding: ``[B, P]`` int64, see :class:`~decoders.sampling.prefixes.Prefixes`.
     """
 
@@ -81,7 +81,7 @@ class SamplingInputs:
         """The inputs of `rows`."""
 
         def of_rows(tensor: Tensor | None, shared: int) -> Any:
-            """shared: number of dimensions of a tensor that all rows share."""
+            """`tensor` for `rows`. shared: the number of its dimensions if all rows share it."""
             return tensor if tensor is None or tensor.dim() == shared else tensor[rows]
 
         return replace(
@@ -90,7 +90,7 @@ class SamplingInputs:
         )  # fmt: skip
 
     def value(self, operation: int) -> Tensor:
-        """The parameter of an operation, ``[]`` or ``[B, 1, 1]``; broadcasts over scores ``[B, N, V]``."""
+        """The parameter of an operation, ``[]`` or ``[B, 1, 1]``, which broadcasts over scores ``[B, N, V]``."""
         return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
 
     def sequences_of(self, operation: int) -> BiasedSequences:
@@ -101,7 +101,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Replacements:
-    """Replaces drawn tokens by other tokens, depending on the node.
+    """Replacements of drawn tokens by other tokens; which tokens are replaced depends on the node's kind.
 
     Attributes:
         keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.
@@ -120,7 +120,7 @@ class Replacements:
         return torch.where(self.keys[place] == keys, self.tokens[place], tokens)
 
     def moved(self, probabilities: Tensor) -> Tensor:
-        """The distribution ``[B, N, V]`` after replacement, given `probabilities` of the drawn tokens."""
+        """The probabilities ``[B, N, V]`` of tokens after replacement, given the `probabilities` ``[B, N, V]`` of the draw."""
         drawn = self.keys % probabilities.shape[-1]
         here = self.kinds[..., None] == self.keys - drawn
         mass = torch.where(here, probabilities[..., drawn], 0.0)
@@ -132,8 +132,8 @@ class Masks:
     """Which tokens may follow each node of a block.
 
     Attributes:
-        allowed: ``[B, N, V]`` bool; None allows all tokens. Unpacked outside the step, because gcc 12 miscompiles inductor's
-            CPU code for bit tests beside 64-bit noise (torch 2.13).
+        allowed: ``[B, N, V]`` bool; None allows all tokens. Masks are unpacked outside the step, because gcc 12 miscompiles
+            inductor's CPU code for bit tests beside 64-bit noise (torch 2.13).
         replacements: replacements of drawn tokens, or None.
     """
 
@@ -160,29 +160,29 @@ class Masks:
 
 
 def mix64(z: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64; equal bits on every device."""
+    """splitmix64's finalizer on int64. It gives the same bits on every device."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
-    """``start + steps * GOLDEN``: splitmix64's state `steps` draws later.
+    """splitmix64's state `steps` draws after `start`: ``start + steps * GOLDEN``.
 
-    The sum comes before the product: in Triton, inductor gives ``arange`` and its product with a constant 32 bits, and ``GOLDEN``
-    needs 64. A sum with a value from memory has 64 bits.
+    It is computed as a product of a sum, because inductor gives ``arange`` and its product with a constant 32 bits in Triton, and
+    ``GOLDEN`` needs 64. A sum with a value from memory has 64 bits.
     """
     return (start * GOLDEN_INVERSE + steps) * GOLDEN
 
 
 def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
-    """``[B]`` int64: the noise keys of a batch's rows, from a seed."""
+    """The noise keys of a batch's rows for a seed, ``[B]`` int64."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
     return _keys(torch.full((rows,), seed, dtype=torch.int64, device=device), index)
 
 
 def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
-    """``[B]`` int64: for every seed, the key of the first row by :func:`row_keys`."""
+    """For every seed the noise key that :func:`row_keys` gives to row 0, ``[B]`` int64."""
     return _keys(torch.tensor(seeds, dtype=torch.int64, device=device), 1)
 
 
@@ -191,9 +191,9 @@ def _keys(start: Tensor, index: Tensor | int) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise ``[B, N, V]`` float32, a function of (key, position, token id).
+    """Standard Gumbel noise ``[B, N, V]`` float32, a function of key, position and token id.
 
-    ``-log E`` with ``E = -log(1 - u)``: the upper tail, which decides unlikely draws, then has all 32 bits of resolution.
+    It is ``-log E`` with ``E = -log(1 - u)``, so that the upper tail, which decides unlikely draws, has all 32 bits of resolution.
 
     Args:
         keys: ``[B]`` int64.
@@ -204,19 +204,19 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def noise_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64: ``[B, N, K]`` float32."""
+    """The :func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64, as ``[B, N, K]`` float32."""
     bits = mix64(advanced(noise_keys(keys, positions)[..., None], tokens + 1))
     u = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24)))
 
 
 def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """``[B, N]`` int64: the keys of positions; a position's key and a token determine the noise."""
+    """The noise keys of positions, ``[B, N]`` int64; a position's key and a token determine the noise."""
     return mix64(advanced(keys[:, None], positions))
 
 
-#: Scores up to 2^17 divided by it are finite. A lower temperature would keep only the best token and make quotients infinite;
-#: transformers raises.
+#: Scores up to 2^17 stay finite when divided by this. A lower temperature would leave only the best token, and infinite scores;
+#: transformers raises an error for it.
 LEAST_TEMPERATURE = 2.0**-111
 
 
@@ -248,7 +248,7 @@ def _top_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
 def _min_p(scores: Tensor, value: Tensor, **_: Tensor) -> Tensor:
     probabilities = scores.softmax(-1)
     drop = probabilities < value * probabilities.amax(-1, keepdim=True)
-    # The best token always stays, also for min_p = 1 with a tie lost to rounding.
+    # The best token always stays. For min_p = 1, rounding could otherwise drop it.
     drop = drop.scatter(-1, scores.argmax(-1, keepdim=True), False)
     return scores.masked_fill(drop, float("-inf"))
 
@@ -273,7 +273,7 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
     return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: Operations inside the step: name → function of (scores ``[B, N, V]``, value ``[]`` or ``[B, 1, 1]``), equal to transformers'.
+#: Operations inside the step, by name. Each takes scores ``[B, N, V]`` and a value ``[]`` or ``[B, 1, 1]``, and equals transformers'.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **READ_TEXT,
     "min_new_tokens": _min_new_tokens,
@@ -284,8 +284,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_p": _min_p,
     "typical_p": _typical_p,
 }
-#: Operations that transformers runs before scaling and truncation. They may forbid a token that a grammar requires, or require a
-#: token that it forbids.
+#: Operations that transformers runs before temperature and truncation. They may forbid a token that a grammar requires.
 FIRST = frozenset({*READ_TEXT, "min_new_tokens"})
 #: Variants for devices where sorting a large vocabulary takes longer than reading it several times.
 WITHOUT_SORT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -299,7 +298,7 @@ def process(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     prefixes: Prefixes | None = None,
 ) -> Tensor:  # fmt: skip
-    """Runs the plan's operations on ``[B, N, V]`` float32 logits; returns scores of the same shape.
+    """Runs the plan's operations on ``[B, N, V]`` float32 logits, and returns scores of the same shape.
 
     Without `prefixes`, operations that read the text are skipped.
     """
@@ -336,14 +335,14 @@ def first_of(
 
 
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`, or `legal` at nodes where `scores` have no token left: the grammar counts before the operations."""
+    """`scores`; at nodes without any token left, `legal` instead, because the grammar takes precedence over the operations."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 
 def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
-    """The token after each node, ``[B, N]`` int64: ``argmax(scores + noise)``, noise 0 when greedy.
+    """The token after each node, ``[B, N]`` int64: ``argmax(scores + noise)``; in greedy decoding the noise is 0.
 
-    With Gumbel noise the argmax is an exact draw from ``softmax(scores)`` (Gumbel-max), and does not depend on the draft.
+    With Gumbel noise the argmax is an exact draw from ``softmax(scores)`` (Gumbel-max), and it does not depend on the draft.
     """
     if not plan.sample:
         return first_best(scores) if plan.masked else scores.argmax(-1)
@@ -353,8 +352,8 @@ def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions
 def first_best(noisy: Tensor) -> Tensor:
     """``argmax`` over the last axis, the first of equals, for scores with noise or masks.
 
-    Not ``argmax`` itself: inductor's CPU code for an argmax fused with integer arithmetic returns garbage (torch 2.13).
+    torch's ``argmax`` is not used, because inductor's CPU code for an argmax fused with integer arithmetic is wrong (torch 2.13).
     """
     index = torch.arange(noisy.shape[-1], device=noisy.device)
     best = torch.where(noisy == noisy.amax(-1, keepdim=True), index, noisy.shape[-1]).amin(-1)
-    return best.clamp(max=noisy.shape[-1] - 1)  # only NaN scores match nothing
+    return best.clamp(max=noisy.shape[-1] - 1)  # for NaN scores, which equal no maximum

@@ -1,8 +1,8 @@
 """Finds the tokens that processors keep without sorting the vocabulary, on devices whose values Python can read at no cost.
 
-The reference is :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may be kept, then
-applies the same rules to them. A token is unsure if the reference's rounding of a sum, or its order of equal scores (torch's sort is
-not stable), decides about it; if the result depends on an unsure token, the reference processes the row.
+The result must equal the reference, :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may
+be kept, then applies the same rules to them. A token is unsure if it depends on how the reference rounds a sum or orders equal scores
+(torch's sort is not stable). If the result depends on an unsure token, the reference processes the row.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .largest import first_largest, largest
 from .processors import OPERATIONS, at_temperature
-from .top import first_largest, largest
 
-#: Number of largest scores that are tried first; enough in most steps.
+#: Number of largest scores that are tried first; in most steps they suffice.
 FIRST = 64
-#: Half the distance from 1 to the next float32: the largest relative error of one operation.
+#: Largest relative error of one float32 operation: half the distance from 1 to the next float32.
 _ROUNDING = 2.0**-24
-#: float32 numbers per vector register, as many as partial sums in torch's softmax; at least 4 on any CPU.
+#: float32 numbers per vector register, which is the number of partial sums in torch's softmax; at least 4 on any CPU.
 _LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NEVER = float("-inf")
 
-#: Names of :data:`OPERATIONS` without ``min_new_tokens``, with their values ``[]``.
+#: Names of operations that are not in :data:`~decoders.sampling.processors.FIRST`, with their values ``[]``.
 Operations = list[tuple[str, Tensor]]
 
 
@@ -46,7 +46,7 @@ class Selection:
 
     @property
     def settled(self) -> Tensor:
-        """``[R]`` bool, rows that certainly equal the reference's."""
+        """``[R]`` bool: the rows whose kept tokens are certainly those of the reference, the exact operations."""
         return ~(self.open | self.unsure.any(-1))
 
     def put(self, index: Tensor, better: Selection) -> Selection:
@@ -68,9 +68,9 @@ def _sure(scores: Tensor, tokens: Tensor) -> Selection:
 
 
 def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
-    """The tokens that the operations keep of ``[R, V]`` scores; at least one operation must truncate.
+    """The tokens that the operations keep, given ``[R, V]`` scores. At least one operation must be other than ``temperature``.
 
-    at_least: least number of columns ``K``, if the vocabulary has as many tokens.
+    at_least: least number of columns ``K``, as far as the vocabulary has enough tokens.
     """
     first = next(i for i, (name, _) in enumerate(operations) if name != "temperature")
     scale, (name, value) = [value for _, value in operations[:first]], operations[first]
@@ -89,7 +89,7 @@ def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
 
 
 def by_reference(scores: Tensor, operations: Operations, at_least: int) -> Selection:
-    """:func:`select` by the reference operations."""
+    """The result of :func:`select`, computed by the reference operations."""
     dense = scores.float()
     for name, value in operations:
         if name in ("top_k", "large_top_k"):  # the k-th largest score needs no full sort
@@ -109,7 +109,7 @@ def _scaled(scores: Tensor, scale: list[Tensor]) -> Tensor:
 
 
 def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Selection:
-    """Keeps all ties with the k-th score. Division by the temperature is monotone, so it can follow the selection."""
+    """Keeps all ties with the k-th score. Division by the temperature is monotone, so the selection can come before it."""
     vocab = scores.shape[-1]
     k = min(max(k, 1), vocab)
     count = max(FIRST, at_least, k + k // 8 + 8)
@@ -117,7 +117,7 @@ def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Sel
         values, tokens = largest(scores, count)
         values = _scaled(values, scale)
         kth = values[:, k - 1 : k]
-        # If the last column equals the k-th score, more ties may be outside; scores of -inf are never kept.
+        # If the last column equals the k-th score, there may be more ties outside. Scores of -inf are never kept.
         if count >= vocab or bool(((values[:, -1:] < kth) | (kth == NEVER)).all()):
             return _sure(values.masked_fill(values < kth, NEVER), tokens)
         count *= 4
@@ -133,12 +133,12 @@ def _enough(
     whole: Tensor, order: Tensor, probabilities: Tensor, wanted: float, at_least: int,
     decide: Callable[[Tensor, Tensor, Tensor, bool], Selection],
 ) -> Selection:  # fmt: skip
-    """Decides among the tokens with the largest `order` ``[R, V]``: first among a few, then among more in rows left open.
+    """Selects among the tokens with the largest `order` ``[R, V]``: first among a few, then among more for rows that stay open.
 
     Args:
-        wanted: total probability of the tokens that suffice to decide.
-        decide: takes scores ``[Q, K]`` and tokens of some rows, the rows' numbers ``[Q, 1]``, and whether these are all tokens.
-            Unused columns have the score ``-inf`` and the token -1.
+        wanted: total probability of the tokens that are enough to decide a row.
+        decide: returns the selection for some rows. It takes their scores and tokens ``[Q, K]``, their numbers ``[Q, 1]``, and whether
+            these are all tokens. Unused columns have the score ``-inf`` and the token -1.
     """
     vocab = whole.shape[-1]
     count = min(max(FIRST, at_least), vocab)
@@ -155,7 +155,7 @@ def _enough(
 
 
 def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
-    """``[K]``: the tokens with the largest `order` ``[V]``, sorted, whose probabilities sum to at least `wanted`."""
+    """The tokens ``[K]`` with the largest `order` ``[V]``, sorted, as many as have a total probability of at least `wanted`."""
     bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
     mass = torch.bincount(bins, weights=probabilities, minlength=1024)
     last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
@@ -166,7 +166,7 @@ def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
 def _top_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
     vocab = whole.shape[-1]
     probabilities = whole.softmax(-1)
-    # Row by row: a float64 copy of all rows would not fit the processor's cache.
+    # Sums row by row, because a float64 copy of all rows would not fit the processor's cache.
     total = torch.stack([row.sum(dtype=torch.float64) for row in probabilities])
 
     def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
@@ -184,25 +184,25 @@ def _top_p(selection: Selection, value: Tensor) -> Selection:
 
 
 def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value: Tensor) -> Selection:
-    """The tokens that top_p keeps of the largest scores ``[R, K]``, descending.
+    """Selects the tokens that top_p keeps, given the largest scores ``[R, K]`` in descending order.
 
-    The reference sums probabilities from the smallest score on and drops tokens while the sum is at most ``value = 1 - p``. Its sum
-    up to a token is the total minus the probabilities of larger scores. Here they are known in double precision, except for the
-    float32 sum S that softmax divides by. An addition has an error of at most 2^-24 of its result, and the r-th largest score passes
-    through about r / lanes additions: the relative error of S is at most 2^-24 (E[r] / lanes + a few), where E[r] is the mean rank
-    under the probabilities. The ranks of the top K are known, all others are at most V.
+    The reference sums probabilities from the smallest score on, and drops tokens as long as the sum is at most ``value = 1 - p``. The
+    sum up to a token is the total minus the probabilities of larger scores. Here these probabilities are known in double precision,
+    except for the float32 sum S by which softmax divides. An addition has an error of at most 2^-24 of its result, and the r-th largest
+    score is part of about r / lanes additions. So the relative error of S is at most 2^-24 (E[r] / lanes + a few), where E[r] is the
+    mean rank under the probabilities. The ranks of the top K are known, and all other ranks are at most V.
 
     Args:
         share: ``[R, K]`` float64, probabilities.
-        outside: greatest number of tokens beyond the K.
+        outside: greatest number of tokens that are not among the K.
     """
     count = scores.shape[1]
     cumulative = share.cumsum(-1)
-    up_to = 1 - (cumulative - share)  # the token and all smaller ones
+    up_to = 1 - (cumulative - share)  # the token and all tokens with smaller scores
     rank = torch.arange(1, count + 1, dtype=torch.float64)
     mean_rank = (share * rank).sum(-1, keepdim=True) + (1 - cumulative[:, -1:]).clamp(min=0) * outside
     limit = value.double()
-    # 16 covers adding up the lanes, rounding of the probabilities on both sides, and the reference's running sum.
+    # 16 covers the addition of the lanes, the rounding of probabilities here and in the reference, and the reference's running sum.
     margin = limit * _ROUNDING * (mean_rank / _LANES + 16) + 1e-12
     certain, dropped = up_to > limit + margin, up_to <= limit - margin
     certain[:, 0], dropped[:, 0] = True, False  # the best token is always kept
@@ -210,20 +210,21 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     left_open = torch.zeros(len(scores), dtype=torch.bool)
     if outside:
         left_open = ~dropped[:, -1]
-    # The reference's sort decides which of equal scores are dropped, at the last certain token and at the first dropped token.
+    # If equal scores lie on both sides of a border, the reference's sort decides which are dropped. The borders are at the last certain
+    # token and at the last token that is not dropped.
     ends = certain.sum(-1, keepdim=True).clamp(max=count - 1), (~dropped).sum(-1, keepdim=True) - 1
     for border in [scores.gather(1, end) for end in ends]:
         equal = (scores == border) & (border > NEVER)
         split = (equal & ~certain).any(-1, keepdim=True) & (equal & ~dropped).any(-1, keepdim=True)
         unsure = unsure | (equal & split)
         if outside:
-            left_open = left_open | (split & equal[:, -1:])[:, 0]  # further equal scores may be outside
+            left_open = left_open | (split & equal[:, -1:])[:, 0]  # equal scores may be outside of the selection
     scores = scores.masked_fill(dropped & ~unsure, NEVER)
     return Selection(scores, tokens, unsure & (scores > NEVER), left_open)
 
 
 def _min_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
-    # The reference's comparison over all tokens; only kept tokens are sorted.
+    # Compares all tokens as the reference does, and sorts only the kept tokens.
     vocab = whole.shape[-1]
     probabilities = whole.softmax(-1)
     limit = value * probabilities.amax(-1, keepdim=True)
@@ -240,7 +241,7 @@ def _min_p(selection: Selection, value: Tensor) -> Selection:
     limit = value * probabilities.amax(-1, keepdim=True)
     best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.argmax(-1, keepdim=True), True)
     above = (probabilities >= limit) | best
-    # Here and in the reference, one sum divides both sides: only the rounding of the quotients can differ.
+    # Both sides of the comparison are divided by the same sum, here and in the reference, so only the quotients' rounding can differ.
     close = ((probabilities - limit).abs() <= 1e-6 * limit) & ~best & (scores > NEVER)
     return replace(selection, scores=scores.masked_fill(~(above | close), NEVER), unsure=selection.unsure | close)
 
@@ -254,7 +255,7 @@ def _typical_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
 
     def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
         share = probabilities[index, tokens.clamp(min=0)].masked_fill(tokens < 0, 0).double()
-        # If the largest comes first in this order, every addition has an error of up to 2^-24 of the total.
+        # In the worst case the largest probability comes first, and every addition has an error of up to 2^-24 of the total.
         margin = value.double() * _ROUNDING * (2 * vocab / _LANES + 64)
         surprise = -near[index, tokens.clamp(min=0)].masked_fill(tokens < 0, NEVER)
         return _typical(scores, tokens, surprise, torch.zeros(1), share, margin, everything, value)
@@ -268,7 +269,7 @@ def _typical_p(selection: Selection, value: Tensor) -> Selection:
     finite = logp.masked_fill(share == 0, 0)
     entropy = -(finite * share).sum(-1, keepdim=True)
     surprise, order = (-logp - entropy).abs().sort(-1)
-    # The reference's surprises are float32: it may order two surprises within this distance the other way.
+    # The reference computes surprises in float32, so it may order two surprises within this distance the other way.
     blur = 2.0**-16 * (1 + finite.abs().amax(-1, keepdim=True))
     margin = value.double() * _ROUNDING * (surprise.shape[1] + 64)
     scores, tokens = selection.scores.gather(1, order), selection.tokens.gather(1, order)
@@ -279,17 +280,17 @@ def _typical(
     scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
     value: Tensor,
 ) -> Selection:  # fmt: skip
-    """The tokens that typical_p keeps of the least surprising ``[R, K]``, ascending: up to the token at which the sum of
-    probabilities reaches `value`, and all equally surprising tokens.
+    """Selects the tokens that typical_p keeps, given the least surprising tokens ``[R, K]`` in ascending order: up to the border token,
+    at which the sum of probabilities reaches `value`, and all tokens that are as surprising as the border token.
 
     Args:
-        surprise: ``[R, K]``, with an error of at most `blur` ``[R, 1]``.
+        surprise: ``[R, K]``, the distance of each token's surprise from the entropy, with an error of at most `blur` ``[R, 1]``.
         share: ``[R, K]`` float64 probabilities; their sums have an error of at most `margin`.
         everything: whether the K tokens include every token that may be kept.
     """
     count = scores.shape[1]
     mass, limit = share.cumsum(-1), value.double()
-    # The border token lies between `first` and `last`.
+    # The index of the border token lies between `first` and `last`.
     first, last = ((mass < bound).sum(-1, keepdim=True) for bound in (limit - margin, limit + margin))
     low, high = (surprise.gather(1, index.clamp(max=count - 1)) for index in (first, last))
     alone = ~(((surprise - low).abs() <= 2 * blur) & (surprise != low)).any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The largest scores, and the scores that top_k, top_p and typical_p keep, without sorting the vocabulary."""
+"""The scores that top_k, top_p and typical_p keep, without sorting the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,50 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens per block in the search for the largest scores.
-BLOCK = 64
-#: Up to this many scores, plain ``topk`` is faster.
-FEW = 2**17
-
-
-def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest scores of every row of ``[R, V]``, in descending order, and their tokens, ``[R, count]`` int64.
-
-    Equals ``topk``, with equal scores in any order, and with V columns if V is less than `count`. For the CPU: the `count` largest
-    lie in the `count` blocks with the largest maxima, and only memory bandwidth limits the search for maxima.
-    """
-    vocab = scores.shape[-1]
-    blocks = vocab // BLOCK
-    if 2 * count >= blocks or scores.numel() <= FEW:
-        top = scores.topk(min(count, vocab))
-        return top.values, top.indices
-    blocked = scores[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
-    best = blocked.amax(-1).topk(count, sorted=False).indices  # [R, count]
-    row = torch.arange(len(scores), device=scores.device)[:, None]
-    pool = torch.cat([blocked[row, best].flatten(1), scores[:, blocks * BLOCK :]], -1)
-    top = pool.topk(count)
-    inside = best.gather(1, (top.indices // BLOCK).clamp(max=count - 1)) * BLOCK + top.indices % BLOCK
-    behind = top.indices + (blocks - count) * BLOCK  # the vocabulary's end, less than a block
-    return top.values, torch.where(top.indices < count * BLOCK, inside, behind)
-
-
-def first_largest(scores: Tensor) -> Tensor:
-    """``argmax`` over the last axis of ``[..., V]``, the first of equals; faster on the CPU."""
-    vocab = scores.shape[-1]
-    blocks = vocab // BLOCK
-    if blocks < BLOCK:
-        return scores.argmax(-1)
-    blocked = scores[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
-    maxima = blocked.amax(-1)
-    block = maxima.argmax(-1, keepdim=True)  # [..., 1]
-    inside = blocked.gather(-2, block[..., None].expand(*block.shape, BLOCK))[..., 0, :]
-    best = block[..., 0] * BLOCK + inside.argmax(-1)
-    if blocks * BLOCK == vocab:
-        return best
-    rest = scores[..., blocks * BLOCK :]
-    return torch.where(rest.amax(-1) > maxima.amax(-1), blocks * BLOCK + rest.argmax(-1), best)
-
-
 #: The largest k of the operation ``top_k``; for a larger k, ``large_top_k`` sorts the vocabulary.
 MOST_OF_TOP_K = 1024
 #: Tokens per block of a running count; blocks run in parallel.
@@ -60,14 +16,14 @@ _BLOCK = 1024
 
 
 def best_of(scores: Tensor) -> Tensor:
-    """The best :data:`MOST_OF_TOP_K` of ``[B, N, V]``, or as many as there are, in descending order."""
+    """The :data:`MOST_OF_TOP_K` best scores of ``[B, N, V]``, in descending order; all scores if the vocabulary has fewer."""
     return scores.topk(min(MOST_OF_TOP_K, scores.shape[-1])).values
 
 
 def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
-    """``[B, N, 1]``, every node's k-th largest score. ordered: ``[B, N, K]``, descending; value: k, ``[]`` or ``[B, 1, 1]``."""
+    """Every node's k-th largest score, ``[B, N, 1]``. ordered: ``[B, N, K]``, descending; value: k, ``[]`` or ``[B, 1, 1]``."""
     k = value.long().clamp(1, ordered.shape[-1])
-    if k.dim():  # one per row
+    if k.dim():  # k differs by row
         return ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))
     return ordered.index_select(-1, (k - 1)[None])
 
@@ -75,9 +31,9 @@ def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
 def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     """The ``[B, N, V]`` scores that ``top_k`` and then ``top_p`` keep.
 
-    top_k keeps fewer than `k` tokens above the k-th score, found among the best, and all ties with it, which are counted. Of equal
-    scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64; transformers sums in
-    float32, so its border may differ if the sum equals `value` up to rounding.
+    top_k keeps the tokens above the k-th score, which are fewer than `k` and found among the best, and all tokens that equal it, which
+    are counted. Among equal scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64.
+    transformers sums in float32, so its border may differ if the sum equals `value` up to rounding.
 
     k, value: ``[]`` or ``[B, 1, 1]``; value is ``1 - top_p``.
     """
@@ -85,12 +41,12 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     kth, greatest = kth_of(best, k), best[..., :1]
     better = best > kth
     weights = torch.where(better, (best - greatest).double().exp(), 0.0)
-    weight = (kth - greatest).double().exp()  # of a token that equals the k-th
+    weight = (kth - greatest).double().exp()  # the weight of each token whose score equals the k-th
     equals = (scores == kth).sum(-1, keepdim=True)
     sums = weights.cumsum(-1)
     total = sums[..., -1:] + torch.where(weight > 0, weight * equals, 0.0)
     limit = value.double() * total
-    # Drops from the worst score up: first the ties with the k-th, then better tokens. The best token stays.
+    # Tokens are dropped from the worst score up: first those that equal the k-th score, then better tokens. The best token stays.
     gone = torch.where(weight > 0, torch.minimum((limit / weight).floor(), equals.double()), equals.double()).long()
     gone = torch.where(better.any(-1, keepdim=True), gone, torch.minimum(gone, equals - 1))
     left = (better & (total - (sums - weights) > limit)).sum(-1, keepdim=True).clamp(min=1)
@@ -101,7 +57,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
 
 
 def counted(marked: Tensor) -> Tensor:
-    """``[…, V]``: the running count of `marked` tokens (``[…, V]`` bool), in blocks: a sum along few long rows is slow on a GPU."""
+    """The running count ``[…, V]`` of `marked` tokens (``[…, V]`` bool). It counts in blocks: a GPU is slow at few long sums."""
     vocab = marked.shape[-1]
     blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks.cumsum(-1, dtype=torch.int32)
@@ -109,22 +65,22 @@ def counted(marked: Tensor) -> Tensor:
     return (inside + (whole.cumsum(-2, dtype=torch.int32) - whole)).flatten(-2)[..., :vocab]
 
 
-# Radix selection over the scores' bits finds borders in few passes of static size, which can be traced and recorded.
+# The functions below find borders by radix selection over the scores' bits, in a few passes of static size that can be recorded.
 
 #: Bits of a score that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
-#: Copies of a pass's sums: atomic additions to one address wait for each other, and most scores share their upper bits.
+#: Number of copies of a pass's sums. Most scores share their upper bits, and atomic additions to one address wait for each other.
 _COPIES = 16
-#: Scores per slice: a pass needs nine times their memory.
+#: Scores per slice, limited because a pass needs nine times their memory.
 MOST_AT_ONCE = 2**23
 
 
 def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Applies `function` of ``[B, N, V]`` scores and a value (``[]`` or ``[B, 1, 1]``) to a few nodes at a time."""
+    """A function that applies `function`, of scores ``[B, N, V]`` and a value (``[]`` or ``[B, 1, 1]``), to a few nodes at a time."""
 
     @wraps(function)
     def sliced(scores: Tensor, value: Tensor) -> Tensor:
-        # Slices would fix the sizes of compiled code, which fuses most of these operations.
+        # Slices would fix sizes in compiled code. Compiled code fuses most of these operations and needs less memory.
         if torch.compiler.is_compiling() or scores.numel() <= MOST_AT_ONCE:
             return function(scores, value)
         size = max(MOST_AT_ONCE // scores.shape[-1], 1)
@@ -136,14 +92,14 @@ def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
 
 
 def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest rank whose weight, plus the weights of all higher ranks, is at least `wanted`; and the sum of the higher ranks'
-    weights. Both ``[B, N, 1]``, int32 and int64.
+    """The border rank, and the sum of the weights above it, ``[B, N, 1]`` int32 and int64.
+
+    The border is the largest rank whose weight, together with the weights of all higher ranks, is at least `wanted`.
 
     Args:
-        ranks: ``[B, N, V]`` int32, of :func:`rank_of`.
-        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integers, because CUDA changes the order of additions
-            from run to run.
-        wanted: ``[B, N, 1]`` int64; more than the sum of all weights gives the lowest rank.
+        ranks: ``[B, N, V]`` int32, from :func:`rank_of`.
+        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integers, because CUDA adds in varying order.
+        wanted: ``[B, N, 1]`` int64; if it exceeds the sum of all weights, the border is the lowest rank.
     """
     place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES
     found, above = torch.zeros_like(wanted, dtype=torch.int32), torch.zeros_like(wanted)
@@ -152,7 +108,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
         size, sign = 1 << bits, 0 if shift < 32 else 1 << (bits - 1)
         inside = weights if shift == 32 else torch.where(ranks >> shift == found, weights, 0)
         shift -= bits
-        # The upper bits are signed, the others are not.
+        # The uppermost bits are signed, and lower bits are not.
         bin_of = (ranks >> shift) + sign if sign else (ranks >> shift) & (size - 1)
         sums = inside.new_zeros(*inside.shape[:-1], _COPIES * size)
         sums = sums.scatter_add(-1, place * size + bin_of, inside).unflatten(-1, (_COPIES, size)).sum(-2)
@@ -164,13 +120,13 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
 
 def rank_of(scores: Tensor) -> Tensor:
-    """Maps float32 `scores` to int32 in the same order; equal scores have equal ranks."""
+    """Maps float32 `scores` to int32 ranks in the same order. Equal scores have equal ranks."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def shares_of(scores: Tensor) -> Tensor:
-    """``[B, N, V]`` int64, proportional to the scores' probabilities, with a sum of at most ``2^62``."""
+    """The probabilities of the scores as integers: ``[B, N, V]`` int64, scaled so that their sum is at most ``2^62``."""
     scale = 2.0 ** (62 - (scores.shape[-1] - 1).bit_length())
     greatest = scores.amax(-1, keepdim=True)
     return torch.where(scores > float("-inf"), (scores - greatest).double().exp() * scale, 0.0).long()

@@ -1,8 +1,9 @@
 """Many requests at a time: a queue, a thread that decodes, and the handles of requests that callers hold.
 
-:class:`decoders.Scheduler` and its results are exported by `decoders`; this package has what your own server needs in addition.
+`decoders` exports :class:`decoders.Scheduler` and its results; this package exports what a server of your own needs in addition.
 """
 
-from ..common.pieces import TextPieces
+from ..common.pieces import TextPieces, special_tokens, unfinished
+from ..engine.decode.output import TokenLogprobs
 
-__all__ = ["TextPieces"]
+__all__ = ["TextPieces", "TokenLogprobs", "special_tokens", "unfinished"]

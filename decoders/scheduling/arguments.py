@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..common.devices import refuse_meta
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 
 _PROMPT = "the prompt is the first argument of submit(), and its token ids are all of it"
@@ -27,7 +28,7 @@ SAID_OTHERWISE = {
 
 
 def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments` of ``generate`` for one request or all requests. Raises UnsupportedError for one in :data:`SAID_OTHERWISE`."""
+    """The `arguments` of ``generate`` that requests take. Raises UnsupportedError for an argument in :data:`SAID_OTHERWISE`."""
     for name, advice in SAID_OTHERWISE.items():
         if arguments.get(name) is not None:
             raise UnsupportedError(f"{name} is no argument of a request: {advice}")
@@ -61,12 +62,13 @@ def check_salt(value: Any) -> None:
 
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """`prompt`, text or token ids, as ``[1, P]``.
+    """The token ids of `prompt`, which is text or token ids, as ``[1, P]``.
 
     Raises:
-        InputError: it is neither text nor ids, holds several prompts, or is text with half of a surrogate pair. ContextLengthError:
-            it is empty.
-        UnsupportedError: text, without `tokenizer`.
+        InputError: `prompt` is neither text nor ids, holds several prompts, is text with half of a surrogate pair, or is on the meta
+            device.
+        ContextLengthError: `prompt` is empty.
+        UnsupportedError: `prompt` is text, and `tokenizer` is None.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -84,6 +86,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
         except (TypeError, ValueError, RuntimeError) as error:
             shown = repr(prompt) if len(repr(prompt)) <= 60 else f"a {type(prompt).__name__}"
             raise InputError(f"a prompt is text, or token ids [P] or [1, P], not {shown}") from error
+    refuse_meta("the prompt", ids)
     if ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1):
         raise InputError(
             f"a prompt is text, or token ids [P] or [1, P], not {list(ids.shape)}: submit several one by one"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..enabling import PreparedCall
-    from ..engine.decode.request import RequestOutput, TokenLogprobs
+    from ..engine.decode.output import RequestOutput, TokenLogprobs
 
 
 log = logging.getLogger("decoders")
@@ -49,7 +49,7 @@ class Generation:
         self._on_cancel = on_cancel
         self._unjudged = False
         self._renew_conditions()
-        self._count = 0  # the tokens that readers may see
+        self._count = 0  # tokens that readers may see
         self._times: list[tuple[float, int]] = []
         self._done = False
         self._value: Any = None
@@ -63,8 +63,8 @@ class Generation:
 
         Raises:
             TimeoutError: the request is not done within `timeout` seconds; it continues.
-            CancelledError, DeadlineError: it was cancelled, or its deadline passed. Errors of ``generate`` are raised as they are.
-                The error's ``partial`` is the output so far.
+            CancelledError, DeadlineError: the request was cancelled, or its deadline passed. Errors of ``generate`` are raised as
+                they are. The error's ``partial`` is the output so far.
         """
         with self._over:
             self._wait_for_end(timeout)
@@ -77,7 +77,7 @@ class Generation:
         """Waits for the end and returns the error that :meth:`result` would raise; None if there is none.
 
         Raises:
-            TimeoutError: as :meth:`result`.
+            TimeoutError: see :meth:`result`.
         """
         with self._over:
             self._wait_for_end(timeout)
@@ -89,11 +89,11 @@ class Generation:
             raise TimeoutError(f"not done after {timeout} seconds")
 
     def done(self) -> bool:
-        """Whether it has ended: completed, failed or cancelled."""
+        """Whether the request has ended: completed, failed or cancelled."""
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
-        """Calls `function` with this generation when it is done, in the decoding thread, so it must be quick.
+        """Calls `function` with this generation when the request is done. The decoding thread waits for it, so it must be quick.
 
         An exception in `function` is logged by the logger ``decoders``; other requests continue.
         """
@@ -125,17 +125,17 @@ class Generation:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each of :attr:`tokens` whether it was drafted; the others are the model's own."""
+        """For each of :attr:`tokens`, whether it was a draft token; otherwise the model itself wrote it."""
         return [drafter != "" for drafter in self._so_far("drafters")]
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """The log probabilities of :attr:`tokens`, if `top_logprobs` was given; else nothing."""
+        """The log probabilities of :attr:`tokens`, if `top_logprobs` was given; else an empty list."""
         return self._so_far("logprobs")
 
     @property
     def times(self) -> list[tuple[float, int]]:
-        """For each step its time, by ``time.monotonic()``, and the total number of new tokens after it."""
+        """For each step with new tokens its time, by ``time.monotonic()``, and the total number of new tokens after it."""
         with self._changed:
             return list(self._times)
 
@@ -163,8 +163,8 @@ class Generation:
     def report(self) -> Report | None:
         """Figures of this request, once it is done. Times include steps that it shared with other requests.
 
-        If the grammar is wider than its specification, the first thread that asks for the report or the result validates the text.
-        This may take long, so the decoding thread does not do it.
+        If the grammar accepts more than its specification, the first thread that asks for the report or the result validates the
+        text. The decoding thread does not, because validating may take long.
         """
         self._judge()
         return self._report
@@ -175,7 +175,7 @@ class Generation:
                 assert self.member is not None
                 try:
                     self.call.judge(self.member)
-                except Exception as error:  # such as an error in a plugin's grammar
+                except Exception as error:  # a plugin's grammar may raise anything
                     error.partial, self._error = self._value, error  # type: ignore[attr-defined]
                 self._unjudged = False
 
@@ -298,7 +298,7 @@ class Generation:
                 value = self.call.result(self.member) if error is None else self.call.partial(self.member)
                 if self.tokenizer is not None:
                     value = self.text
-            except Exception as own:  # such as a streamer's error
+            except Exception as own:  # such as an error of a streamer
                 error = error or own
         elif error is None:
             error = CancelledError("the request was never decoded")
@@ -309,7 +309,7 @@ class Generation:
                 return
             self._value, self._error, self._done = value, error, True
             self._unjudged = error is None and self.call.grammars.any
-            # So that a kept result does not keep the scheduler and the callbacks alive.
+            # Dropped, so that a caller who keeps the result does not keep the scheduler and the callbacks alive.
             self._on_cancel, callbacks, self._callbacks = _nothing, self._callbacks, []
             self._changed.notify_all()
             self._over.notify_all()
@@ -325,9 +325,7 @@ class Generation:
             self._error, self._done, self._on_cancel = error, True, _nothing
 
     def _renew_conditions(self) -> None:
-        """Creates the two conditions: readers of tokens wait for the first (every step), readers of the result for the second (the
-        end).
-        """
+        """Creates the locks. Readers of tokens wait for `_changed`, which every step notifies; readers of the result for `_over`."""
         lock = threading.RLock()
         self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
         self._judging = threading.RLock()
@@ -343,7 +341,7 @@ def _nothing(generation: Generation) -> None: ...
 
 
 def _cut(tokens: list[int], seen: int, done: bool, pieces: TextPieces | None) -> Iterator[Any]:
-    """The new part of `tokens`, as ids or as a piece of text."""
+    """Yields the tokens after the first `seen`, as ids or, with `pieces`, as a piece of text."""
     if pieces is None:
         yield from tokens[seen:]
     elif piece := pieces.next(tokens, done):

@@ -12,7 +12,7 @@ from ..engine.decode.lane import Lane
 from ..errors import CancelledError, DeadlineError, DecodersError
 from .generation import Generation
 
-#: Number of lanes without requests that stay open, with their kept texts.
+#: Number of lanes without requests that stay open, with the KV cache of their latest texts.
 IDLE_LANES = 2
 
 
@@ -21,7 +21,7 @@ class Lanes:
 
     Args:
         rows: greatest number of requests that are decoded at a time.
-        longest_pause: seconds by which reading a prompt may delay a step of the running requests.
+        longest_pause: seconds by which prefilling a prompt may delay a step of the running requests.
     """
 
     def __init__(self, rows: int, longest_pause: float) -> None:
@@ -45,13 +45,14 @@ class Lanes:
     def admit(self, generation: Generation) -> None:
         """Gives a request a row in a lane with which it can share steps, or in a new lane.
 
-        A lane that began before its passes were compiled takes no more requests: its requests end there, uncompiled, beside a new
-        lane.
+        A lane that began before its passes were compiled takes no more requests. Its present requests end in it, uncompiled; new
+        requests get a new lane.
         """
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
         current = [lane for lane in alike if not lane.outdated]
-        if len(alike) - len(current) > 1:  # each lane has its own cache, so a third cache is not opened
+        # Each lane has its own KV cache. So if two lanes are outdated already, no third lane is opened, and they take requests.
+        if len(alike) - len(current) > 1:
             current = alike
         lane = max((lane for lane in current if lane.free), key=lambda lane: len(lane.seats), default=None)
         if lane is None:
@@ -61,7 +62,7 @@ class Lanes:
         generation.member = lane.offer(call.request)
         generations = self._active[lane]
         generations.append(generation)
-        # The most recently used lane comes last. Replaced in one assignment, since other threads read it.
+        # The most recently used lane comes last. The dict is replaced in one assignment, because other threads read it.
         self._active = {other: there for other, there in self._active.items() if other is not lane} | {
             lane: generations
         }

@@ -23,7 +23,7 @@ class InputLine:
         path: the file.
         number: its number among the nonempty lines, from 0.
         line: its number among all lines, from 1.
-        text: without the line's end; bytes that are not UTF-8 appear as lone surrogates.
+        text: the line without its end; bytes that are not UTF-8 appear as lone surrogates.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class InputLine:
 
 
 def is_json(path: Path) -> bool:
-    """Whether the lines of a file are JSON, by its suffix. Raises SettingsError: another suffix."""
+    """Whether the lines of a file are JSON, by its suffix. Raises SettingsError for an unknown suffix."""
     suffix = path.suffix.lower()
     if suffix not in (*JSON_SUFFIXES, PLAIN_SUFFIX):
         raise SettingsError(
@@ -63,10 +63,10 @@ def check_file(path: Path) -> None:
 
 
 def input_lines(path: Path) -> Iterator[InputLine]:
-    """The lines of a file that are not empty. A byte order mark is not part of them.
+    """Yields the lines of a file that are not empty, without a byte order mark.
 
     Raises:
-        SettingsError: it cannot be read, its suffix is unknown, or its first line does not have the suffix's format.
+        SettingsError: the file cannot be read, its suffix is unknown, or its first line does not have the suffix's format.
     """
     whole = "" if is_json(path) else "\r\n"  # blanks around JSON have no meaning, but blanks around a plain prompt do
     try:
@@ -89,7 +89,7 @@ def _check_first(line: InputLine) -> None:
     text = _text(line)
     if is_json(line.path) and not isinstance(_loaded(line, text), dict | str):
         raise SettingsError(
-            f"{line.place}: {shortened(text)!r} is no prompt, and the first line: each line has to be an object like "
+            f"{line.place}: the first line, {shortened(text)!r}, is no prompt: each line has to be an object like "
             '{"prompt": "…"}, or a string. Prompts in plain lines go into a .txt file'
         )
 
@@ -110,7 +110,7 @@ def parsed(line: InputLine) -> dict[str, Any]:
             f'{line.place}: write {{"prompt": "…"}} or {{"messages": […]}}, with arguments of generate beside it'
         )
     if len(several := [name for name in ("prompt", "text", "messages") if name in item]) > 1:
-        raise SettingsError(f"{line.place}: {' and '.join(several)} are prompts, each of them: give one of them")
+        raise SettingsError(f"{line.place}: {' and '.join(several)} are given, and each is a prompt: give one of them")
     if "text" in item:
         item["prompt"] = item.pop("text")
     if isinstance(prompt := item.get("prompt"), str):
@@ -138,4 +138,4 @@ def _loaded(line: InputLine, text: str) -> Any:
 
 
 def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is none of its numbers")
+    raise ValueError(f"{constant} is no number of JSON")

@@ -1,4 +1,4 @@
-"""Decodes any number of prompts, as many at a time as fit, with memory for a few of them."""
+"""Decodes any number of prompts, of which only a few are in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..enabling import refuse_misspelt
 from ..errors import InputError, SettingsError
 from ..report import Report
 from ..strategy import Strategy
@@ -46,35 +47,27 @@ class Completion:
 
 
 def generate_many(
-    model: PreTrainedModel,
-    prompts: Iterable[Prompt],
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    strategy: str | Strategy = "autoregressive",
-    strategy_config: Mapping[str, Any] | None = None,
-    rows: int = 8,
-    slots: int = 4096,
-    ordered: bool = True,
-    errors: Literal["raise", "keep"] = "raise",
-    **arguments: Any,
-) -> Generator[Completion, None, None]:
+    model: PreTrainedModel, prompts: Iterable[Prompt], *, tokenizer: PreTrainedTokenizerBase | None = None,
+    strategy: str | Strategy = "autoregressive", strategy_config: Mapping[str, Any] | None = None, rows: int = 8,
+    slots: int = 4096, ordered: bool = True, errors: Literal["raise", "keep"] = "raise", **arguments: Any,
+) -> Generator[Completion, None, None]:  # fmt: skip
     """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
 
     Prompts are taken from the iterable when there is room, and completions are yielded as they end, so a million prompts need the
     memory of a few. Each completion has the tokens of a separate call (in float32).
 
     Args:
-        model, tokenizer, strategy, strategy_config, rows, slots: as of :class:`decoders.Scheduler`.
+        model, tokenizer, strategy, strategy_config, rows, slots: see :class:`decoders.Scheduler`.
         prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
             a prompt that could not be read: it is that prompt's error.
         ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. In order, a
-            very long completion delays the others once 16 times `rows` wait behind it.
+            very long completion delays further prompts once 16 times `rows` completions wait behind it.
         errors: "raise" the first error, or "keep" it in its completion and go on.
         arguments: arguments of ``generate`` for all prompts.
 
-        Raises:
-            SettingsError: `errors` has another value. InputError: `prompts` is a single prompt. Errors of requests, unless they are
-                kept. Errors of the iterable, after all prompts taken before have been completed and yielded.
+    Raises:
+        SettingsError: `errors` has another value. InputError: `prompts` is a single prompt. Errors of requests, unless `errors` is
+            "keep". Errors of the iterable, after all prompts taken before have been completed and yielded.
     """
     if isinstance(prompts, str | bytes | Mapping):
         raise InputError(
@@ -83,6 +76,7 @@ def generate_many(
     if errors not in ("raise", "keep"):
         raise SettingsError(f"errors must be 'raise' or 'keep', not {errors!r}")
     check_count("rows", rows)
+    refuse_misspelt(arguments, generate_many)
     return _completions(
         model, iter(prompts), tokenizer, dict(strategy=strategy, strategy_config=strategy_config, rows=rows, slots=slots),
         ordered, errors == "raise", arguments,
@@ -100,7 +94,7 @@ def _completions(
         running, numbers, more = 0, count(), True
         failure: Exception | None = None  # an error of the iterable
         while more or running or line:
-            # Two prompts per row are prepared ahead; with `ordered`, ended ones also wait for their turn.
+            # Beside the running requests, up to two prompts per row wait in the queue. With `ordered`, ended ones wait in `line`.
             while more and running < 3 * rows and len(line) < 16 * rows:
                 try:
                     prompt = next(prompts)

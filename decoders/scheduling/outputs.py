@@ -22,7 +22,7 @@ from .lines import InputLine
 log = logging.getLogger("decoders.scheduling")
 
 _MARK = re.compile("[0-9a-f]{12}")
-#: The beginning of a line, in front of its number and its mark.
+#: What stands in a line in front of the number, and between the number and the mark.
 _FIRST, _SECOND = b'{"index": ', b', "input": "'
 #: Errors that mean that another process holds the lock.
 _TAKEN = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
@@ -33,9 +33,9 @@ class OutputLines:
     """A file of completions that grows line by line and is locked while it is open. Existing completions are not written again.
 
     Every line holds ``index`` and ``input`` (the prompt's number and mark), ``options`` (the settings that decide its text), and
-    ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further down,
-    which counts; it replaces the first line when the file is closed after a run without an exception. The file is not changed
-    before the first :meth:`write`, which also drops an incomplete last line.
+    ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further down. The
+    second line is the valid one, and replaces the first line when the file is closed after a run without an exception. The file is
+    not changed before the first :meth:`write`, which also drops an incomplete last line.
 
     Attributes:
         path: the file.
@@ -52,11 +52,11 @@ class OutputLines:
         self.done: dict[int, str] = {}
         self.failed: dict[int, tuple[str, str]] = {}
         self.options: set[str] = set()
-        # For prompts that failed: where their lines begin, and which line counts.
+        # For each prompt that failed: where its lines begin, and where its valid line begins.
         self._places: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
         self._whole = 0  # size of the complete lines
-        self._cut = self._open = False  # whether an incomplete line follows, or the last line has no line end
+        self._cut = self._open = False  # _cut: an incomplete line follows. _open: the last line has no line end
         self._target = Path(os.path.realpath(path))  # a link's target is written, the link is not replaced
         try:
             self._file, self._new = _opened(self._target, path)
@@ -73,7 +73,7 @@ class OutputLines:
         if self._file.read(1) not in (b"", b"{"):  # checked before gigabytes are read as its first line
             raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
         self._file.seek(0)
-        # Reads through the locked descriptor, since closing a second one releases some locks.
+        # Reads through the locked descriptor, since closing another descriptor of the file would release some kinds of locks.
         reader = io.BufferedReader(self._file)
         for number, line in enumerate(reader, 1):
             ended = line.endswith(b"\n")
@@ -103,7 +103,7 @@ class OutputLines:
             self._counts[number] = place
 
     def check(self, line: InputLine) -> bool:
-        """Whether the prompt is already completed. Prompts that failed are not, and may have been changed since.
+        """Whether the prompt is already completed. A prompt that failed is not completed, and its text may have changed since.
 
         Raises:
             SettingsError: another prompt is completed under this number.
@@ -122,7 +122,7 @@ class OutputLines:
                     f"{name} {_shown(earlier.get(name))}, now {_shown(options.get(name))}" for name in different
                 )
                 raise SettingsError(
-                    f"{self.path} was written with other options ({changes}): give the same ones, {_ELSE}"
+                    f"{self.path} was written with other options ({changes}): give the same options, {_ELSE}"
                 )
 
     def check_count(self, count: int) -> None:
@@ -131,13 +131,13 @@ class OutputLines:
             raise SettingsError(f"{self.path} was written from a longer input: {_ELSE}")
 
     def write(self, item: dict[str, Any]) -> None:
-        """Appends a line; once this returns, a kill of the process does not lose it.
+        """Appends a line. After this call returns, the line is not lost if the process is killed.
 
         Raises:
-            OSError: it cannot be written. What was written before is as it was.
+            OSError: the line cannot be written. Earlier lines stay.
         """
         if "error" in item and self.failed.get(item["index"]) == (item["input"], item["error"]):
-            return  # failed again, and it says so
+            return  # the prompt failed again with the same error
         try:
             content = json.dumps(item, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only write escaped
@@ -157,10 +157,10 @@ class OutputLines:
         self._note(item, place)
 
     def _merge(self) -> None:
-        """Gives every prompt one line, in a new file that replaces this one when it is complete.
+        """Gives every prompt one line, in a new file that replaces the old file when the new one is complete.
 
         Raises:
-            OSError: it cannot be written; the file is as it was.
+            OSError: the new file cannot be written; the old file is unchanged.
         """
         several = {number: places for number, places in self._places.items() if len(places) > 1}
         if not several:
@@ -168,19 +168,19 @@ class OutputLines:
         instead = {places[0]: self._counts[number] for number, places in several.items()}
         dropped = {place for places in several.values() for place in places[1:]}
         draft = self._target.with_name(f".{self._target.name}.merging")
-        draft.unlink(missing_ok=True)  # of a run that was killed
+        draft.unlink(missing_ok=True)  # left by a killed run
         try:
             with (
-                draft.open("x+b", buffering=0) as raw,  # through no link that somebody has put there
+                draft.open("x+b", buffering=0) as raw,  # does not follow a link that somebody has put there
                 self._target.open("rb") as lines,
                 self._target.open("rb") as other,
             ):
-                locked(raw)  # a process that opens the new file finds it locked until this one is closed
+                locked(raw)  # keeps other processes from the new file until this object is closed
                 file = io.BufferedWriter(raw)
                 place = 0
                 for line in lines:
                     if place == self._whole:
-                        break  # half a line
+                        break  # the last line is incomplete
                     if place in instead:
                         other.seek(instead[place])
                         file.write(other.readline().rstrip(b"\n") + b"\n")
@@ -190,7 +190,7 @@ class OutputLines:
                 file.flush()
                 os.fsync(raw.fileno())
                 shutil.copymode(self._target, draft)
-                if sys.platform == "win32":  # which moves no open files
+                if sys.platform == "win32":  # Windows moves no open files
                     raw.close()
                     lines.close()
                     other.close()
@@ -230,7 +230,7 @@ def _shown(value: Any) -> str:
 
 
 def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:
-    """A file, locked, and whether it was made."""
+    """The file at `path`, locked, and whether it is new. name: the path in error messages."""
     if path.exists() and not path.is_file():
         raise SettingsError(f"{name} is no regular file, so that a run could not go on with it: name another --output")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +247,7 @@ def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:
 
 
 def locked(file: io.FileIO) -> bool:
-    """Takes the lock of `file`, which ends when it is closed, at the latest with the process. False: another process has it.
+    """Locks `file` until it is closed or the process ends. Returns False if another process holds the lock.
 
     On a file system without locks the run continues with a warning.
     """
@@ -255,12 +255,12 @@ def locked(file: io.FileIO) -> bool:
         if sys.platform == "win32":
             import msvcrt
 
-            file.seek(1 << 40)  # far behind the text: on Windows, locked bytes cannot be read
+            file.seek(1 << 40)  # a byte far behind the text, because locked bytes cannot be read on Windows
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
 
-            # Not lockf: its lock goes when any descriptor of the file is closed.
+            # lockf would release the lock as soon as any descriptor of the file is closed.
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _TAKEN:
@@ -285,6 +285,6 @@ def _ours(line: bytes) -> dict[str, Any] | None:
 def _is_cut(line: bytes, behind: bool) -> bool:
     """Whether a line without an end was written by this class and cut off. behind: whether complete lines come before it."""
     if behind and (_FIRST.startswith(line) or not line.strip(b"\0")):
-        return True  # a few bytes, or what some file systems leave after a power cut
+        return True  # a few bytes, or the null bytes that some file systems leave after a power cut
     rest = line.removeprefix(_FIRST).lstrip(b"0123456789")
     return line.startswith(_FIRST) and (rest.startswith(_SECOND) or _SECOND.startswith(rest))

@@ -1,4 +1,4 @@
-"""The requests of a scheduler that wait for a row, in the order in which they get one."""
+"""A scheduler's requests that wait for a row, in the order in which they will get rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .lanes import is_over
 
 
 class Waiting:
-    """Waiting requests, the next one first: by priority, then by arrival. Its owner holds a lock.
+    """The waiting requests, ordered by priority, then by arrival. Not thread-safe: the scheduler holds a lock.
 
     Attributes:
         expiry: no deadline of the waiting requests passes before this time.
@@ -34,7 +34,7 @@ class Waiting:
         return heapq.heappop(self._heap)[2]
 
     def remove(self, generation: Generation) -> bool:
-        """Takes a request out; whether it was there."""
+        """Removes a request; returns whether it was there."""
         place = next((i for i, entry in enumerate(self._heap) if entry[2] is generation), None)
         if place is not None:
             del self._heap[place]

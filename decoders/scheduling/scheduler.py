@@ -1,4 +1,4 @@
-"""Requests from any thread, decoded together by one thread: rows come and go between two steps."""
+"""Decodes the requests of all threads together, in one thread. Requests join and leave between two steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..enabling import PreparedCall, check_arguments, enabled
+from ..enabling import PreparedCall, check_arguments, enabled, refuse_misspelt
 from ..engine.model.ranks import Ranks
 from ..engine.model.threads import release_threads
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
@@ -32,58 +32,50 @@ log = logging.getLogger("decoders")
 
 _FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
 
-#: If no request runs, the first requests wait for others to share passes with: until none has arrived for so many seconds.
+#: If no request runs, the first requests wait for others, to share passes, until none has arrived for this many seconds.
 GATHERING = 0.002
-#: Seconds that they wait at most.
+#: Greatest number of seconds that the first requests wait for others.
 LONGEST_GATHERING = 0.05
-#: Time that a scheduler with `first` has of the model, in multiples of what all others have.
+#: A scheduler with `first` has the model for this many times as long as all other users of the model together.
 FIRST_SHARE = 2
 
 
 class Scheduler:
-    """Decodes many requests at a time on one model. Each has the tokens of a separate call with the same seed.
+    """Decodes many requests at a time on one model. Each request gets the tokens of a separate call with the same seed.
 
-    One thread decodes. Requests that can share a step do, whatever their lengths, seeds, sampling values, stop tokens, grammars and
-    budgets; those with another strategy, other kinds of processors or another verifier take turns with them, step by step. Calls of
+    One thread decodes. Requests share steps if they have the same strategy, verifier and kinds of processors, whatever their
+    lengths, seeds, sampling values, stop tokens, grammars and budgets. Other requests take turns with them, step by step. Calls of
     ``generate`` on the same model take turns with it, too.
 
-    Use it as a context manager, or :meth:`close` it. It belongs to the process that made it: in a forked child it is closed, its
-    requests have ended, and a new one can be made there.
+    Use it as a context manager, or :meth:`close` it. It belongs to the process that created it: in a forked child it is closed and
+    its requests have ended, so create a new scheduler there.
 
     Args:
-        model: enabled, or it will be.
+        model: the model, which is enabled if it is not yet.
         tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
-        strategy, strategy_config: of requests that name none, as in ``generate``.
+        strategy, strategy_config: as in ``generate``, for requests without a strategy.
         rows: most requests that are decoded at a time.
         slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: most requests that wait.
-        longest_pause: seconds per step for which reading a prompt may delay the requests that are being decoded.
-        first: whether it goes before other schedulers and calls on the model: they have a third of the time while it needs the rest.
-            Otherwise all take turns.
-        defaults: arguments of ``generate`` for requests that do not say otherwise.
+        longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
+        first: whether this scheduler goes before other schedulers and calls on the model: while it has work, the others get a third
+            of the time. Otherwise all take turns.
+        defaults: arguments of ``generate`` for requests that do not give them.
 
     Raises:
         SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy of the name.
-        UnsupportedError: a model that cannot be decoded, or an argument that is none of ``generate``.
+        UnsupportedError: a model that cannot be decoded, or an argument that ``generate`` does not have.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        strategy: str | Strategy = "autoregressive",
-        strategy_config: Mapping[str, Any] | None = None,
-        rows: int = 8,
-        slots: int = 4096,
-        queue: int = 1024,
-        longest_pause: float = 0.25,
-        first: bool = False,
-        **defaults: Any,
-    ) -> None:
+        self, model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None,
+        strategy: str | Strategy = "autoregressive", strategy_config: Mapping[str, Any] | None = None, rows: int = 8,
+        slots: int = 4096, queue: int = 1024, longest_pause: float = 0.25, first: bool = False, **defaults: Any,
+    ) -> None:  # fmt: skip
         for name, value in (("rows", rows), ("slots", slots), ("queue", queue)):
             check_count(name, value)
         check_pause(longest_pause)
+        refuse_misspelt(defaults, Scheduler)
         self._generate = enabled(model, tokenizer)
         self._defaults = own_arguments(defaults)
         self._strategy: dict[str, Any] = {"strategy": strategy, "strategy_config": strategy_config}
@@ -97,9 +89,9 @@ class Scheduler:
         self.rows, self.slots, self.queue, self.longest_pause, self.first = rows, slots, queue, longest_pause, first
         self._changed = threading.Condition()
         self._waiting = Waiting()
-        self._coming = 0  # requests that are being prepared and will soon be in the queue
+        self._coming = 0  # number of requests that are being prepared and will soon be in the queue
         self._lanes = Lanes(rows, longest_pause)
-        self._admitting: Generation | None = None  # requests that are neither waiting nor active
+        self._admitting: Generation | None = None  # the request that has left the queue and has no row yet
         self._closing = self._forked = False
         self._error: BaseException | None = None  # an error outside of any request, which ended the scheduler
         self.steps = 0
@@ -121,8 +113,8 @@ class Scheduler:
 
         Args:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
-            priority: requests with a higher one go first; ties are served in order of arrival.
-            deadline: seconds from now after which the request is given up.
+            priority: requests with a higher priority go first; ties are served in order of arrival.
+            deadline: seconds from now after which the request ends with a DeadlineError.
             wait: whether to wait for room in a full queue.
             top_logprobs: keep the log probability of every token and of this many likeliest tokens, in :attr:`Generation.logprobs`;
                 0 or more.
@@ -135,6 +127,7 @@ class Scheduler:
                 ContextLengthError: prompt and new tokens exceed `slots`.
             SettingsError, InputError: a wrong value. Errors of ``generate`` for the arguments are raised as they are.
         """
+        refuse_misspelt(arguments, self.submit)
         check_turn(priority, deadline)
         check_salt(cache_salt)
         if top_logprobs is not None:
@@ -161,8 +154,8 @@ class Scheduler:
         return generation
 
     def close(self, cancel: bool = False) -> None:
-        """Refuses new requests, waits for the present ones or cancels them, and frees everything."""
-        if not self.alive:  # at once, because at interpreter exit waiting is impossible
+        """Refuses new requests, waits for the present requests or cancels them, and frees their caches."""
+        if not self.alive:  # does not wait, because waiting is impossible at interpreter exit
             return
         with self._changed:
             self._closing = True
@@ -196,7 +189,7 @@ class Scheduler:
         return self._lanes.running
 
     def _check_process(self) -> None:
-        """Raises CancelledError in a child forked from the process that made it: no thread decodes there."""
+        """Raises CancelledError in a child that was forked from the scheduler's process, where no thread decodes."""
         if self._forked:
             raise CancelledError(_FORKED)
 
@@ -256,7 +249,7 @@ class Scheduler:
         return self._waiting.all() + admitting + active
 
     def _abandon(self) -> None:
-        """Ends the scheduler in a forked child, in which its thread does not exist and a thread of the parent may hold its lock."""
+        """Ends the scheduler in a forked child: its thread does not exist there, and its lock may be held by a thread of the parent."""
         self._changed = threading.Condition()
         self._closing = self._forked = True
         self._ended = threading.Event()
@@ -277,7 +270,7 @@ class Scheduler:
             return bool(self._waiting or self.running or not self._closing)
 
     def _turn(self) -> None:
-        """A round; with `first` as many rounds as take twice the time for which others had the model before."""
+        """One round. With `first`, rounds for :data:`FIRST_SHARE` times as long as others had the model before."""
         self._gather()
         if not self.first:
             self._round()
@@ -299,7 +292,7 @@ class Scheduler:
         now = time.monotonic()
         over = []
         with self._changed:
-            # Otherwise no waiting request was cancelled, or its cancel() removes it from the queue.
+            # Otherwise no waiting request has to end here: `Generation.cancel` itself takes its request from the queue.
             if now >= self._waiting.expiry or self._closing:
                 over = self._waiting.take_over(now)
                 self._changed.notify_all()
@@ -325,7 +318,7 @@ class Scheduler:
                     break
                 generation = self._waiting.next()
                 self._changed.notify_all()
-                cancelled = generation.cancelled  # its cancel() no longer found it in the queue
+                cancelled = generation.cancelled  # after it had left the queue, where `cancel` did not find it
                 self._admitting = None if cancelled else generation
             if cancelled:
                 generation._end(reason(generation))
@@ -339,7 +332,7 @@ class Scheduler:
         self._lanes.close_idle()
 
     def _shut(self, error: BaseException | None = None) -> None:
-        """Frees everything and ends the remaining requests."""
+        """Closes all lanes and ends the remaining requests."""
         with self._changed:
             self._closing, self._error = True, error
             left = self._all()
@@ -354,7 +347,7 @@ class Scheduler:
 
 
 def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
-    """The thread's function. It references the scheduler only while there is work, so that an unused scheduler can be freed."""
+    """The thread's function. It refers to the scheduler only while there is work, so that an unused scheduler can be freed."""
     error: BaseException | None = None
     try:
         try:

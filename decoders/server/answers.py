@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from ..constraints import LEFT_OUT
-from ..engine.decode.request import TokenLogprobs
+from ..scheduling import TokenLogprobs
 from .arguments import Stops
 from .bodies import Body
 from .limits import Receive, Scope, Send
@@ -33,7 +32,7 @@ class TextToken:
     """A token of a text.
 
     Attributes:
-        data: the token's bytes; a stop string may have cut off some of the last token's.
+        data: the token's bytes. Of a text's last token, bytes that belong to a stop string are cut off.
         begin, end: range of its characters in the text; tokens may share a character.
         logprobs: log probabilities of the token and of the likeliest tokens.
     """
@@ -45,7 +44,7 @@ class TextToken:
 
 
 class Growing:
-    """A choice whose text is being streamed.
+    """A choice whose text grows while it is decoded.
 
     Attributes:
         choice: the choice.
@@ -59,10 +58,8 @@ class Growing:
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling = spelling
-        self._tokens, self._settled = (
-            list[TextToken](),
-            0,
-        )  # tokens that are not shown yet, and how many there were in all
+        # The tokens that are not shown yet, and the number of all tokens whose text is known.
+        self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
         """The text that may be shown and has not been returned before, and its tokens if log probabilities were requested."""
@@ -97,7 +94,7 @@ class Growing:
         return len(self._tokens) if ended else max(whole, default=0)
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
-        """`tokens`, the last of them cut at the end of the text."""
+        """`tokens`, with the last token cut where the shown text ends."""
         length = len(self.text.shown)
         if not tokens or tokens[-1].end <= length:
             return tokens
@@ -118,7 +115,7 @@ class Answer(ABC):
 
     Attributes:
         job: the request that is decoded.
-        special: special tokens that appear in the text by name, because markers are searched for in the text.
+        special: special tokens that appear in the text by name, because they are parts of markers that are searched in the text.
     """
 
     special: frozenset[int] = frozenset()
@@ -160,7 +157,7 @@ class Answer(ABC):
         """The ``warnings`` of a choice that has ended: what its grammar could not enforce, and which rules the text breaks; empty
         if there are none.
         """
-        said = [warning for warning in (choice.use.warnings if choice.use else ()) if warning.endswith(LEFT_OUT)]
+        said = [*choice.use.left_out] if choice.use else []
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
 
@@ -175,8 +172,8 @@ class ChoicesAnswer(Answer):
     """An answer that consists of choices, streamed in chunks.
 
     Attributes:
-        kind: ``object`` of the whole answer.
-        chunk_kind: ``object`` of a chunk.
+        kind: the field ``object`` of the whole answer.
+        chunk_kind: the field ``object`` of a chunk.
     """
 
     kind: str
@@ -284,11 +281,11 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 news.clear()
                 content = b""
                 for choice in list(running):
-                    # Read before the tokens, so that the tokens of an ended choice are complete.
+                    # `done` is read before the tokens, so that the tokens of an ended choice are complete.
                     ended = choice.generation.done()
                     if ended:
                         running.remove(choice)
-                        await choice.generation  # raises the request's error; a grammar validates the text in a thread
+                        await choice.generation  # raises the request's error
                         if choice.judged:
                             await answer.service.judge(answer.job, choice)
                     content += answer.next_events(growing[choice.index], ended)
@@ -303,7 +300,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 except TimeoutError:  # no event was sent in this time, even if tokens came
                     sent = clock()
                     yield b": waiting\n\n"
-        # Frees references that may hold the whole conversation.
+        # In a thread, because a response that is kept serializes its whole conversation.
         yield await answer.service.run(answer.service.threads, answer.last_events)
     finally:
         answer.job.cancel()

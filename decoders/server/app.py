@@ -35,7 +35,7 @@ _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions"
 
 
 def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> App:
-    """The application around `service`, which is closed with it. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
+    """The application that serves `service`, and closes it at shutdown. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -62,7 +62,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        content = service.metrics.text()  # short work (some hundred lines), so it is done in the event loop
+        content = service.metrics.text()  # a few hundred lines, which is short enough for the event loop
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.api_route("/v1/models", methods=_READ)
@@ -127,7 +127,7 @@ async def _answered(
     """Reads a body, submits its requests, and answers with the complete text or a stream.
 
     Args:
-        converted: converts the body to the body of a conversation.
+        converted: converts the parsed body to the body that `start` takes; None if `start` takes the parsed body.
     """
     endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
 
@@ -168,7 +168,8 @@ async def _answered(
         if len(content) > LARGE:
             with service.waits():
                 begun: Any = await prepared(service.patient, service.seconds(), lambda: begin(content))
-                await asyncio.sleep(service.pace.delay(request.scope[SPENT]))  # decoding has begun in the meantime
+                # Delays the answer only: its requests are already being decoded.
+                await asyncio.sleep(service.pace.delay(request.scope[SPENT]))
         else:
             begun = await prepared(service.threads, service.seconds(), lambda: begin(content))
         if isinstance(begun, Body):
@@ -183,7 +184,7 @@ async def _answered(
             return EventStream(answer, counted)
         await settled(answer, request.receive)
         response = JSONResponse(await service.run(service.threads, answer.whole))
-    except ClientDisconnect:  # failed before the body was read
+    except ClientDisconnect:  # before the whole body had arrived
         return _refused(refused(client_gone()))
     except Exception as error:
         return _refused(refused(error))
@@ -197,8 +198,8 @@ async def _prepared(
     """Runs `work` in a thread of `pool` and returns its result.
 
     Raises:
-        Refusal: the client disconnected first. DeadlineError: the request's `seconds` ended first. Errors of `work` are raised as
-            they are.
+        Refusal: the client disconnected, or the server began to shut down, before `work` ended. DeadlineError: the request's
+            `seconds` passed before `work` ended. Errors of `work` are raised as they are.
     """
 
     todo = [work]
@@ -208,7 +209,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels an answer that is finished after the client has gone."""
+        """Cancels the requests of an answer for which nobody waits any more."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
@@ -251,7 +252,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 def _page() -> tuple[str, str]:
-    """The page, and a content security policy that allows the page's own scripts only."""
+    """The HTML page, and a content security policy that allows only the page's own scripts and styles."""
     text = resources.files(__package__).joinpath("page", "index.html").read_text(encoding="utf-8")
 
     def hashes(tag: str) -> str:

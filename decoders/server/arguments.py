@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor, StoppingCriteria
 
-from ..common.pieces import TextPieces, named_tokens
 from ..enabling import TokenPenalties
+from ..scheduling import TextPieces
 from .bodies import Body
 from .refusals import Refusal
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-#: Lower temperatures are greedy: they would draw the likeliest token anyway, and dividing by much smaller ones overflows float32.
+#: A lower temperature means greedy decoding: the likeliest token would be drawn anyway, and dividing logits by a much lower
+#: temperature overflows float32.
 LEAST_TEMPERATURE = 1e-5
 
 
 def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
-    """Sampling arguments of ``generate``. A body without sampling fields gets the model's generation config."""
+    """Sampling arguments of ``generate``. For a body without sampling fields, the model's generation config applies."""
     given = [value for value in (body.temperature, body.top_p, body.top_k, body.min_p) if value is not None]
     more = {"repetition_penalty": body.repetition_penalty} if body.repetition_penalty not in (None, 1) else {}
     if not given:
@@ -40,7 +41,7 @@ def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
     options = {
         "do_sample": True,
         "temperature": first(body.temperature, own.temperature, 1.0),
-        "top_k": max(top_k, 0),  # transformers' own default would be 50
+        "top_k": max(top_k, 0),  # without this argument, transformers would take 50
         "top_p": first(body.top_p, own.top_p, 1.0),
     }
     min_p = first(body.min_p, own.min_p, 0.0)
@@ -53,8 +54,7 @@ class Stops:
 
     Attributes:
         strings: the stop strings.
-        special: special tokens whose names occur in them. They appear in the searched text by name; other special tokens do not
-            appear.
+        special: special tokens whose names occur in the stop strings. Only these special tokens appear in the searched text, by name.
     """
 
     strings: tuple[str, ...] = ()
@@ -65,6 +65,12 @@ class Stops:
         """The :class:`Stops` for `strings`. special: the model's special tokens by name."""
         strings = tuple(strings)
         return Stops(strings, named_tokens(special, strings))
+
+
+def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
+    """The tokens of `special` whose full name occurs in a text of `texts`."""
+    texts = tuple(texts)
+    return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 
 
 def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: Stops) -> dict[str, Any]:

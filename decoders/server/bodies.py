@@ -1,4 +1,4 @@
-"""The fields of requests: OpenAI's and ours. Other fields are refused by name."""
+"""The fields of requests: OpenAI's and this server's own. A request with any other field is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INSTEAD = {
     "audio": "text only",
     "modalities": "text only",
     "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
-    "reasoning_effort": "thoughts are told from answers in /v1/chat/completions and /v1/responses",
-    "thinking_budget": "thoughts are told from answers in /v1/chat/completions and /v1/responses",
+    "reasoning_effort": "only /v1/chat/completions and /v1/responses separate thoughts from answers",
+    "thinking_budget": "only /v1/chat/completions and /v1/responses separate thoughts from answers",
     "verbosity": "say in the messages how long answers are to be",
     "web_search_options": "there is no search",
     "guided_json": 'use response_format={"type": "json_schema", …}',
@@ -33,7 +33,7 @@ INSTEAD = {
 #: For each reasoning effort the share of the new tokens that a thought may take; None: no bound.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-#: Values with which these fields have no effect; ``best_of`` has none if it equals n.
+#: Values with which these fields have no effect. ``best_of`` has no effect if it equals n.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
 #: For error messages: the shapes that a field may have.
 SHAPES = {
@@ -68,7 +68,7 @@ class Part(BaseModel):
 
 
 class StreamOptions(Part):
-    """include_usage: send a last chunk with usage."""
+    """Options of a stream. include_usage: whether a last chunk with the usage is sent."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -87,8 +87,8 @@ class JsonObjectFormat(Part):
 
 
 class NamedSchema(Part):
-    """A schema; the default allows any object. strict: false checks what a grammar cannot express in the finished text, instead of
-    refusing the schema.
+    """A schema; without one, any object is allowed. With ``strict: false``, rules of the schema that a grammar cannot express are
+    checked in the finished text; otherwise such a schema is refused.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
@@ -114,7 +114,7 @@ class RegexFormat(Part):
 
 
 class GrammarFormat(Part):
-    """Text of a grammar: in Lark's notation, or by its name in the library."""
+    """Text that a grammar allows. The grammar is given in Lark's notation, or by its name in the library."""
 
     type: Literal["grammar"]
     grammar: str | None = None
@@ -136,11 +136,11 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Asked(Part):
-    """The fields of all routes. Fields without a value take the model's generation config.
+    """The fields of all routes. Sampling fields without a value get it from the model's generation config.
 
     Attributes:
         instead: fields that are refused, with what to do instead.
-        names: this route's names of fields, by their names in the chat route, where they differ.
+        names: this route's field names, by the chat route's names, for the fields whose names differ.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD
@@ -158,7 +158,7 @@ class Asked(Part):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    # Ours:
+    # Fields that OpenAI does not have:
     strategy: str | None = Field(None, max_length=200)
     strategy_config: dict[str, Any] | None = None
     deadline: float | None = Field(None, gt=0)
@@ -205,7 +205,7 @@ class Body(Asked):
 
     @property
     def most_tokens(self) -> int | None:
-        """The requested number of new tokens; None if the body does not say."""
+        """The requested number of new tokens; None if the body gives none."""
         return self.max_tokens
 
     @property
@@ -216,7 +216,7 @@ class Body(Asked):
     @property
     @abstractmethod
     def listed(self) -> int | None:
-        """How many likeliest tokens to list for each token; None: no log probabilities."""
+        """The number of likeliest tokens that are listed for each token; None: no log probabilities are listed."""
 
     @property
     def heavy(self) -> bool:
@@ -264,13 +264,13 @@ class Tool(Part):
 
 
 class ToolName(Part):
-    """Names a function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Part):
-    """Names a tool."""
+    """The name of a tool."""
 
     type: Literal["function"]
     function: ToolName

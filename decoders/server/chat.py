@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..common.pieces import named_tokens
 from .answers import Answer, ChoicesAnswer, Growing, TextToken
+from .arguments import named_tokens
 from .bodies import ChatBody
 from .grammars import Calling, wanted_of
 from .histories import JOINT
@@ -30,7 +30,7 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
 def submitted(
     service: Service, body: ChatBody, arrival: Arrival, kind: str
 ) -> tuple[Job, Calling | None, Reasoning | None]:
-    """Submits a request's texts; returns the job, which functions it may call, and how it begins with a thought.
+    """Submits a request's texts. Returns the job, the functions that may be called, and how thoughts are separated from the answer.
 
     Args:
         kind: prefix of the answer's id.
@@ -60,8 +60,8 @@ class Conversing(Answer):
     """An answer that is an assistant's turn.
 
     Attributes:
-        calling: the functions that may be called; None: none.
-        reasoning: how the turn begins with a thought; None if it does not.
+        calling: the functions that may be called; None if there are none.
+        reasoning: how thoughts are separated from the answer; None if they are not.
     """
 
     body: ChatBody
@@ -94,7 +94,7 @@ class Conversing(Answer):
 
 
 class Chat(Conversing, ChoicesAnswer):
-    """An answer of this route."""
+    """The answer to a chat request."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
@@ -124,7 +124,7 @@ class Chat(Conversing, ChoicesAnswer):
         choice, turn = growing.choice, self.turn(growing)
         pieces, spans, tokens = turn.read(ended)
         chunks = [self._chunk(choice, self._delta(turn, piece)) for piece in pieces]
-        if (tokens or (spans and self.body.drafted)) and not chunks:  # tokens of text that is held back
+        if (tokens or (spans and self.body.drafted)) and not chunks:  # the text of these tokens is held back
             chunks.append(self._chunk(choice, {"content": ""}))
         if chunks:
             chunks[-1] |= {"logprobs": self._logprobs(tokens) if tokens else None} | self.details(spans)

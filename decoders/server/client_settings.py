@@ -21,10 +21,10 @@ OPERATORS = ("draft_model", "heads", "head", "table")
 
 
 class ClientSettings:
-    """The value of ``--client-settings``.
+    """The settings of strategies that clients may set, as ``--client-settings`` gives them.
 
     Args:
-        given: ``"bounded"``: every setting that is a switch, a choice of words, or a number with a least and a greatest value;
+        given: ``"bounded"``: every setting that is a switch, a choice from a list, or a number with a minimum and a maximum;
             ``"none"``: no setting; ``"suffix.remember"``: this setting; ``"suffix.remember=0..100000"``: this setting between these
             bounds.
 
@@ -40,14 +40,15 @@ class ClientSettings:
                 name, limits = _read(text)
                 self.named[name] = limits
         if "none" in given and len(given) > 1:
-            raise SettingsError("--client-settings none stands alone: it lets clients set nothing")
+            raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
         """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that is outside of the
         operator's limits.
 
         Args:
-            strategy: a name, or several joined by ``+``. Settings of other strategies are refused later, when the strategy is made.
+            strategy: a name, or several joined by ``+``. Settings of strategies not named here are refused later, when the strategy is
+                created.
         """
         for cls, values, place in _parts(strategy, config):
             for name, value in values.items():
@@ -64,7 +65,7 @@ class ClientSettings:
         if not self._allows(cls, name):
             able = self._open(cls)
             listed = f"may set {', '.join(able)}" if able else "may set nothing"
-            message = f"{place} may be set by the server's operator only: of {cls.name!r} clients {listed} (--client-settings)"
+            message = f"{place}: only the server's operator may set this; for {cls.name!r} clients {listed} (--client-settings)"
             raise Refusal(400, message, param=place, code="operators_setting")
         limits = self.named.get((cls.name, name))
         if limits is not None and not (isinstance(value, int | float) and limits[0] <= value <= limits[1]):
@@ -134,7 +135,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
 
 
 def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:
-    """Whether a setting is a switch, a choice of words, or a number with a least and a most."""
+    """Whether a setting is a switch, a choice from a list, or a number with a minimum and a maximum."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         more = [

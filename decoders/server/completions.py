@@ -45,7 +45,7 @@ def _ids(service: Service, prompt: str | list[int]) -> list[int]:
 
 
 class Completion(ChoicesAnswer):
-    """An answer of this route."""
+    """The answer to a request for completions."""
 
     kind = chunk_kind = "text_completion"
     body: CompletionBody
@@ -92,7 +92,7 @@ class Completion(ChoicesAnswer):
         }
 
     def _likeliest(self, chosen: TextToken) -> dict[str, float]:
-        """The log probabilities of the likeliest tokens and of the chosen one."""
+        """The log probabilities of the likeliest tokens and of the chosen token."""
         values = {_key(chosen.data): chosen.logprobs.logprob}
         for token, value in chosen.logprobs.top:
             if token != chosen.logprobs.token:

@@ -1,5 +1,5 @@
-"""Runs each piece of work in a forked process, and kills it when nobody waits for the result or it exceeds its limits. See
-:mod:`.workshop`.
+"""Runs each piece of work of the :mod:`.workshop` in a forked process, which is killed when nobody waits for the result or when
+it exceeds its limits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..constraints import Auto, Vocabulary, compiled, regex
+from ..constraints import Vocabulary, compiled, regex
 from ..errors import GrammarError
 
-#: Limits of a piece of work: processor seconds beyond those it is given, and MiB beyond the workshop's own memory.
+#: Limits of a piece of work: processor seconds in addition to its own limit, and MiB in addition to the workshop's memory.
 SPARE_SECONDS, MEGABYTES = 1, 1024
 #: Added to the niceness of work, so that decoding goes first.
 NICE = 5
@@ -34,8 +34,8 @@ Check = Callable[[], None]
 
 
 def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | None:
-    """The answer of a fork to a message; None if it was killed. control: our end of the workshop's socket; check: called while
-    waiting; an error that it raises ends the wait.
+    """The answer of a fork to a message; None if the fork was killed. control: our end of the workshop's socket. check: is called
+    while waiting; an error that it raises ends the wait.
     """
     mine, theirs = Pipe()
     with mine, tempfile.TemporaryFile() as task:
@@ -45,14 +45,14 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
             socket.send_fds(control, [b"."], [theirs.fileno(), task.fileno()])
         while not mine.poll(PATIENCE):
             check()
-        with contextlib.suppress(EOFError, OSError):  # killed before its answer, or within it
+        with contextlib.suppress(EOFError, OSError):  # the fork was killed before or during its answer
             return mine.recv_bytes()
     return None
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles without the vocabulary, which both sides have, and pickles exceptions by their attributes, whatever their constructor
-    takes.
+    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled by their attributes, because their
+    constructors may take other arguments.
     """
 
     def persistent_id(self, value: Any) -> Any:
@@ -91,19 +91,20 @@ def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
     return _Unpickler(content, vocabulary).load()
 
 
-# The following runs in the workshop's process.
+# The functions below run in the workshop's process.
 
 
 def work(descriptor: int) -> None:
     """Forks a process for every task that arrives over the socket `descriptor`, until the socket is closed."""
     os.nice(NICE)
-    vocabulary = Vocabulary(*pickle.load(sys.stdin.buffer))
-    for pattern in ("a", "[a-z]{5000}"):  # builds the tables that every grammar needs once, before the forks
+    given, backend = pickle.load(sys.stdin.buffer)
+    vocabulary = Vocabulary(*given)
+    for pattern in ("a", "[a-z]{5000}"):  # builds the tables that every grammar needs, once for all forks
         with contextlib.suppress(GrammarError):
-            compiled(regex(pattern), vocabulary, Auto())
+            compiled(regex(pattern), vocabulary, backend)
     gc.collect()
     gc.freeze()
-    running: dict[Any, Any] = {}  # the process that answers each client
+    running: dict[Any, Any] = {}  # for each client the process that answers it
     with socket.socket(fileno=descriptor) as control:
         while True:
             ends: dict[Any, Any] = {process.sentinel: client for client, process in running.items()}
@@ -121,7 +122,7 @@ def work(descriptor: int) -> None:
                     )
                     running[client].start()
                     os.close(task)
-                # A client sends nothing more, so it has hung up; or the process has ended.
+                # A process has ended, or a client has hung up: clients send nothing, so they become readable only then.
                 elif (process := running.pop(client := ends.get(ready, ready), None)) is not None:
                     _kill(process.pid)
                     process.join()
@@ -133,16 +134,16 @@ def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabu
     for each in others:
         each.close()
     with open(task, "rb") as file:
-        work = unpickled(file.read(), vocabulary)
-    _limit(math.ceil(getattr(work, "seconds", 1) + SPARE_SECONDS))
+        function = unpickled(file.read(), vocabulary)
+    _limit(math.ceil(getattr(function, "seconds", 1) + SPARE_SECONDS))
     try:
-        content = pickled(work(vocabulary))
+        content = pickled(function(vocabulary))
     except MemoryError:
         return
     except Exception as error:
         try:
             content = pickled(error)
-        except Exception:  # such as an exception class of a plugin
+        except Exception:  # an exception of a plugin may refuse to be pickled
             content = pickled(RuntimeError(repr(error)))
     client.send_bytes(content)
 

@@ -1,28 +1,25 @@
-"""Grammars of answers: ``response_format``, and function calls, which are also parsed from the text here.
+"""Grammars of answers, from a request's ``response_format`` and functions. Function calls are also parsed from the text here.
 
 Files that a client names are never read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..constraints import (
-    Called,
-    Calls,
-    CallSpec,
     CompiledGrammar,
+    FunctionCalls,
     JsonSchema,
-    Kinds,
     Lark,
-    Progress,
     Spec,
     Written,
-    as_spec,
     choice,
     library,
     regex,
+    spec_of_library,
 )
 from ..errors import GrammarError
 from ..prompts.templates import CallStyle
@@ -67,12 +64,12 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
         return choice(wanted.choices)
     if isinstance(wanted, GrammarFormat):
         if (wanted.grammar is None) == (wanted.name is None):
-            message = "response_format: give either grammar, in Lark's notation, or name, of a grammar in the library"
+            message = "response_format: give one: grammar, in Lark's notation, or name, of a grammar in the library"
             raise Refusal(400, message, param="response_format", code="invalid_value")
         if wanted.grammar is not None:
             return Lark(wanted.grammar)
         assert wanted.name is not None
-        return as_spec(library.find(wanted.name).name)
+        return spec_of_library(library.find(wanted.name).name)
     return None
 
 
@@ -80,7 +77,7 @@ def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
     """The description from which an answer's grammar is compiled; None for free text.
 
     Raises:
-        Refusal: as :meth:`Calling.of`.
+        Refusal: see :meth:`Calling.of`.
     """
     calling = Calling.of(body, style) if isinstance(body, ChatBody) else None
     if calling is not None:
@@ -96,7 +93,7 @@ class Calling:
         tools: the tools that may be called.
         style: how calls are written.
         required: whether the answer must be a call; otherwise it may be text.
-        several: whether it may contain more than one call.
+        several: whether the answer may contain more than one call.
         named: whether the request names one function, which must be called.
         format: the format of an answer that is no call; None: free text.
     """
@@ -113,7 +110,7 @@ class Calling:
         """The calls that a body allows; None if it allows none.
 
         Raises:
-            Refusal: `tool_choice` names an unknown tool, or calls cannot be told apart from texts in the given format.
+            Refusal: `tools` or `tool_choice` is invalid, or no grammar can combine calls with the response format.
         """
         tools, choice = tuple(body.tools or ()), body.tool_choice
         if not tools:
@@ -136,38 +133,29 @@ class Calling:
         return Calling(tools, style, mode != "auto", several, mode == "named", format)
 
     @cached_property
-    def _functions(self) -> tuple[Called, ...]:
-        asked = (tool.function for tool in self.tools)
-        return tuple(Called.of(each.name, each.parameters, each.strict) for each in asked)
-
-    @cached_property
-    def _kinds(self) -> dict[str, Kinds]:
-        return {each.name: each.kinds for each in self._functions}
+    def _calls(self) -> FunctionCalls:
+        asked = [(each.function.name, each.function.parameters, each.function.strict) for each in self.tools]
+        return FunctionCalls.of(asked, self.style.format, required=self.required, several=self.several)
 
     @property
     def spec(self) -> Spec:
         """The grammar of the answer."""
-        format = self.style.format
-        functions = self._functions
-        several = self.several and format.between is not None
-        if self.required or (format.trigger and self.format is None):
-            return Calls(functions, format, self.required, several)
         text = spec_of(self.format) if isinstance(self.format, Part) else self.format
         assert not isinstance(text, CompiledGrammar)
-        return CallSpec(functions, format, alone=False, several=several, text=text)
+        return self._calls.spec(text)
 
-    def read(self, text: str, ended: bool, known: dict[int, Progress] | None = None) -> Written:
+    def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> Written:
         """Parses text and calls of a growing answer.
 
         Args:
             ended: whether the answer is complete.
-            known: results of earlier reads, so that complete arguments are not parsed again.
+            known: see :meth:`FunctionCalls.read`.
         """
-        written = self.style.format.read(text, self._kinds, ended, known)
+        written = self._calls.read(text, ended, known)
         # With a format, the answer is either calls alone or text alone.
         if self.format is not None and written.text.strip() and written.calls:
-            return Written(text)
-        return written if self.several else Written(written.text, written.calls[:1])
+            return replace(written, text=text, calls=())
+        return written
 
 
 def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
@@ -191,10 +179,10 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """The format of text where calls are allowed as well.
+    """The format of an answer that may also be calls; None: free text.
 
     Raises:
-        Refusal: no grammar can combine the two.
+        Refusal: no grammar can combine the format with calls.
     """
     wanted = body.response_format
     if wanted is None or isinstance(wanted, TextFormat):

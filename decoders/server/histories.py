@@ -16,7 +16,7 @@ JOINT = "\n\n"
 
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
-    """Name, arguments, the arguments' JSON text if it was given, and id of a call in an assistant's message.
+    """A call in an assistant's message: its name, its arguments, their JSON text if they were given as text, and the call's id.
 
     Imperfect calls that a model wrote are accepted: an incomplete last member of cut arguments is dropped, numbers too large for
     JSON parsers are clamped, and lone surrogates are replaced.
@@ -87,7 +87,7 @@ def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
 class Links:
     """The ids of calls in the template's form, and the call that each answer belongs to.
 
-    An object serves one conversation, whose messages it must see in order.
+    Each object serves one conversation and must get its messages in order.
 
     Args:
         style: which ids the template takes.
@@ -95,7 +95,7 @@ class Links:
 
     def __init__(self, style: CallStyle) -> None:
         self.style = style
-        self._own = dict[str, str]()  # the template's ids, by the given ones
+        self._own = dict[str, str]()  # the template's ids by the given ids
         self._names = dict[str, str]()  # names of the called functions, by the template's ids
         self._waiting = dict[str, None]()  # calls without an answer
 
@@ -109,7 +109,7 @@ class Links:
         return own
 
     def answered(self, id: str | None) -> dict[str, str]:
-        """Id and function of a message that answers a call; an answer without an id belongs to the oldest unanswered call."""
+        """The call's id and function for a message that answers a call. Without an `id`, this is the oldest unanswered call."""
         own = next(iter(self._waiting), None) if id is None else self._own.get(id) or self.style.id_of(id)
         if own is None:
             return {}

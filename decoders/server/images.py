@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,8 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
         param: the part's name in error messages.
         others: earlier images of the same request.
 
-        Raises:
-            Refusal: the value is no data URL or no image, or the images are too many or too large.
+    Raises:
+        Refusal: the value is no data URL or no image, or the images are too many or too large.
     """
     if len(others) == MOST:
         raise _refusal(param, f"there are more than {MOST} images, which is the limit")
@@ -38,11 +37,11 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
         raise _refusal(param, f"an image is a data URL (data:image/png;base64,…), since nothing is fetched, {shown}")
     head, _, content = url.partition(",")
     try:
-        data = base64.b64decode(content, validate=True) if head.endswith(";base64") else None
-    except (binascii.Error, ValueError):
-        data = None
-    if data is None:
-        raise _refusal(param, "the data URL is not in base64: data:image/png;base64,… is wanted")
+        if not head.endswith(";base64"):
+            raise ValueError(head)
+        data = base64.b64decode("".join(content.split()), validate=True)
+    except ValueError as error:
+        raise _refusal(param, "the data URL is not in base64: give data:image/png;base64,…") from error
     return _decoded(data, param, PIXELS - sum(image.width * image.height for image in others))
 
 
@@ -57,10 +56,10 @@ def _decoded(data: bytes, param: str, most: int) -> Image:
             raise _refusal(
                 param, f"the image has {width} x {height} pixels; the limit is {PIXELS} in all images of a request"
             )
-        return load_image(image)  # as other programs do: rotated upright, converted to RGB
+        return load_image(image)  # rotated upright and converted to RGB, as in other programs
     except Refusal:
         raise
-    except Exception as error:  # decoders raise exceptions of any class
+    except Exception as error:  # Pillow's image readers raise exceptions of any class
         raise _refusal(param, f"the image cannot be read ({error}): formats are {', '.join(FORMATS)}") from error
 
 

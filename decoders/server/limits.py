@@ -20,14 +20,14 @@ from .refusals import Refusal, log
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
 #: Share of the time that answers without tokens may take while other requests are decoded, and the longest burst in seconds.
 IDLE_SHARE, BURST = 0.1, 0.02
-#: Longest delay of such an answer in seconds: for /health and /metrics, and for all others.
+#: Longest delay in seconds of an answer without tokens: for /health and /metrics, and for all others.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at a time.
 BODIES = 64
-#: Allowed commas and opening brackets in a body, in addition to those of the longest prompt.
+#: Number of commas and opening brackets that a body may have in addition to what its longest prompt needs.
 VALUES = 40_000
 CLOSE = {"Connection": "close"}
-#: Least event-loop seconds of a request, and of each byte of its body.
+#: Assumed number of seconds that the event loop spends on a request, and on each byte of its body.
 HANDLING, BYTE = 4e-4, 4e-9
 
 
@@ -84,7 +84,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Pace:
     """Delays answers without tokens (refusals, /health, …), so that a flood of such requests does not slow down decoding.
 
-    A client waits for its answer before it asks again, so delaying answers bounds the time that it can take.
+    A client waits for its answer before it asks again, so delaying answers bounds the time that a client can take.
 
     Args:
         longest: longest delay in seconds.
@@ -119,10 +119,10 @@ class Limits:
         slots: tokens of a row, prompt and new tokens together.
         queue: waiting requests, per strategy.
         schedulers: strategies at a time, in addition to the default strategy.
-        constrained: requests with a grammar or tools that wait to be prepared.
+        constrained: slow requests (large ones, with images or with new grammars) that wait to be prepared.
         connections: connections at a time.
         read: seconds in which a request's head has to arrive, and then its body.
-        sharing: whether requests with the same key and ``cache_salt`` share keys and values of common prompt beginnings, and what
+        sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
             strategies learn.
         client_settings: the strategies' settings that a request may set, see
             :class:`~decoders.server.client_settings.ClientSettings`.
@@ -156,7 +156,7 @@ class Limits:
             raise Refusal(400, message, code="too_many_values")
 
     def check_texts(self, count: int) -> None:
-        """Raises Refusal if a request asks for more texts than it may, or than fit into the queue."""
+        """Raises Refusal if a request asks for more texts than allowed, or than fit into the queue."""
         most = min(self.choices, self.queue + self.rows)
         if count > most:
             message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
@@ -182,21 +182,21 @@ class Limits:
 
 
 def values(content: bytes) -> int:
-    """The number of commas and opening brackets in a JSON text."""
+    """An upper bound of the number of values in a JSON text: its commas and opening brackets."""
     return sum(map(content.count, (b",", b"[", b"{")))
 
 
 class Gate:
-    """Refuses requests without a valid key, for a foreign host, with too large a body, or with a body that a web page could send
-    without asking.
+    """Refuses a request without a valid key, for a foreign host, with too large a body, or with a content type that web pages of
+    other origins may send without permission (CORS).
 
     While other requests are decoded, answers without tokens are delayed (:class:`Pace`).
 
     Args:
         app: answers the requests that pass.
         keys: valid keys, of which a client sends one as ``Authorization: Bearer …``; empty: no key is needed.
-        hosts: names by which clients may address the server; None: any. On a loopback address this keeps out web pages whose domain
-            resolves to it (DNS rebinding).
+        hosts: names by which clients may address the server; None: any. On a loopback address the names keep out web pages whose
+            domain resolves to that address (DNS rebinding).
         body: greatest number of bytes of a body.
         refused: called with every refusal.
         busy: returns whether requests are being decoded.
@@ -243,7 +243,7 @@ class Gate:
                 )
 
     async def _hold(self, scope: Scope, status: int, seconds: float) -> None:
-        """Delays an answer without tokens, by the `seconds` that it took."""
+        """Delays an answer without tokens, in proportion to the `seconds` that it took to compute."""
         if status < 400 and scope["method"] == "POST":
             return
         delay = (self._looks if status < 400 else self._refusals).delay(seconds)
@@ -293,7 +293,7 @@ class Gate:
         if self.keys and scope["path"] not in OPEN:
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
             given = given.strip() if kind.lower() == b"bearer" else b""
-            # Compares with all keys, so that the time does not tell which one matched.
+            # Compares with all keys, so that the time of the comparison does not reveal which key matched.
             matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]
             if not matching:
                 wrong = "the API key is wrong" if given else "Authorization: Bearer KEY is missing"
@@ -322,8 +322,8 @@ class Gate:
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
-    """The names that a server at `host` answers to: loopback names and `more` on a loopback address; elsewhere `host` and `more`,
-    or any name (None) if there is no `more`.
+    """The names that a server at `host` answers to: on a loopback address the loopback names and `more`; elsewhere `host` and
+    `more`, or None (any name) if `more` is empty.
     """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, in a registry of their own."""
+"""The server's metrics, in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..scheduling.generation import Generation
 from .pool import SchedulerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Number of strategies with labels of their own, since clients can merge a few strategies in thousands of orders.
+#: Greatest number of strategies with labels of their own: clients can merge a few strategies in thousands of orders.
 NAMED = 32
-#: Number of places in a draft with labels of their own.
+#: Number of positions in a draft with labels of their own.
 POSITIONS = 32
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -57,24 +57,24 @@ class Metrics:
         )  # fmt: skip
         self.first = Histogram(
             "decoders_time_to_first_token_seconds",
-            "From arrival to the first token",
+            "Seconds from arrival to the first token",
             buckets=_SECONDS,
             registry=registry,
         )
         self.between = Histogram(
-            "decoders_time_between_tokens_seconds", "Seconds of a step by the tokens that it brought to a request",
+            "decoders_time_between_tokens_seconds", "Seconds of a step, divided by a request's new tokens in the step",
             buckets=_STEPS, registry=registry,
         )  # fmt: skip
         self.queued = Histogram("decoders_queue_seconds", "From arrival to a row", buckets=_SECONDS, registry=registry)
         self.whole = Histogram(
-            "decoders_request_seconds", "From arrival to the end", buckets=_SECONDS, registry=registry
+            "decoders_request_seconds", "Seconds from arrival to the end", buckets=_SECONDS, registry=registry
         )
         gauges = {
             "decoders_queue_length": ("Requests that wait for a row", lambda: pool.waiting),
             "decoders_rows_in_use": ("Requests that are decoded", lambda: pool.running),
-            "decoders_rows": ("Rows that there are", lambda: rows * len(pool.strategies)),
+            "decoders_rows": ("Rows of all schedulers", lambda: rows * len(pool.strategies)),
             "decoders_schedulers": ("Strategies that have a scheduler", lambda: len(pool.strategies)),
-            "decoders_tokens_per_second": ("New tokens in the last ten seconds, by ten", self.rate),
+            "decoders_tokens_per_second": ("New tokens per second, of the last ten seconds", self.rate),
         }
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=registry).set_function(value)
@@ -96,7 +96,7 @@ class Metrics:
             else:
                 self.first.observe(moment - last)
             last, before = moment, count
-        # Read from the request, since the generation's own property validates the text first.
+        # `generation.report` would validate the text first, so the report is read from the member.
         report = generation.member.report if generation.member is not None else None
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         if report is None:

@@ -33,9 +33,7 @@ class Offered:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the strategies whose draft model, heads or network are present. Strategies with heads are tried out on one
-        token.
-        """
+        """Names of the strategies that run here. A strategy that needs heads or a network is tried out on one token."""
         known = registry().strategies()
         able = {name for name, entry in known.items() if self._can_run(name, entry.cls)}
         return sorted(able | {self._pool.default} & known.keys())
@@ -57,12 +55,12 @@ class Offered:
         """Checks the strategy of a request.
 
         Args:
-            asked: its name, or several joined by ``+``; None: the server's own.
-            config: its settings.
+            asked: the strategy's name, or several names joined by ``+``; None: the server's default strategy.
+            config: the strategy's settings.
             constrained: whether the request has a grammar.
 
-            Raises:
-                Refusal: there is no strategy of that name, the server lacks something that it needs, or a setting names a file.
+        Raises:
+            Refusal: there is no strategy of that name, the server lacks something that the strategy needs, or a setting names a file.
         """
         refuse_files(config)
         for name in map(str.strip, (asked or self._pool.default).split("+")):

@@ -1,6 +1,4 @@
-"""Schedulers: one for the default strategy, and a bounded number for other strategies that requests name; idle ones are closed to
-make room.
-"""
+"""The schedulers of a server: one for the default strategy, and a bounded number for other strategies that requests name."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ class _Entry:
 
     Attributes:
         key: its strategy and settings.
-        outstanding: its unfinished requests, with their turns.
+        outstanding: its unfinished requests, each with its turn in the queue.
         leases: number of requests that are being submitted.
-        used: number of the last request in the pool that used it.
-        turn: the latest turn of a request that got a row.
-        turns: for each client the turn of its latest request.
+        used: number of requests that the pool had taken when this scheduler got its last request.
+        turn: the greatest turn among the requests that have got a row.
+        turns: the turn of each client's latest request.
     """
 
     key: str
@@ -60,9 +58,9 @@ class SchedulerPool:
 
     Args:
         model, tokenizer: shared by all schedulers.
-        strategy, config: the default strategy and its settings, for requests that name none; the settings also hold for requests
-            that name this strategy.
-        most: number of schedulers at a time, in addition to the default strategy's, which is never closed for another.
+        strategy, config: the default strategy, for requests that name no strategy, and its settings. The settings also apply to
+            requests that name the default strategy.
+        most: greatest number of other schedulers at a time. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
         options: arguments of every :class:`~decoders.Scheduler`.
         client: the settings that requests may set.
@@ -94,7 +92,7 @@ class SchedulerPool:
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
 
         Raises:
-            Refusal: all schedulers are busy with other strategies, or clients may not set a setting. Errors of
+            Refusal: all schedulers are busy with other strategies, or `config` has a setting that clients may not set. Errors of
                 :meth:`decoders.Scheduler.submit` are raised as they are.
         """
         entry = self._lease(strategy, config)
@@ -121,7 +119,7 @@ class SchedulerPool:
         key = _key(name, settings)
         with self._lock:
             entry = self._entries.get(key)
-            # The scheduler was ended by an error outside of any request.
+            # An error outside of any request has ended the scheduler, so a new scheduler replaces it.
             if entry is not None and not entry.scheduler.alive:
                 del self._entries[key]
                 entry = None
@@ -137,11 +135,11 @@ class SchedulerPool:
             return entry
 
     def _resolved(self, strategy: str | None, config: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-        """Name and settings in force.
+        """The name and the settings of the strategy that a request runs with.
 
         Raises:
-            UnknownNameError, PluginError: the strategy was not found. Refusal: clients may not set a setting, or it has a wrong
-                value.
+            UnknownNameError, PluginError: the strategy was not found. Refusal: a setting has a wrong value, or clients may not set
+                it.
         """
         given = dict(config or {})
         if strategy is None and not given:
@@ -157,7 +155,7 @@ class SchedulerPool:
         return name, settings
 
     def _make_room(self) -> None:
-        """Closes the idle scheduler that was used longest ago, if the pool is full; never the default strategy's."""
+        """If the pool is full, closes the idle scheduler that was used longest ago, except the default strategy's."""
         others = [each for each in self._entries.values() if each.key != self._default_key]
         self._closing = [each for each in self._closing if each.is_alive()]
         if len(others) < self.most:
@@ -215,7 +213,7 @@ class SchedulerPool:
             generation.cancel()
 
     def close(self) -> None:
-        """Cancels what is left and frees everything."""
+        """Cancels the remaining requests, and closes all schedulers."""
         with self._lock:
             entries, self._entries = list(self._entries.values()), {}
         for entry in entries:
@@ -243,6 +241,6 @@ def _library() -> Any:
 
 
 def give_back() -> None:
-    """Returns freed memory to the system: every decoding thread leaves its own heap behind."""
+    """Returns freed memory to the system, because glibc keeps the heap of each decoding thread that has ended."""
     if (library := _library()) is not None:
         library.malloc_trim(0)

@@ -1,17 +1,16 @@
-"""Conversations as prompts, through the tokenizer's chat template."""
+"""Renders conversations to prompts with the tokenizer's chat template."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..common.pieces import special_tokens
-from ..constraints import ThinkingMarkers, known_markers
+from ..constraints import ThinkingMarkers
 from ..errors import shortened
-from ..prompts.templates import CallStyle, MessageStyle, call_style, format_named, message_style
+from ..prompts.templates import CallStyle, ChatStyle
+from ..scheduling import special_tokens
 from .bodies import Message, Tool
 from .histories import JOINT, Links, answers_as_texts, call_of, one_by_one
 from .images import image_of
@@ -44,23 +43,16 @@ class Conversations:
         if template is None and not tokenizer.chat_template:
             template = getattr(processor, "chat_template", None)
         self.tokenizer, self.template, self.processor = tokenizer, template, processor
-        self.thinking = ThinkingMarkers(*thinking) if thinking is not None else known_markers(tokenizer, template)
-        self.style, self.messages = CallStyle(), MessageStyle()
+        self.thinking = ThinkingMarkers(*thinking) if thinking is not None else ThinkingMarkers.of(tokenizer, template)
         self.special = special_tokens(tokenizer)
-        specials = [name for name in self.special if name]
-        if self.has_template:
-            self.messages = message_style(self._render)
-            source = str(template or tokenizer.chat_template)
-            self.style = call_style(self._render, self.messages, specials, source)
-            if "user" in self.messages.unread:
-                log.warning(
-                    "the chat template refuses a conversation of one user's message, or leaves its text out, as a string and in "
-                    "parts: requests of /v1/chat/completions may be refused, or answered without it"
-                )
-        if tool_format is not None:
-            self.style = replace(self.style, format=format_named(tool_format))
-        marks = "".join(self.style.format.texts)
-        self.style = replace(self.style, special=any(token in marks for token in specials))
+        source = str(template or tokenizer.chat_template or "")
+        style = ChatStyle.of(self._render if self.has_template else None, [*self.special], source, tool_format)
+        self.style, self.messages = style.calls, style.messages
+        if "user" in self.messages.unread:
+            log.warning(
+                "the chat template refuses a conversation of one user message, or leaves its text out, both as a string and as "
+                "parts: /v1/chat/completions may refuse requests, or answer without the text of user messages"
+            )
 
     @property
     def reads_effort(self) -> bool:
@@ -88,7 +80,7 @@ class Conversations:
             raise Refusal(400, message, param="messages", code="no_chat_template")
         listed = [tool.model_dump(exclude_none=True) for tool in tools]
         for tool in listed:
-            # Templates concatenate it with other text, so it must be a string.
+            # Templates concatenate the description with other text, so it must be a string.
             tool["function"].setdefault("description", "")
         if self.processor is None or "user" in self.messages.unread:
             images = None
@@ -120,7 +112,7 @@ class Conversations:
             raise Refusal(400, message, param="messages", code="chat_template_error") from error
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a rendered text, without added special tokens, which the template writes itself."""
+        """The tokens of a rendered text. The tokenizer adds no special tokens, because the template has written them."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
@@ -177,7 +169,7 @@ class Conversations:
             ]
             if self.style.one_text and thought and content:
                 thought, plain["content"] = f"{thought}{JOINT}{content}", ""
-        if thought is not None:  # the name that templates use
+        if thought is not None:  # templates read the thought by one of these two names
             plain |= {"reasoning_content": thought, "thinking": thought}
         if role == "tool":
             plain |= links.answered(message.tool_call_id)

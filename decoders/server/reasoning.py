@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..constraints import ThinkingMarkers, begun, unfinished
+from ..constraints import ThinkingMarkers
+from ..scheduling import unfinished
 from .bodies import EFFORTS, ChatBody
 from .refusals import Refusal
 
@@ -34,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How the answer to a request begins with a thought.
+    """How thoughts are separated from the answer to a request.
 
     Attributes:
         markers: the begin and end markers of thoughts.
@@ -53,7 +54,7 @@ class Reasoning:
         """The reasoning of a request; None if no markers are known, or if the prompt already ends the thought.
 
         Args:
-            most: number of new tokens, of which an effort takes a share.
+            most: greatest number of new tokens. A reasoning effort lets the thought take a share of them.
 
         Raises:
             Refusal: the request has a budget, but no markers are known.
@@ -64,7 +65,7 @@ class Reasoning:
                 message = "thinking_budget: neither the tokens nor the chat template of this model have known markers of thoughts"
                 raise Refusal(400, message, param="thinking_budget", code="unsupported_value")
             return None
-        open = begun(prompt, markers, spelling.vocabulary) if spelling.vocabulary is not None else None
+        open = markers.begun(prompt, spelling.vocabulary) if spelling.vocabulary is not None else None
         if open is False:
             return None
         budget = body.thinking_budget
@@ -110,7 +111,7 @@ _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
 def _messages(text: str, ended: bool) -> list[Part]:
-    """The messages of a text in the harmony format: head and content of each; calls keep their heads."""
+    """The messages of a text in the harmony format, as parts. The part of a call contains the message's head as well."""
     parts = list[Part]()
     if not ended and text in ("", "<"):
         return []

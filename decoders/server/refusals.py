@@ -1,5 +1,4 @@
-"""Errors for clients in OpenAI's form, when a request is refused or fails; the status says whether the client or the server is at
-fault.
+"""Errors in OpenAI's form, for requests that are refused or fail. The status says whether the client or the server is at fault.
 
 Errors in a body are explained here, too: the field, its value and the nearest valid value.
 """
@@ -62,7 +61,7 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> Refusal:
-        """This refusal with a route's own field names; names that the client chose stay."""
+        """This refusal with a route's own field names. Names of unknown fields stay as the client wrote them."""
         new = names.get((self.param or "").partition(".")[0])
         if self.param is None or new is None or self.code in ("unsupported_parameter", "unknown_parameter"):
             return self
@@ -158,7 +157,7 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
     """The error to explain. For a union it is the error of the branch that validated furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
-    # A missing field may be present under a wrong name, and then the wrong name is the better explanation.
+    # A missing field may be present under a wrong name. Then the wrong name explains more than the missing field.
     if unknown is not None:
         return unknown
     first = every[0]["loc"]

@@ -80,7 +80,7 @@ class FlatTool(Function):
 
 
 class FlatName(ToolName):
-    """Names a function."""
+    """The name of a function, in this route's form."""
 
     type: Literal["function"]
 
@@ -157,12 +157,12 @@ class ResponseBody(Asked):
 
         Args:
             earlier: the items of the conversation so far.
-            large: whether these items have many bytes.
+            large: whether the earlier items have many bytes.
 
         Raises:
             Refusal: an item or a part of an item is not supported.
         """
-        try:  # the response repeats the request's fields
+        try:  # the response repeats the request's fields, so JSON has to be able to hold them
             json.dumps(self.model_dump(exclude={"input"}), allow_nan=False)
         except (ValueError, RecursionError) as error:
             message = "a number in the body is out of range, or something is nested too deeply"

@@ -35,7 +35,7 @@ def owner_of(arrival: Arrival, cache_salt: str | None) -> Owner:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A response, and the items of its conversation including its own, both as JSON."""
+    """A response, and all items of its conversation up to the response's own, both as JSON."""
 
     response: bytes
     items: bytes
@@ -66,7 +66,7 @@ class Kept:
         return sum(self._sizes.values())
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keeps a response of `owner`, unless it alone exceeds the total size."""
+        """Keeps a response of `owner`, unless this response alone exceeds the greatest total size."""
         kept = _Kept(json.dumps(response).encode(), json.dumps(_read(items)).encode())
         if kept.size > self.most:
             return
@@ -87,7 +87,7 @@ class Kept:
         return self._found(owner, id).response
 
     def items(self, owner: Owner, id: str) -> bytes:
-        """The items of a response's conversation including its own, as JSON.
+        """The items of a response's conversation, up to the response's own, as JSON.
 
         Raises:
             Refusal: the response was not found.
@@ -122,7 +122,7 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`items` without thoughts that no assistant's item follows, because no later prompt contains them."""
+    """Drops thoughts that are not followed by another item of the assistant, because no later prompt contains them."""
     following = [*items[1:], {}]
     return [
         each
@@ -160,7 +160,7 @@ def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Res
 
 
 class Response(Conversing):
-    """An answer of this route: items, with events while they grow.
+    """The answer to a request for a response: items, which are streamed as events while they grow.
 
     Args:
         kept: the store in which the response is kept.
@@ -217,7 +217,7 @@ class Response(Conversing):
         return event({"type": name, "sequence_number": number, **fields}, name)
 
     def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """Log probabilities of tokens in the text `number` that were not sent yet."""
+        """The log probabilities, not sent yet, of the tokens in text `number`."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Greatest size in bytes of a request's line and headers.
 HEAD_BYTES = 32 << 10
-#: Length of the system's accept queue. asyncio accepts as many connections at a time, and each takes a descriptor.
+#: Length of the system's accept queue. asyncio accepts up to this many connections at a time, and each takes a descriptor.
 BACKLOG = 64
 #: Descriptors reserved for everything but connections.
 SPARE_DESCRIPTORS = 32
@@ -43,7 +43,7 @@ log = logging.getLogger("decoders.server")
 
 
 def most_connections(wanted: int) -> int:
-    """`wanted`, or the number that the descriptors allow, since a server that runs out of descriptors spins."""
+    """`wanted`, or fewer if the limit of file descriptors demands it: a server without a free descriptor would spin."""
     try:
         import resource
 
@@ -145,7 +145,7 @@ class Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, OSError):  # such as "no descriptor left": one line is enough, without a traceback
+        if isinstance(error, OSError):  # for "no descriptor left" and the like, a line without traceback is enough
             record.msg, record.args, record.exc_info = f"{str(record.msg).partition(chr(10))[0]}: {error}", (), None
         message, now = str(record.msg)[:100], time.monotonic()
         if now - self._shown.get(message, -SELDOM) < SELDOM:
@@ -158,9 +158,7 @@ class Seldom(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context in which messages of uvicorn and asyncio that unknown clients can cause (malformed requests …) pass
-    :class:`Seldom`.
-    """
+    """While the context is open, :class:`Seldom` filters the log of uvicorn and asyncio, which unknown clients can fill."""
     seldom = Seldom()
     loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
     for each in loggers:

@@ -14,10 +14,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..common.transformers_compat import config_value
 from ..constraints import Backend, Vocabulary, regex
-from ..enabling import OwnDefaults, enable, enabled
-from ..engine.model.layout import context_length
-from ..engine.model.threads import release_threads
+from ..enabling import OwnDefaults, compiles_grammars_with, enable
 from ..errors import QueueFull, UnsupportedError, shortened
 from ..registry import resolve_strategy
 from ..scheduling.generation import Generation
@@ -37,12 +36,12 @@ from .workshop import Wanted, Workshop, judged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Number of threads that parse bodies, render prompts and submit requests, which the event loop never does.
+#: Number of threads that parse bodies, render prompts and submit requests, so that the event loop does not.
 THREADS = 4
 #: Number of threads for requests that take long (large ones, images, new grammars), so that other requests do not wait for them.
 PATIENT_THREADS = 2
-#: Greatest delay of a step by reading prompts, in seconds, so that a client with one long prompt after the other does not stop
-#: decoding.
+#: Greatest number of seconds by which prefilling prompts may delay a step. Without it, a client that sends one long prompt after
+#: another would stop the decoding of all other requests.
 LONGEST_PAUSE = 0.02
 #: A body is large from this number of bytes on: tokenizing its prompt takes 10 ms or more.
 LARGE = 32 << 10
@@ -60,16 +59,16 @@ class Service:
         limits: limits of requests.
         chat_template: replaces the tokenizer's chat template.
         thinking: begin and end markers of thoughts, for models whose markers are not known.
-        tool_format: name of the format of calls, if the template does not show the right one.
+        tool_format: name of the format in which the model writes function calls, if the chat template does not show it.
         config: ``decoders_config`` of every request.
         processor: the processor of a vision model.
 
     Attributes:
         offered: the strategies that requests can name.
-        pace: delays requests with large bodies.
-        keys: number of keys that tell clients apart.
+        pace: delays the answers to requests with large bodies.
+        keys: number of API keys. With several keys, the requests of one key take turns as one client; otherwise each request does.
         draining: whether new requests are refused.
-        ending: set once the accepted requests are cancelled, too.
+        ending: set when the accepted requests are cancelled.
     """
 
     def __init__(
@@ -80,7 +79,8 @@ class Service:
     ) -> None:  # fmt: skip
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
-        self.slots = min(limits.slots, context_length(model))
+        text = model.config.get_text_config(decoder=True)
+        self.slots = min(limits.slots, config_value(text, "max_position_embeddings") or limits.slots)
         options: dict[str, Any] = dict(
             rows=limits.rows, slots=limits.slots, queue=limits.queue, longest_pause=LONGEST_PAUSE
         )
@@ -101,7 +101,6 @@ class Service:
         self.offered = Offered(model, self.pool)
         self.metrics = Metrics(self.pool, limits.rows, name)
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
-        release_threads()  # threads of the thread that loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
         self.ending = asyncio.Event()
@@ -113,15 +112,15 @@ class Service:
         """Sets a generation config with which every request can be decoded; logs a warning about fields that were left out.
 
         Returns:
-            `config`, settings of `strategy`, with the checkpoint's drafting hints added.
+            `config`, which holds settings of `strategy`, with the checkpoint's drafting hints added.
         """
         defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
         self.model.generation_config = defaults.config
         if defaults.left_out:
             values = ", ".join(f"{name}={value}" for name, value in defaults.left_out.items())
             log.warning(
-                "the checkpoint's generation config sets %s: requests are decoded without that. Take it out of "
-                "generation_config.json, or of config.json, to be rid of this warning", values,
+                "the checkpoint's generation config sets %s: requests are decoded without these settings. To avoid this warning, "
+                "remove them from generation_config.json or config.json", values,
             )  # fmt: skip
         return defaults.strategy_config
 
@@ -137,10 +136,9 @@ class Service:
         with suppress(UnsupportedError):  # the tokens have no bytes: requests with grammars will be refused
             self.workshop.begin()
         _ = self.offered.names
-        release_threads()
 
     def check(self, body: Asked) -> None:
-        """Checks a body's model. Raises Refusal: another model is named, or the server is shutting down."""
+        """Raises Refusal if a body names another model, or if the server is shutting down."""
         if self.draining:
             raise self.shutting_down()
         self.check_name(body.model)
@@ -159,11 +157,11 @@ class Service:
     @cached_property
     def workshop(self) -> Workshop:
         """The workshop that compiles grammars. The first call takes a moment for a large vocabulary."""
-        vocabulary, backend, seconds = enabled(self.model).compiles_with(self._stops, self._config)
+        vocabulary, backend, seconds = compiles_grammars_with(self.model, self._stops, self._config)
         return _workshop(vocabulary, type(backend), seconds)
 
     async def judge(self, job: Job, choice: Choice) -> None:
-        """Validates a text that has ended, if its grammar is wider than the requested format."""
+        """Validates a text that has ended, and sets `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
@@ -179,7 +177,7 @@ class Service:
             raise self.shutting_down() from error
 
     def takes_long(self, body: Body) -> bool:
-        """Whether the threads for slow requests prepare a body. Large bodies always go there."""
+        """Whether preparing a body may take long: it is heavy, or its grammar is not compiled yet."""
         if body.heavy:
             return True
         wanted = wanted_of(body, self.conversations.style)
@@ -190,7 +188,7 @@ class Service:
         """Counts a slow request while it waits or is prepared. Called in the event loop.
 
         Raises:
-            QueueFull: as many slow requests as allowed wait already.
+            QueueFull: the greatest allowed number of slow requests already waits.
         """
         most = self.limits.constrained + PATIENT_THREADS
         if self._long >= most:
@@ -205,18 +203,14 @@ class Service:
             self._long -= 1
 
     def check_length(self, text: str) -> None:
-        """Raises Refusal for a text that is so long that it must have more tokens than a prompt may have. The text is not
-        tokenized.
-        """
+        """Raises Refusal if `text` is too long for a prompt, whatever its tokens are. The text is not tokenized for this check."""
         with suppress(UnsupportedError):  # the tokens have no bytes
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
                 raise self.limits.too_long(f"more than {least}", self.slots)
 
     def check_count(self, body: Body, prompts: int) -> int:
-        """The number of texts that a body with so many prompts asks for. Raises Refusal if they are more than allowed, or than fit
-        into the queue.
-        """
+        """The number of texts that a body with `prompts` prompts asks for. Raises Refusal if the number exceeds its limit."""
         count = (body.n or 1) * prompts
         self.limits.check_texts(count)
         return count
@@ -229,14 +223,14 @@ class Service:
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Submits all texts of a body, or none if one fails. It takes a millisecond or more, so the event loop must not call it.
+        """Submits all texts of a body; if one fails, all are cancelled. This takes too long for the event loop: a millisecond or more.
 
         Args:
             kind: prefix of the answer's id.
             arrival: the request's arrival; the request is given up once its client is `gone`.
             wanted: description of the grammar of all texts.
-            thinking: ``thinking=`` of all texts.
-            default_tokens: number of new tokens if the body does not say; None: as many as fit.
+            thinking: the argument ``thinking=`` of ``generate`` for all texts.
+            default_tokens: number of new tokens if the body gives none; None: as many as fit.
             images: images of the prompts, as arguments of ``generate``.
 
         Raises:
@@ -282,7 +276,7 @@ class Service:
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
-        """The number of new tokens after `prompt`. Raises Refusal if the body asks for more than allowed, or than fit."""
+        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` or this number exceeds its limit."""
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
@@ -316,7 +310,7 @@ class Service:
         self.pool.cancel()
 
     def close(self) -> None:
-        """Cancels what is left and frees everything."""
+        """Cancels the remaining requests, and ends the schedulers and threads."""
         self.draining = True
         self.pool.close()
         self.patient.shutdown(wait=False, cancel_futures=True)
@@ -325,5 +319,5 @@ class Service:
 
 @functools.lru_cache(2)
 def _workshop(vocabulary: Vocabulary, backend: type[Backend], seconds: float) -> Workshop:
-    """The process's only workshop for these arguments, since starting one takes seconds."""
+    """A workshop for these arguments. It is cached, because starting a workshop takes seconds."""
     return Workshop(vocabulary, backend(), seconds)

@@ -1,6 +1,6 @@
 """The texts of a request while they are generated.
 
-They are passed on in pieces that never end within a character or within the beginning of a stop string.
+Texts are passed on in pieces. No piece ends within a character, or within what may become a stop string.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from ..common.pieces import TextPieces, common, special_tokens
-from ..constraints import Vocabulary, unfinished
+from ..constraints import Vocabulary
 from ..errors import UnsupportedError
-from ..report import GrammarUse, Report
-from ..report.figures import mean_length
+from ..report import GrammarUse, Report, mean_length
+from ..scheduling import TextPieces, special_tokens, unfinished
 from ..scheduling.generation import Generation
 from .arguments import Stops
 from .limits import Arrival
@@ -34,7 +34,7 @@ class Choice:
         seed: seed of its sampling noise.
         generation: its request in the scheduler.
         prompt: token ids of the prompt.
-        judged: whether the finished text has to be validated, because its grammar is wider than the requested format.
+        judged: whether the finished text has to be validated, because its grammar accepts more than the requested format.
         invalid: the rule that the finished text breaks; None if it is valid.
     """
 
@@ -120,8 +120,8 @@ class Job:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The ``metrics`` object: acceptance of drafts in vLLM's form for a request of one text, which AIPerf reads; empty without
-        drafts.
+        """The ``metrics`` object: the acceptance of drafts in vLLM's form, which AIPerf reads. Empty without drafts, or for several
+        texts.
         """
         reports = self._reports
         if len(self.choices) != 1 or not reports or not reports[0].drafted:
@@ -129,7 +129,7 @@ class Job:
         lengths, drafted = reports[0].accepted_lengths, reports[0].drafted
         accepted = sum(n * count for n, count in enumerate(lengths))
         speculation = {
-            "mean_acceptance_length": mean_length(lengths),
+            "mean_acceptance_length": reports[0].mean_accepted_length,
             "draft_acceptance_rate": accepted / drafted,
             "acceptance_histogram": lengths,
             "num_spec_steps": sum(lengths),
@@ -178,7 +178,7 @@ class Spelling:
         self._special = frozenset(special_tokens(tokenizer).values())
 
     def of(self, token: int) -> bytes:
-        """The bytes of a token; the name of a special token."""
+        """The bytes of a token; for a special token, the bytes of its name."""
         data = self._tokens[token] if token < len(self._tokens) else None
         if data is None:
             name: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)  # type: ignore[assignment]
@@ -192,7 +192,7 @@ class Spelling:
         token.
         """
         data = self.of(token)
-        if token in self._special:  # also between the bytes of a character, whose text is not its own
+        if token in self._special:  # `text` may be a character of other tokens, between whose bytes this token stands
             return data if data.decode(errors="replace") in text else b""
         try:
             same = data.decode() == text
@@ -208,8 +208,8 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """The text of a held-back token, and the text in which stop strings are searched; a special token's name may be in either or
-    both.
+    """A held-back token: the text that is shown for it, and the text in which stop strings are searched. A special token's name may
+    be in one of these texts or in both.
     """
 
     text: str
@@ -248,7 +248,7 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # The held-back text after each of its tokens, and whether that token was drafted.
+        # For each token of the unsettled text: the text up to and including the token, and whether the token was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
@@ -270,10 +270,10 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece`, the text of the held-back tokens, among these tokens: each begins where the text before it ended.
+        """Divides `piece`, the text of the unsettled tokens, among these tokens, in order.
 
         Args:
-            token: the last of these tokens. A special token may appear, or be matched, by name.
+            token: the last of the unsettled tokens. A special token may be shown, or be matched with stop strings, by name.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)
@@ -282,7 +282,7 @@ class ChoiceText:
         self.written += piece + written
         for place, (text, flag) in enumerate(self._unsettled, 1):
             if place < len(self._unsettled):
-                end = max(common(text, piece), begin)
+                end = max(len(commonprefix((text, piece))), begin)  # noqa: RUF071 -- no files
                 held = _Held(piece[begin:end], piece[begin:end], flag)
                 self.places.append((before + begin, before + max(min(len(text), len(piece)), end)))
             else:

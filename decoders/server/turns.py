@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ..constraints import Call, Progress
+from ..constraints import Call
 from .answers import Growing, TextToken, joined
 from .grammars import Calling
 from .histories import JOINT
@@ -19,7 +19,7 @@ class Piece:
     """New text of a turn.
 
     Attributes:
-        kind: whether it belongs to a thought, to text, or to the arguments of a call.
+        kind: whether the new text belongs to a thought, to text, or to the arguments of a call.
         text: the new text.
         number: number of the call, or of the thought or text.
         first: whether the call, thought or text begins here.
@@ -52,11 +52,11 @@ class Turn:
     """The assistant's turn in one choice of an answer.
 
     Args:
-        reasoning: how the turn begins with a thought; None if it does not.
-        calling: the functions that may be called; None: none.
+        reasoning: how thoughts are separated from the answer; None if they are not.
+        calling: the functions that may be called; None if there are none.
 
     Attributes:
-        thoughts, texts: the thoughts and texts so far, by part number; none is empty.
+        thoughts, texts: the thoughts and texts so far, by part number. Empty thoughts and texts are left out.
         calls: the calls so far.
         places: offsets of the texts in the whole text, by part number.
     """
@@ -65,7 +65,7 @@ class Turn:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
         self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
         self.places, self._written = dict[int, tuple[int, int]](), ""
-        self._known = dict[int, dict[int, Progress]]()  # how far each part's arguments were read
+        self._known = dict[int, dict[int, Any]]()  # how far each part's arguments were read
         self._thinking = list[tuple[int, int]]()  # ranges of thoughts with their markers
 
     @property

@@ -1,9 +1,9 @@
 """Compiles grammars and validates finished texts in processes that can be killed.
 
-A client's grammar may take exponential time and memory in code that cannot be interrupted; interruptible Python code would still
-hold the GIL and slow down decoding. So a separate process, the workshop, holds the compilers and the vocabulary, and forks a
-process for every piece of work. The fork is killed as soon as nobody waits for its result. On systems without fork (Windows) the
-calling thread does the work, within the bounds of :mod:`decoders.constraints`.
+Compiling a client's grammar may take exponential time and memory, in code that cannot be interrupted or that holds the GIL and
+slows down decoding. So a separate process, the workshop, holds the compilers and the vocabulary, and forks a process for every
+piece of work. The fork is killed as soon as nobody waits for its result. On systems without fork (Windows) the calling thread
+does the work, within the bounds of :mod:`decoders.constraints`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ..constraints import Backend, CompiledGrammar, Lark, Spec, TaggedGrammar, Vocabulary, compiled, mask_words, unpack
+from ..constraints import Backend, CompiledGrammar, Lark, Spec, Vocabulary, compiled, mask_words, unpack
 from ..errors import GrammarError
 from .bodies import Part
 from .forks import MEGABYTES, SPARE_SECONDS, Check, exchanged, pickled, unpickled, work
@@ -45,7 +45,7 @@ class Compiling:
     """Work: compiling a request's grammar.
 
     Attributes:
-        seconds: limit of processor time.
+        seconds: greatest processor time, in seconds.
     """
 
     wanted: Wanted
@@ -68,8 +68,7 @@ TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Generates two random texts to find rules that are so ambiguous that a mask takes a second, for which all rows would have to
-    wait.
+    """Generates two random texts, to find grammars that are so ambiguous that a mask takes seconds, while all rows wait.
 
     Raises:
         GrammarError: a matcher of the grammar exceeded its time.
@@ -88,7 +87,7 @@ def _try(grammar: CompiledGrammar) -> None:
 
 @dataclass(frozen=True)
 class Judging:
-    """Work: why a finished text is invalid; None if it is valid."""
+    """Work: validating a finished text. The result is why the text is invalid, or None if it is valid."""
 
     whole: Callable[[str], None]
     text: str
@@ -116,7 +115,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Remote:
-    """Validates texts in a workshop. Only threads that may wait call it, never the decoding thread."""
+    """Validates a text in a fork of the workshop. In threads that must not wait, such as the decoding thread, it does nothing."""
 
     whole: Callable[[str], None]
     workshop: Workshop
@@ -169,7 +168,7 @@ class Workshop:
             check: called while waiting; an error that it raises ends the work.
 
         Raises:
-            GrammarError, Refusal: the description has no grammar, or compiling exceeds the limits.
+            GrammarError, Refusal: the description is invalid, or compiling exceeds the limits.
         """
         name = _name(wanted)
         with self._lock:
@@ -177,9 +176,8 @@ class Workshop:
                 self._known.move_to_end(name)
                 return self._known[name]
         grammar = self._done(Compiling(wanted, self.backend, self.seconds), check)
-        parts = grammar.grammars if isinstance(grammar, TaggedGrammar) else [grammar]
-        prepared = Prepared(grammar, any(part.language.whole is not None for part in parts))
-        for part in parts:
+        prepared = Prepared(grammar, any(part.language.whole is not None for part in grammar.parts))
+        for part in grammar.parts:
             if (whole := part.language.whole) is not None:
                 part.language = replace(part.language, whole=_Remote(whole, self))
         with self._lock:
@@ -198,7 +196,7 @@ class Workshop:
         return answer
 
     def begin(self) -> None:
-        """Starts the process unless it runs. It is ready some seconds later; work waits for it."""
+        """Starts the workshop's process unless it runs. The process is ready some seconds later; work waits until then."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
@@ -218,7 +216,7 @@ class Workshop:
                     self.vocabulary.rules,
                     self.vocabulary.special,
                 )
-                pickle.dump(given, file)
+                pickle.dump((given, self.backend), file)
                 file.seek(0)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", f"from {work.__module__} import work; work({theirs.fileno()})"],
@@ -236,14 +234,14 @@ class Workshop:
         answer = self._asked(content, check) or self._asked(content, check, again=True)
         if answer is None:
             bounds = f"{self.seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"
-            raise GrammarError(f"it takes more than {bounds} of memory: simplify it")
+            raise GrammarError(f"the grammar takes more than {bounds} of memory: simplify it")
         result = unpickled(answer, self.vocabulary)
         if isinstance(result, Exception):
             raise result
         return result
 
     def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
-        """The answer to a message; None if the fork was killed. again: whether to retry once if the workshop itself has ended."""
+        """The answer to a message; None if the fork was killed. again: a second try, which is made only if the workshop has ended."""
         process = self._process
         if again and process is not None and process.poll() is None:
             return None

@@ -1,9 +1,9 @@
-"""Chooses what to verify in every step: of the drafts of all usable drafters as many nodes as pay, or none.
+"""Collects draft tokens from all usable drafters in every step, and verifies the draft tokens that are worth their time.
 
-The tokens of a row do not depend on its drafts, so every drafter can be judged by them, whether its draft was verified or not. That
-gives the probability of each draft token; the cost of a step by its nodes is measured. A node is verified if it is worth its time:
-with ``P`` the probability of its path and ``R`` the present rate in tokens per second, if ``P`` exceeds ``R`` times the seconds that
-it adds (Dinkelbach 1967 for the ratio of tokens to seconds).
+The tokens that a row writes do not depend on its drafts. So a draft can be compared with the written tokens even if it was not
+verified, and every drafter's acceptance rates are known. They give the probability of each draft token. The cost of a step with a
+given number of nodes is measured. Let ``P`` be the probability that all tokens on a node's path are accepted, and ``R`` the present
+rate in tokens per second. The node is verified if ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_p
 from .auto_plan import AutoState, Memory, Plan
 from .merged import union
 
-#: Weight of the newest step in tokens and seconds of the present rate.
+#: Weight of the newest step in the moving means of tokens and seconds, whose ratio is the present rate.
 RATE_WEIGHT = 1 / 32
 
 
 class AutoSettings(Settings):
-    """The candidates."""
+    """The settings of `auto`."""
 
     candidates: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         None,
-        description="Strategies to choose among, the cheapest first. None: all that offer themselves, of the built-in ones grammar, "
-        "suffix, ngram, medusa and speculative. Those that a call cannot use (no grammar, no assistant_model, no heads for the "
-        "model) are left out.",
+        description="Strategies to choose among, the cheapest first. None: all strategies with an auto_place; the built-in ones "
+        "are grammar, suffix, ngram, medusa and speculative. A strategy that a call cannot use is left out, for instance if the "
+        "call has no grammar, no assistant_model or no heads for the model.",
     )
     config: Table = Field(Table(), description='Settings of candidates: {"prompt_lookup": {"max_ngram": 4}}.')
     nodes: int = Field(64, ge=1, le=256, description="Most draft tokens that a step verifies per row.")
@@ -48,10 +48,10 @@ class AutoSettings(Settings):
 
 
 class Auto(Strategy):
-    """Verifies in every step the draft tokens that pay, of any drafter, or none.
+    """Verifies in every step the draft tokens that are worth their time, from any of its candidates.
 
-    It is never slower than plain decoding except for trying its candidates, ever less often while they bring nothing, which takes
-    about 1 % of the time. A call that has fallen 2 % behind plain decoding decodes plainly until it can afford another attempt.
+    Trying the candidates costs about 1 % of the time of plain decoding. Candidates that bring no gain are tried less and less often.
+    A call that has fallen 2 % behind plain decoding decodes plainly until it can afford another attempt.
     """
 
     name = "auto"
@@ -61,7 +61,7 @@ class Auto(Strategy):
     timed = True
     rows_apart = False
     on_device = False  # the host decides what to verify
-    reads_prompt = finds_layers = False  # unless a candidate does
+    reads_prompt = finds_layers = False  # `compose` sets them to True if a candidate has them
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
@@ -89,16 +89,18 @@ class Auto(Strategy):
             refuse_unfit(strategy)
         merged = merged_traits(tuple(made.values()))
         self.declare(**{name: merged[name] for name in ("reads_prompt", "prompt_logits", "finds_layers")})
-        # A candidate that reads no prompts is started again.
+        # A candidate that reads no prompts can be started anew when the rows change.
         self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made.values())
-        self._made = made  # last: candidates that are refused are refused in the next call, too
+        self._made = made  # set last: if a candidate is refused above, the next call refuses it again
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         return union(self._layers_of(part, config, count) for part in self._made.values())
 
     def _layers_of(self, candidate: Strategy, config: Any, count: int) -> tuple[int, ...]:
-        """The layers that a candidate reads. If it cannot start, for instance because its head's files are missing, there are none,
-        unless the user has configured it.
+        """The target's layers that a candidate reads; empty if it cannot start, for instance because its head's files are missing.
+
+        Raises:
+            DecodersError: a candidate that the user has configured cannot start.
         """
         if not candidate.reads_layers:
             return ()
@@ -112,11 +114,11 @@ class Auto(Strategy):
     def start(self, context: Context) -> AutoState:
         if not context.coupled:
             raise UnsupportedError(
-                "auto chooses draft tokens by what was drawn, which is exact with the coupled verifier only: take verifier='coupled', "
-                "or another strategy"
+                "auto chooses draft tokens by the tokens drawn before, which is exact with the coupled verifier only: take "
+                "verifier='coupled', or another strategy"
             )
         self.compose(context.strategy, {})
-        # Which candidates there are may change with the plugins.
+        # The candidates may differ between calls, because plugins can be added or removed. Each set has its own statistics.
         memory: Memory = context.memory(f"rates of {', '.join(self._made)}", Memory)
         costs: StepCosts = context.costs(measure=True) or _Flat()
         every = self.layers_for(getattr(context.model, "config", None), context.decoder_layers)
@@ -142,10 +144,10 @@ class Auto(Strategy):
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
     ) -> Candidate | str:
-        """A started candidate, or the reason why it is left out. every: layers that are read for all candidates.
+        """Starts a candidate, and returns it, or the reason why it is left out. every: layers that are read for all candidates.
 
         Raises:
-            DecodersError: it can never be a candidate, or it cannot start with the settings that the user gave.
+            DecodersError: a candidate that the user has configured cannot start.
         """
         strategy = self._made[name]
         reason = missing(strategy, context)
@@ -157,7 +159,9 @@ class Auto(Strategy):
             if name in self.settings.config:
                 raise
             return str(error)
-        bit = 1 << list(self._made).index(name)  # the reason is the same in every call
+        bit = 1 << list(self._made).index(
+            name
+        )  # by its place among all candidates, so that the bit is the same in every call
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers
@@ -239,7 +243,7 @@ class Auto(Strategy):
             if candidate.bit & right:
                 candidate.was_right()
         state.history[-1].tokens += sum(emitted)
-        # Clipped, because an interrupted or compiling step has no meaning for the rate.
+        # The seconds are clipped, because an interrupted step, or a step that compiles, would distort the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + plan.chosen - plan.begun)
         state.memory.seconds += seconds
         once = sum(candidate.preparing for candidate in state.candidates)
@@ -267,7 +271,7 @@ class Auto(Strategy):
 
 
 def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
-    """The depth of a candidate's draft in this step: 0 to leave it out, None if it has no limit."""
+    """The depth that a candidate drafts to in this step: 0 if it is left out, None if it has no limit."""
     if not plan.tries:
         return 0
     if candidate.limited:
@@ -282,7 +286,7 @@ def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
-    """The value of a token in each active row."""
+    """The value of a token in each active row: the row's number maps to the weight of its tokens."""
     written = state.ledger.written
     if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)
@@ -291,7 +295,7 @@ def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
 
 
 class _Flat(StepCosts):
-    """Costs for a context without any: every node costs a hundredth of a step."""
+    """Costs for a context that has measured none: every node adds a hundredth of a step's time."""
 
     def __init__(self) -> None:
         super().__init__(None, 1, 1)

@@ -1,4 +1,4 @@
-"""The drafters that `auto` chooses among: when each is asked, what it brought, and how much time all may spend."""
+"""The drafters that `auto` chooses among: when each is asked for a draft, what it gained, and how much time trials may take."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, PromptChunk, Sequences, Step, Strategy, check_draft
 from .merged import layers_of_part
 
-#: A drafter is cheap if it may be asked at least every CHEAP_WAIT steps; the most expensive one is asked every DEAREST_WAIT steps.
+#: A drafter is cheap if it can be afforded at least every CHEAP_WAIT steps. Every drafter is asked at least every DEAREST_WAIT steps.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
-#: A drafter that is asked less often than every so many steps does not observe the steps between, if it may miss steps.
+#: If a drafter that may miss steps is asked less often than every UNTAUGHT steps, it does not observe the steps between its drafts.
 UNTAUGHT = 16
-#: A cheap drafter that was right is asked in each of the next so many steps.
+#: After a draft token of a cheap drafter was written, the drafter is asked in each of the next PATIENCE steps.
 PATIENCE = 4
 #: Weight of the newest run in the means of a drafter.
 RUN_WEIGHT = 1 / 4
-#: Tokens of the first draft of a limited drafter, which needs a pass per token.
+#: Number of tokens in the first draft of a limited drafter, which needs one pass per token.
 FIRST_DEPTH = 2
 
 
@@ -28,12 +28,11 @@ class Experience:
     """Statistics of a drafter, from this call and earlier ones.
 
     Attributes:
-        runs: how often it was asked.
-        cost: mean seconds of a run; per token of its draft if it is limited.
-        learning: mean seconds of `observe`, if it can be left out with the draft.
-        lost: seconds of trials without a gain, over all calls, so that several calls together can afford a trial that one call
-            cannot.
-        looks: the gains of trials, and how often the drafter is asked.
+        runs: number of drafts it was asked for.
+        cost: mean seconds of a run; for a limited drafter, mean seconds per token of its draft.
+        learning: mean seconds of `observe` for a drafter that may miss steps, otherwise 0.
+        lost: seconds of trials without a gain, summed over calls: several calls together can afford a trial that one call cannot.
+        looks: decides by the gains of trials how often the drafter is asked.
     """
 
     runs: int = 0
@@ -47,21 +46,21 @@ class Candidate:
     """A drafter in a call.
 
     Args:
-        bit: its bit in masks.
-        strategy, state: of the drafter.
+        bit: its bit in masks of drafters.
+        strategy, state: the drafter's strategy and its state.
         depth: most tokens that it drafts on a path.
-        experience: its statistics, kept between calls.
-        clock: of the call.
+        experience: the drafter's statistics, kept between calls.
+        clock: the call's clock.
         first_price: expected seconds of its first run.
-        layers: of the target, that it reads; and those that are read for all candidates.
+        layers: the target's layers that it reads, and the layers that are read for all candidates.
 
     Attributes:
         limited: whether it drafts to a requested depth, because deeper drafts take more time.
-        runs: how often it was asked.
+        runs: number of its drafts in this call.
         proposed: number of its draft tokens.
         right: number of its draft tokens that were written.
-        seconds: time of all its runs, and of observing steps that it may miss.
-        preparing: seconds of its run in this step, if that was the first one of this call.
+        seconds: seconds of all its runs, plus `observe` if it may miss steps.
+        preparing: seconds of its run in this step if that was its first run in this call, otherwise 0.
         requested_depth: depth requested in this step; 1 if it has no limit, 0 if it was left out.
     """
 
@@ -81,16 +80,16 @@ class Candidate:
         self._patience = 0 if experience.runs else PATIENCE
 
     def due(self, rate: float, seconds: float) -> bool:
-        """Whether it is asked in this step.
+        """Whether the drafter is asked in this step.
 
         Args:
             rate: present tokens per second.
-            seconds: of all calls so far, and the expected rest of this one.
+            seconds: seconds of all calls so far, plus the expected seconds of the rest of this call.
         """
         known = self.experience
         cost = known.cost + known.learning
         most = affordable(rate * cost, DEAREST_WAIT)
-        if self.limited:  # it is known not to pay, so asking it is a trial
+        if self.limited:  # `auto` calls this only if no depth of its draft is worth its time, so asking it is a trial
             due = self._waited >= most
         else:
             due = (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
@@ -100,7 +99,7 @@ class Candidate:
         return due and known.lost + price <= share * seconds
 
     def skip(self) -> None:
-        """Leaves it out of the step."""
+        """Leaves the drafter out of this step."""
         self._waited += 1
         self.preparing, self.requested_depth = 0.0, 0
 
@@ -112,10 +111,10 @@ class Candidate:
             self.strategy.prefill(self.state, replace(chunk, layers=layers, logits=logits))
 
     def run(self, sequences: Sequences, limit: int | None = None) -> list[tuple[Any, ...]]:
-        """Its draft: for every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
+        """Drafts, and returns for every row the tokens, the nodes' parents and the grades, as :meth:`Proposals.add` takes them.
 
         Raises:
-            DraftError: it is no draft. UnsupportedError: the nodes of the drafter's tree cannot be selected one by one.
+            DraftError: the strategy's proposal is no valid draft. UnsupportedError: the draft has nodes beside its draft tokens.
         """
         begun = self._clock()
         if limit is not None:
@@ -124,8 +123,8 @@ class Candidate:
         check_draft(draft, self.name, len(sequences.length))
         if not draft.has_draft_tokens_only:
             raise UnsupportedError(
-                f"strategy {self.name!r} runs nodes of its own beside its draft tokens, in every step: auto, which may leave it "
-                "out, cannot choose it. Use it by itself, or merged"
+                f"auto cannot choose strategy {self.name!r}: it runs nodes of its own beside its draft tokens in every step, and auto "
+                "leaves candidates out of steps. Use it by itself, or merged"
             )
         tokens, parents, grades = draft.read()
         seconds = self._clock() - begun
@@ -141,7 +140,7 @@ class Candidate:
         return [(own, parents[row], grades and grades[row]) for row, own in enumerate(tokens)]
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Lets it observe the step, if it learns from steps and is asked often enough."""
+        """Shows the drafter the verified step, if it learns from steps and is asked often enough."""
         rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
@@ -154,11 +153,11 @@ class Candidate:
             self.seconds += seconds
 
     def judge(self, benefit: float, verifying: float, rate: float) -> None:
-        """Learns the gain of the run.
+        """Updates the drafter's statistics with the gain of its run in this step.
 
         Args:
-            benefit: accepted tokens that no earlier drafter has proposed.
-            verifying: seconds of verifying nodes that no earlier drafter has proposed.
+            benefit: accepted tokens that no earlier candidate has proposed.
+            verifying: seconds that verifying took for nodes that no earlier candidate has proposed.
             rate: present tokens per second, the value of time.
         """
         known = self.experience
@@ -168,20 +167,20 @@ class Candidate:
             known.lost += max(price - benefit, 0.0) / rate
 
     def was_right(self) -> None:
-        """Called when one of its draft tokens was written: a cheap drafter is asked again in the next steps."""
+        """Counts a draft token that was written, and lets a cheap drafter be asked again in the next steps."""
         self.right += 1
         self._patience = PATIENCE
 
 
 def _mean(known: float, seconds: float, runs: int) -> float:
-    """The mean without the first run, which includes preparation."""
+    """The moving mean after one more run; it omits the first run, which includes preparation."""
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
-    """Expected seconds of the first run of a drafter: a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
+    """Expected seconds of a drafter's first run, in which a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    Its passes are estimated from the target's by the number of layers. Drafters without a model take almost no time.
+    A pass of the draft model is taken to cost the target's pass times the ratio of their layers. A drafter without a model costs 0.
     """
     if not strategy.limits:
         return 0.0
@@ -193,19 +192,18 @@ def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float
 
 
 def refuse_unfit(strategy: Strategy) -> None:
-    """Raises SettingsError for a strategy that must see every step of its own."""
+    """Raises SettingsError for a strategy that `auto` cannot leave out of steps, or that is not exact."""
     if strategy.observes and not strategy.rests:
         raise SettingsError(
-            f"auto leaves a drafter out of steps in which it does not pay, and {strategy.name!r} has to see every step: take it out of "
-            f"candidates, and use it by itself (strategy={strategy.name!r}) or beside another one in every step "
-            f"(strategy='{strategy.name}+prompt_lookup')"
+            f"auto leaves drafters out of some steps, and {strategy.name!r} has to see every step: take it out of candidates, and "
+            f"use it by itself (strategy={strategy.name!r}) or merged with another one (strategy='{strategy.name}+prompt_lookup')"
         )
     if not strategy.exact:
         raise SettingsError(f"auto: {strategy.name!r} is not exact")
 
 
 def missing(strategy: Strategy, context: Context) -> str | None:
-    """What `strategy` needs and the call lacks, or None."""
+    """Says which input of the call `strategy` needs and lacks; None if it lacks nothing."""
     if strategy.needs_grammar and context.guide is None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
@@ -213,17 +211,17 @@ def missing(strategy: Strategy, context: Context) -> str | None:
     return None
 
 
-#: Share of the time for trials of a drafter without a gain; the first run of a draft model given by the user may take twice that.
+#: A drafter that brings no gain may spend LOOKS_SHARE of all time on trials; FIRST_SHARE holds until after its first run.
 LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
-#: A call may fall behind plain decoding by this share of the time.
+#: A call may fall behind plain decoding by this share of its time.
 BEHIND_SHARE = 0.015
-#: Most tokens per row that the rest of a call is expected to have, since it may end early.
+#: The rest of a call is expected to write at most this many tokens per row, because the call may end early.
 COUNTED_AHEAD = 256
-#: A call may be behind by this share of so many steps at its start; each step adds its own share.
+#: At its start a call may be behind by BEHIND_SHARE of the time of this many steps; each further step adds its own share.
 FIRST_STEPS = 64
-#: Most plain steps that a call can be ahead, so that old gains are not spent; and most plain steps in a row before another attempt.
+#: A call counts as at most MOST_AHEAD plain steps ahead. After at most LONGEST_REST plain steps it may try again.
 MOST_AHEAD, LONGEST_REST = 64, 32
-#: Factor on the price of a draft token when a call is as far behind as it may be.
+#: A call that is as far behind as it may be counts the price of a draft token ``1 + STRICTNESS`` times.
 STRICTNESS = 4
 
 
@@ -231,12 +229,12 @@ STRICTNESS = 4
 class Ledger:
     """Tracks how far a call is behind plain decoding; beyond a limit, the call decodes plainly until it can afford another attempt.
 
-    The progress of rows that begin together is that of the slowest row.
+    If all rows begin together, the slowest row's progress counts as the progress of the call.
 
     Attributes:
-        written: tokens of each row; None where rows join and leave: then their mean counts.
-        least: tokens of the slowest active row.
-        behind: seconds behind plain decoding, less the allowance so far; negative if it is ahead.
+        written: number of tokens that each row has written; None if rows join and leave: then the rows' mean progress counts.
+        least: number of tokens that the slowest active row has written.
+        behind: seconds behind plain decoding, less the seconds allowed so far; negative if the call is ahead.
     """
 
     written: list[int] | None
@@ -248,23 +246,23 @@ class Ledger:
         return self.behind <= FIRST_STEPS * BEHIND_SHARE * plain
 
     def strictness(self, plain: float) -> float:
-        """The factor on a draft token's price, which grows with how far the call is behind."""
+        """The factor on a draft token's price: 1 for a call that is not behind, and more the further it is behind."""
         return 1 + STRICTNESS * max(self.behind, 0.0) / (FIRST_STEPS * BEHIND_SHARE * plain)
 
     def book(self, extra: float, plain: float, emitted: dict[int, int]) -> None:
-        """Books a step.
+        """Adds a step to the account.
 
         Args:
-            extra: seconds beyond a plain step, without preparation that is done once per call.
+            extra: seconds that the step took beyond a plain step, without preparation that is done once per call.
             plain: seconds of a plain step.
-            emitted: tokens written, by active row.
+            emitted: number of tokens written by each active row.
         """
         behind = self.behind + extra - plain * (self._gained(emitted) - 1 + BEHIND_SHARE)
         most = (FIRST_STEPS + LONGEST_REST) * BEHIND_SHARE * plain
         self.behind = min(max(behind, -MOST_AHEAD * plain), most)
 
     def _gained(self, emitted: dict[int, int]) -> float:
-        """The number of plain steps with the same progress."""
+        """The number of plain steps that would have made the same progress as this step."""
         if self.written is None:
             return sum(emitted.values()) / max(len(emitted), 1)
         for row, count in emitted.items():

@@ -10,7 +10,7 @@ from ..costs import CAUTION, AcceptanceRates, Follower, Proposals, StepCosts, wo
 from ..strategy import Draft
 from .auto_candidates import COUNTED_AHEAD, Candidate, Experience, Ledger
 
-#: Most entries of a report's history.
+#: Most phases in a report's history.
 LONGEST_HISTORY = 1000
 
 
@@ -22,7 +22,7 @@ class Phase:
         step: number of its first step.
         steps: number of its steps.
         strategies: the strategies' names, joined by "+"; "" for none.
-        nodes: number of draft tokens per row, over all steps.
+        nodes: sum over the steps of the number of draft tokens per row.
         expected: number of expected tokens, over all rows and steps.
         tokens: number of written tokens, over all rows and steps.
     """
@@ -37,12 +37,12 @@ class Phase:
 
 @dataclass
 class Memory:
-    """The memory between calls.
+    """What `auto` keeps between calls.
 
     Attributes:
         rates: acceptance rates of the drafters in the last calls.
         experience: statistics of the drafters, by name.
-        seconds: of all steps.
+        seconds: total seconds of all steps of all calls.
     """
 
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
@@ -55,19 +55,19 @@ class AutoState:
     """The state of a call.
 
     Attributes:
-        memory: of earlier calls.
+        memory: what is kept between calls.
         candidates: the drafters.
         left_out: reasons why other candidates were left out, by name.
-        costs: of a step, by its nodes.
-        rows: followers of the rows' texts.
+        costs: the cost of a step by its number of nodes.
+        rows: for every row a follower, which compares its drafts with the written tokens.
         ledger: how far the call is behind plain decoding.
-        new_tokens: most that a row may write, where all rows begin together.
-        tokens: numerator of the present rate, per step; tokens of rows that others wait for count more.
-        seconds: denominator of the present rate, per step.
-        history: of the choices.
-        steps: their number.
-        clock: of the call.
-        plan: of the last step.
+        new_tokens: most tokens that a row may write; None if rows join and leave.
+        tokens: mean tokens of a step, the numerator of the rate; tokens of rows for which other rows wait count more.
+        seconds: mean seconds of a step, the denominator of the rate.
+        history: the choices so far.
+        steps: number of steps.
+        clock: the call's clock.
+        plan: the last step's plan.
     """
 
     memory: Memory
@@ -86,12 +86,12 @@ class AutoState:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, all rows."""
+        """Tokens per second of all rows together."""
         return self.tokens / self.seconds
 
     @property
     def all_seconds(self) -> float:
-        """Seconds of all calls so far, and the expected rest of this one."""
+        """Seconds of all calls so far, plus the expected seconds of the rest of this call."""
         left = COUNTED_AHEAD
         if self.new_tokens is not None:
             left = min(max(self.new_tokens - self.ledger.least, 0), COUNTED_AHEAD)
@@ -99,22 +99,22 @@ class AutoState:
 
 
 class Plan:
-    """What to verify in one step.
+    """The choice in one step.
 
     Attributes:
         active: unfinished rows.
-        proposals: of each row.
-        price: tokens that a node must be expected to bring per second that it takes.
-        worth: expected tokens less that price.
+        proposals: proposals for each row.
+        price: expected tokens that a node must bring for each second that it takes.
+        worth: expected tokens of the draft, less `price` times its seconds.
         width: verified draft tokens per row.
-        chain: bits of the drafters whose chains begin with the verified tokens.
+        chain: bits of the drafters that proposed all verified tokens, if these form a chain; otherwise 0.
         verifying: seconds of verification, by the bit of the first drafter that proposes the verified node.
-        chosen: time at which the draft was chosen.
+        chosen: time on the call's clock at which the draft was chosen.
 
     Args:
         weights: value of a token in each active row, 1 on average.
-        most: draft tokens per row.
-        begun: time at which the step began.
+        most: most draft tokens per row.
+        begun: time on the call's clock at which the step began.
         tries: whether the step may have a draft.
     """
 
@@ -133,7 +133,7 @@ class Plan:
         self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in self.active}
 
     def weigh(self) -> None:
-        """Finds the most valuable number of draft tokens per row."""
+        """Ranks the proposed nodes of every row, and sets `count` to the number of draft tokens per row that is worth most."""
         state = self.state
         gains: list[float] = []
         for row in self.active:
@@ -145,7 +145,7 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """The depth that pays for a limited drafter; 0 if none does beside the other proposals, or if it has no statistics yet."""
+        """The most valuable depth of a limited drafter's draft; 0 if none adds value to the other proposals, or it never ran before."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
@@ -193,10 +193,10 @@ class Plan:
         return replace(Draft.listed(tokens, parents, depth), drafters=drafters)
 
     def _chosen(self, row: int) -> list[int]:
-        """The nodes that are verified for a row, children behind their parents.
+        """The nodes of a row that are verified, parents before their children.
 
-        The likeliest path stands first, in slots of its own depth: there its tokens have the bits of plain decoding, and need
-        not be run again.
+        The likeliest path comes first, so that each of its tokens has the slot that plain decoding would give it. Its keys and
+        values then have the same bits as in plain decoding, and the token need not be run again if it is accepted.
         """
         parents = self.proposals[row].parents
         path, others = [0], list[int]()
@@ -205,7 +205,7 @@ class Plan:
         return path[1:] + others
 
     def note(self) -> None:
-        """Books the choice in the history, and its verification time with the drafters."""
+        """Adds the choice to the history, and the time of its verification to the drafters that proposed it."""
         state, sources, gain = self.state, 0, 0.0
         seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
         for row in self.active:
@@ -230,12 +230,12 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Books the step's cost beyond plain decoding. Verification counts with its expected time, because a single measurement has
-        more noise than the nodes cost.
+        """Adds the step's cost beyond plain decoding to the ledger. Verification counts with its expected time, because the noise of
+        one measurement is greater than the cost of the nodes.
 
         Args:
-            drafting: seconds of drafting, and of learning from the step.
-            emitted: written tokens, by row.
+            drafting: seconds of drafting, plus the seconds of learning from the step.
+            emitted: number of written tokens, by row.
         """
         if self.tries:
             drafting += self.costs.step(self.count + 1) - self._plain

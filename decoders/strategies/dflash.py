@@ -34,13 +34,13 @@ class DFlashSettings(Settings):
         None,
         ge=1,
         le=127,
-        description="Tokens drafted in a pass; None: as many as in its training, which is the most, fewer where a step allows fewer "
-        "nodes by its measured costs.",
+        description="Tokens drafted in a pass, at most as many as in the draft model's training. None: as many as in training, or "
+        "fewer if the measured costs of a step allow fewer nodes.",
     )
     tree: Literal["none", "static", "dynamic"] = Field(
         "none",
-        description="none: the best token of every place, a chain. static: the best ones of every place, in a tree of one shape. "
-        "dynamic: the likeliest paths through them, chosen in every step.",
+        description="none: a chain of the best token of every place. static: a tree of one shape, of the best tokens of every place. "
+        "dynamic: a tree of the likeliest paths, chosen in every step.",
     )
     nodes: NodeBudget = None
     children: Children = 4
@@ -52,19 +52,18 @@ class _State(FeatureState):
     """The state of a call.
 
     Attributes:
-        of_head: for each layer that is read whether it is the target's last, whose hidden states are taken after the final norm.
+        of_head: for each layer that the network reads, whether it is the target's last, which is read after the final norm.
     """
 
     of_head: tuple[bool, ...]
 
 
 class DFlash(ReadsFeatures):
-    """A small network drafts a block of tokens. Its keys and values are made of the target's hidden states of every token.
+    """A small network drafts a block of tokens. Its keys and values are computed from the target's hidden states of every token.
 
-    The network reads the last token and masks, which see each other, and predicts in one pass the token in the place of every mask.
-    A head, if the draft model has one, chooses tokens that fit the token before: a path selector (DFlash2), a Markov head (DSpark),
-    a recurrent correction (Domino), a correlator (LiLiCorr). Embedding and output head are the target's where the draft model has
-    none.
+    The network reads the last token and masks, which attend to each other, and predicts in one pass the token in the place of every
+    mask. A head, if the draft model has one, chooses tokens that fit the token before: a path selector (DFlash2), a Markov head
+    (DSpark), a recurrent correction (Domino), a correlator (LiLiCorr). The target's embedding and output head replace missing ones.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
 
@@ -118,12 +117,11 @@ class DFlash(ReadsFeatures):
 
 
 class DFlashDrafter(BlockDrafter):
-    """The network with its own cache. Slot ``j`` is made of the target's hidden states of token ``j``. The block begins at the last
-    token, which the target has not read yet, and is dropped from the cache afterwards.
+    """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``. The block
+    begins at the last token, which the target has not read yet. It is dropped from the cache after the pass.
 
-    Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend
-    on the tokens of other places. Rejection rules allow this: the draws of a level are independent of the draws and acceptances
-    above it.
+    Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend on
+    the tokens of other places. Rejection rules allow this: the draws of a level are independent of the draws and acceptances above it.
     """
 
     def __init__(self, context: Context, files: DFlashFiles, length: int, children: int) -> None:
@@ -140,7 +138,7 @@ class DFlashDrafter(BlockDrafter):
         self.module: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
 
     def _make_block(self, rows: int, block: int) -> None:
-        """The block of every row: the last token and masks, which see each other."""
+        """Builds the tensors of every row's block: the last token and masks, which attend to each other."""
         device = self.window.device
         self.masks = torch.full((rows, block - 1), self.mask_token, device=device)
         offsets = torch.arange(block, device=device).expand(rows, block)
@@ -166,7 +164,7 @@ class DFlashDrafter(BlockDrafter):
             return self.opened(logits)
         self.drafted = DraftedBlock(logits, states, self.context, self.sequences.length > 1, self.embed)
         self.level, self.begun = 0, self.chooser.begin(self.drafted)
-        self.paths: Tensor | None = None  # states of all nodes that have been continued
+        self.paths: Tensor | None = None  # the head's states of all nodes that have been expanded
         return self._chosen(self.sequences.last, None)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
@@ -180,7 +178,7 @@ class DFlashDrafter(BlockDrafter):
         return self._chosen(nodes.clamp(0, self.most_id), above)
 
     def _chosen(self, nodes: Tensor, above: Tensor | None) -> Expansion:
-        """The head's scores for the present level, given the `nodes` of the level before and the states of their parents."""
+        """Expands the `nodes` of the level before by the head's scores. above: the head's states of the nodes' parents."""
         assert self.chooser is not None
         choice = self.chooser.choose(self.drafted, self.begun, self.level, nodes, above)
         if choice.state is not None:
@@ -188,13 +186,13 @@ class DFlashDrafter(BlockDrafter):
         expansion = self.best(choice.logits, self.level)
         if choice.confidence is None:
             return expansion
-        # The best continuation gets the head's confidence as its probability; the others keep their ratio to it.
+        # The best continuation's probability becomes the head's confidence; the ratios between the continuations stay.
         sure = choice.confidence.clamp(1e-6, 1)[..., None].log()
         return replace(expansion, weights=expansion.weights - expansion.weights[..., :1] + sure)
 
 
 def _check_fit(files: DFlashFiles, context: Context, folder: Path) -> None:
-    """Raises SettingsError if the draft model is for another target, UnsupportedError for a draft model's drafter."""
+    """Raises SettingsError if the draft model is for another target, and UnsupportedError if it would draft for a draft model."""
     config = files.config
     if context.level > 0:
         raise UnsupportedError("dflash cannot draft for a draft model: its network reads the target's hidden states")

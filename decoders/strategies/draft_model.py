@@ -15,7 +15,7 @@ from .draft_tree import TREE_NODES, TreeSettings
 
 __all__ = ["DraftModelSettings", "DraftModelStrategy", "DraftTreeSettings"]
 
-#: A path or hub name, or a loaded model (in JSON its name).
+#: A path, a hub name, or a loaded model, which is serialized as its name.
 DraftModel = Annotated[
     str | InstanceOf[PreTrainedModel] | None,
     PlainSerializer(lambda model: model if isinstance(model, str | None) else model.config.name_or_path),
@@ -33,7 +33,7 @@ class DraftModelSettings(Settings):
 
 
 class DraftTreeSettings(TreeSettings, DraftModelSettings):
-    """Settings of strategies with a draft model whose drafts may be trees."""
+    """Settings of strategies that draft trees with a draft model."""
 
 
 class DraftModelStrategy(Strategy):
@@ -51,10 +51,10 @@ class DraftModelStrategy(Strategy):
         self.needs_assistant = type(self).needs_assistant and getattr(self.settings, "draft_model", None) is None
 
     def draft_model(self, context: Context) -> PreTrainedModel | str:
-        """The model to draft with.
+        """The model that drafts: `draft_model` of the settings, else the call's assistant model.
 
         Raises:
-            UnsupportedError: the strategy is a stage and has no draft model in its settings; the call's draft model is its target.
+            UnsupportedError: no draft model is set, and the call has none, or the strategy drafts for the call's draft model itself.
         """
         if self.settings.draft_model is not None:
             return self.settings.draft_model
@@ -63,5 +63,5 @@ class DraftModelStrategy(Strategy):
         return context.assistant_model
 
     def tree_nodes(self, context: Context) -> int:
-        """Node budget of a tree, root excluded: the setting ``nodes``, else what the measured costs of a step allow."""
+        """Most nodes of a tree, root excluded: the setting ``nodes``, else the number that the measured costs of a step allow."""
         return draft_budget(context.costs, self.settings.nodes, TREE_NODES)

@@ -1,7 +1,7 @@
 """Draft trees: their settings, their shapes, and how a drafter that continues nodes fills them.
 
-Letters: ``B`` rows, ``Q`` nodes that are continued, ``C`` continuations of each, ``N`` nodes of a tree, the root included, ``M``
-nodes found, ``W`` nodes of a level that are continued, ``L`` nodes of a path.
+Letters: ``B`` rows, ``Q`` nodes that one pass expands, ``C`` continuations of a node, ``N`` nodes of a tree, root included, ``M``
+nodes found on all levels, ``K`` nodes that the drafter has run, ``W`` nodes of a level that are expanded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = [
     "TreeForm", "TreeSettings", "best_nodes", "depth_bound", "grades_of", "levels_of", "likely_paths", "require_coupled", "shape_of",
 ]  # fmt: skip
 
-#: Probabilities at which the grade of a draft token goes up by one, and the usual rate at which tokens of each grade are right.
+#: A draft token's grade is the number of these probabilities that its own exceeds; GRADE_RATES has each grade's usual acceptance rate.
 GRADES = (0.3, 0.6, 0.9, 0.98)
 GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
 
-#: Default nodes of a tree without measured costs, root excluded.
+#: Number of nodes of a tree, root excluded, if the costs of a step have not been measured.
 TREE_NODES = 24
 
-#: Assumed probabilities that the target's token is the draft's best, second best … token, for the shape of the default tree
+#: Assumed probabilities that the target chooses the draft's best, second best … token. They shape the default tree
 #: (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
 RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
 
@@ -52,11 +52,11 @@ NodeBudget = Annotated[
     Field(
         ge=1,
         le=256,
-        description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
+        description="Most nodes of a tree, root excluded. None: as many as the measured costs of a step allow, or 24 without costs.",
     ),
 ]
 Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of a node of a tree.")]
-Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")]
+Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are expanded per level.")]
 
 
 class TreeSettings(Settings):
@@ -68,9 +68,9 @@ class TreeSettings(Settings):
 
 
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The `nodes` likeliest paths of at most `depth` ranks below `children`, in Medusa's notation, the likeliest first.
+    """The `nodes` likeliest paths, the likeliest first, in Medusa's notation: at most `depth` ranks, each less than `children`.
 
-    The probability of each rank is assumed to be that of :data:`RANK_SHARES`.
+    A rank is assumed to have its probability in :data:`RANK_SHARES`.
     """
     shares = RANK_SHARES[:children]
     waiting: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(shares)]
@@ -86,23 +86,23 @@ def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...]
 
 
 class Expands(Protocol):
-    """What fills a tree: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
+    """The interface that fills a tree: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
 
     def root(self) -> Expansion:
         """The best continuations of every row's last token. ``Q`` is 1."""
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """The best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree`."""
+        """The best continuations of `nodes` ``[B, Q]``, which are the last ``Q`` nodes of `tree`."""
 
 
 class DraftTree(ABC):
-    """The shape of drafts, or the rule that chooses it. Their tokens are graded, see :func:`grades_of`.
+    """The shape of drafts, or a rule that chooses the shape. Draft tokens get grades, see :func:`grades_of`.
 
     Attributes:
-        depth: levels.
-        ahead: most slots that a draft model writes behind a row.
-        children: continuations per node that it asks for.
-        least_children: continuations per node that it needs.
+        depth: number of levels.
+        ahead: most slots that a draft model writes behind a row's last token.
+        children: number of continuations per node that the tree asks for.
+        least_children: number of continuations per node that the tree cannot do without.
     """
 
     depth: int
@@ -120,9 +120,9 @@ class DraftTree(ABC):
 
 
 class StaticTree(DraftTree):
-    """A tree of one shape: every level's inner nodes are run in one pass of the draft model.
+    """A tree whose shape is fixed. One pass of the draft model runs the inner nodes of a level.
 
-    The shape does not depend on the draws, so it suits every verifier.
+    Because the shape does not depend on drawn tokens, drafts are exact with every verifier.
 
     Args:
         paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
@@ -171,19 +171,18 @@ class StaticTree(DraftTree):
 
 
 class DynamicTree(DraftTree):
-    """The best nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024,
-    "EAGLE-2"): each pass expands a beam of the likeliest nodes of the deepest level, at the end the likeliest of all are
-    kept. Rows get trees of different shape.
+    """The likeliest nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024, "EAGLE-2").
 
-    When sampling, the probability of a node is that of ``softmax(log q + noise)`` with the target's noise: the target's token is
-    most often the draft's best *perturbed* one. The choice of nodes depends on the draws, which biases rejection rules, so it is
-    for the coupled verifier only.
+    Each pass expands a beam of the likeliest nodes of the deepest level. At the end the likeliest nodes of all levels are kept. Each
+    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)`` with the target's
+    noise, because the target draws with the same noise. The choice of nodes then depends on drawn tokens, which would bias rejection
+    rules, so the tree is exact with the coupled verifier only.
 
     Args:
-        depth: levels.
-        beam: nodes expanded per level.
-        nodes: budget of the tree, root excluded.
-        children: most continuations per node; fewer for a smaller vocabulary.
+        depth: number of levels.
+        beam: number of nodes expanded per level.
+        nodes: most nodes of the tree, root excluded.
+        children: most continuations per node; a smaller vocabulary gives fewer.
         compile: see :class:`~decoders.strategy.Context`.
     """
 
@@ -205,21 +204,21 @@ class DynamicTree(DraftTree):
         return self.weighted(drafter)[0]
 
     def weighted(self, drafter: Expands, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
-        """The same, with the probability of each node.
+        """Expands trees for all rows, and returns the draft and the probabilities of its nodes.
 
         Args:
-            floor: ``[B]``, log-probability below which a node is not continued. With one, expansion ends when no row has
-                a node to continue (the host reads the device once per level).
+            floor: ``[B]``, log-probability below which a node is not expanded. With a floor, expansion ends when no row has a node
+                to expand; the host then reads the device once per level.
 
         Returns:
-            the draft and the cumulative log-probability of its nodes, ``[B, N-1]``.
+            the draft and the cumulative log-probabilities of its nodes, ``[B, N-1]``.
         """
         expansion = drafter.root()
         tokens, weights = expansion.tokens[:, 0], expansion.weights[:, 0]
         nowhere = torch.zeros_like(tokens)
         level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
         levels, count = [level], tokens.shape[1]
-        # The root. Not slices: Dynamo (torch 2.13) fails on guards about the strides of one.
+        # The root. These are new tensors because Dynamo (torch 2.13) fails on guards about the strides of a slice.
         parents, offsets = nowhere.new_zeros(len(nowhere), 1), nowhere.new_zeros(len(nowhere), 1)
         visible = torch.ones_like(offsets[:, :, None], dtype=torch.bool)
         for _ in range(1, self.depth):
@@ -229,7 +228,7 @@ class DynamicTree(DraftTree):
             nodes, reached, chosen, parents, offsets, visible = self._frontier(
                 level[0], level[1], level[3], parents, offsets, visible, floor, width
             )
-            # All of these nodes are candidates, so visibility equals ancestry.
+            # Every node here is a draft token, so a node sees exactly its ancestors.
             expansion = drafter.expand(nodes, TreeTensors(parents, offsets, visible, visible))
             start = count - level[0].shape[1]
             level = self._expanded(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
@@ -239,13 +238,13 @@ class DynamicTree(DraftTree):
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         shape = TreeTensors(*tree)
         above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
-        # If no continuation of a node counts, the node itself does not count either.
+        # If a node and its parent are both absent, the difference of their weights is nan: the node is absent.
         own = (weights - above).nan_to_num(nan=float("-inf"))
         return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
 
 
 def grades_of(weights: Tensor) -> Tensor:
-    """Grades 0 … 4 of draft tokens, int64, by their log-probabilities given the token before, float32 of the same shape.
+    """Grades 0 … 4 of draft tokens, int64. weights: each token's log-probability given the tokens before, float32 of the same shape.
 
     :data:`GRADE_RATES` has the usual rate of each grade, for :attr:`decoders.Strategy.grade_rates`.
     """
@@ -253,41 +252,39 @@ def grades_of(weights: Tensor) -> Tensor:
 
 
 def require_coupled(context: Context, strategy: str) -> None:
-    """Refuses a call without the coupled verifier, for a strategy of this name whose drafts have a shape that depends on the draws.
+    """Checks that the call has the coupled verifier, for drafts whose shape depends on drawn tokens. strategy: the strategy's name.
 
     Raises:
-        UnsupportedError: the call has another verifier, for which such drafts would not be exact.
+        UnsupportedError: the call has another verifier, with which the drafts would not be exact.
     """
     if not context.coupled:
         raise UnsupportedError(
-            f"{strategy}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
-            "static tree, or verifier='coupled'"
+            f"{strategy}: a tree whose nodes are chosen by drawn tokens is exact with the coupled verifier only; take a static tree, "
+            "or verifier='coupled'"
         )
 
 
 def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
-    """The depth of a draft whose every level is a pass of the drafting network: `chosen` by the user if given, else `otherwise`, and
-    then at most as many levels as the measured costs of a step allow draft tokens.
-    """
+    """The depth of a draft: `chosen` by the user, else `otherwise`, limited to the number of draft tokens that a step's costs allow."""
     return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
 
 
 def shape_of(
     strategy: str, tree: str, depth: int, children: int, nodes: int | None, beam: int, context: Context
 ) -> DraftTree:
-    """The tree for a setting: a chain (``"none"``), a tree of one shape (``"static"``), or one chosen in every step (``"dynamic"``).
+    """The tree for a setting: a chain (``"none"``), a fixed shape (``"static"``), or a shape chosen in every step (``"dynamic"``).
 
     Args:
         strategy: name of the strategy, for the error.
         tree: one of :data:`TreeForm`.
-        depth: levels of the tree.
+        depth: number of levels of the tree.
         children: most continuations of a node.
-        nodes: budget of a tree, root excluded; None: what the measured costs of a step allow.
-        beam: nodes of a dynamic tree that are continued per level.
-        context: of the call.
+        nodes: most nodes of a tree, root excluded; None: as many as the measured costs of a step allow.
+        beam: number of nodes of a dynamic tree that are expanded per level.
+        context: the call's context.
 
     Raises:
-        UnsupportedError: a dynamic tree without the coupled verifier.
+        UnsupportedError: the tree is dynamic, and the call has another verifier than the coupled one.
     """
     nodes = draft_budget(context.costs, nodes, TREE_NODES)
     if tree == "dynamic":
@@ -298,9 +295,7 @@ def shape_of(
 
 
 def depth_bound(depth: int) -> int:
-    """`depth`, a number of levels, rounded up for :func:`best_nodes`, which unrolls it: a graph for each depth would be too many for
-    Dynamo.
-    """
+    """`depth`, a number of levels, rounded up. :func:`best_nodes` unrolls a loop over it, and Dynamo would compile every depth anew."""
     return (1 << depth.bit_length()) - 1 | 31
 
 
@@ -308,15 +303,14 @@ def frontier(
     tokens: Tensor, weights: Tensor, places: Tensor, parents: Tensor, offsets: Tensor, visible: Tensor, floor: Tensor | None,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The `width` likeliest nodes of a level, appended to the nodes that the draft model has run.
+    """Chooses the `width` likeliest nodes of a level, and appends them to the tree of the nodes that the draft model has run.
 
     Args:
-        tokens, weights, places: ``[B, n]``, the level.
-        parents, offsets: ``[B, K]``, visible: ``[B, K, K]``, nodes run.
+        tokens, weights, places: ``[B, n]``, the level's tokens, cumulative log-probabilities, and their parents' indices in the tree.
+        parents, offsets: ``[B, K]``, visible: ``[B, K, K]``, the tree of the nodes that were run.
 
     Returns:
-        tokens ``[B, W]``, cumulative log-probabilities ``[B, W]``, indices in the level ``[B, W]``, and parents, offsets
-        and visible of the ``K + W`` nodes.
+        the chosen nodes' tokens, cumulative log-probabilities and indices in the level, ``[B, W]``; then the tree of ``K + W`` nodes.
     """
     if floor is not None:
         weights = weights.masked_fill(weights < floor[:, None], float("-inf"))
@@ -337,7 +331,7 @@ def frontier(
 def expanded(
     tokens: Tensor, weights: Tensor, reached: Tensor, parents: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next level: all continuations ``[B, W, C]`` of a frontier whose nodes are the last ``W`` that were run."""
+    """The next level: all continuations ``[B, W, C]`` of the last ``W`` nodes that were run. parents: indices of these nodes."""
     width, children = tokens.shape[1:]
     places = torch.arange(width, device=tokens.device) + offsets.shape[1] - width
     places = places[None, :, None].expand(tokens.shape[0], -1, children).contiguous()
@@ -348,17 +342,17 @@ def expanded(
 
 
 def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """The `nodes` likeliest of all ``M`` nodes found.
+    """Selects the `nodes` likeliest of all ``M`` nodes found.
 
     Args:
-        depth: how deep they are at most, of :func:`depth_bound`.
-        tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for absent nodes; parents
-            come before their children, -1 is the root.
+        depth: most levels of the tree, from :func:`depth_bound`.
+        tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for absent nodes; parents are indices
+            of earlier nodes, -1 for the root.
 
     Returns:
         tokens and weights ``[B, nodes]`` (token -1 for absent nodes), then the fields of :class:`TreeTensors`.
     """
-    # Stable, unlike topk: parents must come before their children also among equally likely nodes.
+    # The sort is stable, unlike topk: among equally likely nodes, too, parents must come before their children.
     order = in_64_bits(weights).sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, :nodes].sort(1).values.to(weights.device)
     place = torch.full_like(parents, -1).scatter(

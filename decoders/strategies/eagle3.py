@@ -19,7 +19,7 @@ from ..tree import TreeTensors
 from .draft_tree import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
-#: Levels of a draft where nothing says otherwise.
+#: Default number of levels of a draft.
 LENGTH = 5
 
 
@@ -28,20 +28,20 @@ class Eagle3Settings(Settings):
 
     head: str | None = Field(
         None,
-        description="Folder of the head, in the authors' format or that of vLLM's speculators; `demo`: that of the demo model. None: "
+        description="Folder of the head, in the format of the authors or of vLLM's speculators; `demo`: the demo model's head. None: "
         "the folder `eagle3` beside the model.",
     )
     layers: tuple[int, ...] | None = Field(
         None,
-        description="Decoder layers whose outputs the head reads, where its config does not say so; -1 is the last. None: what the "
-        "config says, else the authors' choice for the target's depth.",
+        description="Decoder layers of the target whose outputs the head reads; -1 is the last. None: the layers that the head's "
+        "config names, else the authors' choice for the target's depth.",
     )
     length: int | None = Field(
         None,
         ge=1,
         le=32,
-        description="Tokens drafted per path, the depth of a tree: passes of the head. None: 5, fewer where a step allows fewer nodes "
-        "by its measured costs.",
+        description="Tokens drafted per path: the depth of a tree, one pass of the head for each level. None: 5, or fewer if the "
+        "measured costs of a step allow fewer nodes.",
     )
     tree: TreeForm = "dynamic"
     nodes: NodeBudget = None
@@ -50,7 +50,7 @@ class Eagle3Settings(Settings):
 
 
 class Eagle3(ReadsFeatures):
-    """One decoder layer reads the embedding of every token, and the fused hidden states of three layers of the target for the token
+    """One decoder layer drafts. It reads the embedding of every token, and the fused hidden states of three target layers for the token
     before.
 
     From the second drafted token on, the head's own output replaces the hidden states that the target has not computed; a P-EAGLE
@@ -106,12 +106,12 @@ class Eagle3(ReadsFeatures):
         return FeatureState(drafter, tree)
 
     def features(self, state: FeatureState, given: Step | PromptChunk) -> Tensor:
-        """The hidden states of the layers side by side; without layers, the input of the target's output head."""
+        """The hidden states of the read layers side by side; for EAGLE and EAGLE-2, the input of the target's output head."""
         return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """The head with keys and values of its own. Slot ``j`` reads token ``j + 1``: a node at depth ``d`` sits at ``length - 2 + d``."""
+    """The head with its own KV cache. Slot ``j`` reads token ``j + 1``, so a node at depth ``d`` is in slot ``length - 2 + d``."""
 
     def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
         eagle = isinstance(files.head, EagleHead)
@@ -120,7 +120,7 @@ class Eagle3Drafter(FeatureDrafter):
         table = files.head.embed_tokens
         self.embed = table if table is not None else context.embed
         self.most_id = min(self.most_id, files.head.head_config.layer.vocab_size - 1)
-        # EAGLE's features become logits in the target's own head; an EAGLE-3 head has one of its own.
+        # EAGLE uses the target's output head; an EAGLE-3 head has its own output head.
         self.head = context.head if eagle else lambda logits: logits
         self.windowed = isinstance(files.head, Eagle3Head) and bool(files.head.head_config.windows)
         one = torch.zeros(1, 1, files.head.fc.out_features, dtype=self.window.dtype, device=context.device)
@@ -143,7 +143,7 @@ class Eagle3Drafter(FeatureDrafter):
         count = nodes.shape[1]
         above = self.states.gather(1, tree.parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
         base = self.sequences.length - 2
-        # As in training, the windows of drafted tokens end with the last token that the target has read.
+        # As in training, the sliding windows of drafted tokens end at the last token that the target has read.
         ends = (base[:, None].expand(-1, count),) if self.windowed else ()
         states, last = self.module(base, self.embed(nodes), above, *ends, tree=tree, logits=count, fuse=False)
         self.states = torch.cat([self.states, states], dim=1)
@@ -151,9 +151,7 @@ class Eagle3Drafter(FeatureDrafter):
 
 
 class ParallelDrafter(BlockDrafter, Eagle3Drafter):
-    """P-EAGLE (arXiv:2602.01469): drafts in one pass, from masks with a learned state in place of hidden states that the target has
-    not computed.
-    """
+    """P-EAGLE (arXiv:2602.01469): drafts in one pass from masks, whose learned state replaces the target's missing hidden states."""
 
     def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
         super().__init__(context, files, depth, children, max(ahead, depth + 1))
@@ -174,7 +172,7 @@ class ParallelDrafter(BlockDrafter, Eagle3Drafter):
 
 
 def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) -> None:
-    """Raises SettingsError if the head is for another target, UnsupportedError for a draft model's drafter."""
+    """Raises SettingsError if the head is for another target, and UnsupportedError if it would draft for a draft model."""
     if context.level > 0:
         raise UnsupportedError("eagle3 cannot draft for a draft model: its head reads the target's hidden states")
     config = files.head.head_config
@@ -187,8 +185,8 @@ def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) 
             )
     elif layers * width != files.head.fc.in_features:
         raise SettingsError(
-            f"eagle3: the head in {folder} reads {files.head.fc.in_features} numbers of a token, {layers} layers of this "
-            f"{type(context.model).__name__} are {layers * width}"
+            f"eagle3: the head in {folder} reads {files.head.fc.in_features} numbers per token, and {layers} layers of this "
+            f"{type(context.model).__name__} have {layers * width}"
         )
     if config.layer.vocab_size != context.vocab_size:
         raise SettingsError(
@@ -197,5 +195,5 @@ def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) 
         )
     if files.head.embed_tokens is None and config.layer.hidden_size != width:
         raise SettingsError(
-            f"eagle3: the head in {folder} has no embedding of its own, and another hidden size than the target"
+            f"eagle3: the head in {folder} has no embedding of its own, and its hidden size is not the target's"
         )

@@ -1,4 +1,4 @@
-"""Early exit (LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710): the target's first layers draft, all of its layers verify."""
+"""Early exit (LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710): the target's first layers draft, and all its layers verify."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ class EarlyExitSettings(ShapeSettings):
     """The exit layer, and the length and shape of drafts."""
 
     exit_layer: int | None = Field(
-        None, ge=1, description="Layers that draft (the paper's E). None: a quarter of the target's, at least one."
+        None,
+        ge=1,
+        description="Number of layers that draft (the paper's E). None: a quarter of the target's layers, at least one.",
     )
 
 
 class EarlyExit(Speculative):
-    """The target's first layers, with its own norm and head, draft a chain or a tree as a draft model does.
+    """The target's first layers, followed by its norm and output head, draft a chain or a tree as a draft model does.
 
-    It pays where the model was trained for early exit: other models' first layers seldom agree with the whole model.
+    This is fast only for models that were trained for early exit: the first layers of other models seldom agree with the whole model.
     """
 
     name = "early_exit"
@@ -31,10 +33,10 @@ class EarlyExit(Speculative):
     needs_assistant = False
 
     def draft_model(self, context: Context) -> PreTrainedModel:
-        """The first layers.
+        """A model of the target's first layers.
 
         Raises:
-            UnsupportedError: the strategy is a stage, which does not draft for the target.
+            UnsupportedError: the strategy drafts for a draft model, not for the target.
         """
         if context.level > 0:
             raise UnsupportedError(f"{self.name!r} leaves the target early and cannot be the stage of a draft model")

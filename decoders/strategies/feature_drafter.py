@@ -1,12 +1,12 @@
-"""Bases of drafters that read the target's hidden states: a small network, its window of what it has read last, and its strategy.
+"""Bases of drafters that read the target's hidden states: a small network with a window of the last slots, and its strategy.
 
-At slot ``j`` of a row such a network reads the target's hidden state of token ``j``, and the tokens that follow. The last committed
-token has no hidden state yet, so with ``length`` tokens committed the last slot is ``length - 2``. A window of the last slots is read
-again in every round, at little cost, which replaces rejected tokens and fills in newly known ones. Where steps pass without a round,
-the window is read before tokens leave it unread.
+At slot ``j`` of a row the network reads the target's hidden state of token ``j``, and tokens after it. The last committed token has
+no hidden state yet, so with ``length`` committed tokens the last slot is ``length - 2``. Every draft begins by reading a window of the
+last slots again, at little cost: committed tokens then replace rejected draft tokens. If steps pass without a draft of this network,
+the network reads the window before unread tokens leave it.
 
 Letters: ``B`` rows, ``N`` nodes or tokens of a pass, ``F`` width of the features that the network reads, ``W`` slots of the window,
-``Q`` nodes that are continued, ``D`` tokens that can be drafted, ``T`` positions of a block.
+``Q`` nodes that one pass expands, ``D`` tokens that can be drafted, ``T`` positions of a block.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ __all__ = [
 
 
 class FeatureWindow(ABC):
-    """A network in a call that reads a window of the target's last hidden states, and fills trees
-    (:class:`~decoders.strategies.draft_tree.Expands`).
+    """A network in a call. It reads a window of the target's last hidden states, and fills trees as an
+    :class:`~decoders.strategies.draft_tree.Expands`.
 
     Args:
-        context: of the call.
+        context: the call's context.
         features: width ``F`` of the features of a node.
-        new: most tokens that a step with its own draft commits: its depth, and the target's token after it.
-        known: how many slots before them depend on draft tokens; 0 for networks whose slots are made of committed tokens alone.
-        vocabulary: tokens that it can propose.
-        children: continuations per node.
+        new: most tokens that a step with this network's draft commits: the draft's depth, plus 1 for the target's own token.
+        known: how many slots that were read before depended on draft tokens; 0 if slots depend on committed tokens only.
+        vocabulary: the tokens that the network can propose.
+        children: number of continuations per node that are asked for.
 
     Attributes:
-        plan, sampling: of the call.
-        children: ``C``, continuations per node: those asked for, or the whole of a smaller vocabulary.
-        keep_scores: whether expansions have scores, for rejection rules.
+        plan, sampling: the call's sampling plan and values.
+        children: ``C``, number of continuations per node: as asked for, but at most the size of the vocabulary.
+        keep_scores: whether expansions have scores, which rejection rules need.
         most_id: greatest token id that the target embeds.
-        width: ``W``.
+        width: ``W``, number of slots in the window.
         window: ``[B, W, F]``, the features of every row's last slots, in the target's dtype.
-        prompts: the rows as the call began, for reading prompts.
-        sequences: the rows in this round, set by :meth:`draft`.
+        prompts: the rows as they were when the call began, from which prompts are read.
+        sequences: the rows in this step, set by :meth:`draft`.
     """
 
     sequences: Sequences
@@ -61,16 +61,15 @@ class FeatureWindow(ABC):
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
-        # Greatest number of tokens in the window that were never read, and whether this step has a draft of this network.
+        # unread: most tokens of the window that the network may not have read. asked: whether this step has a draft of this network.
         self.unread, self.asked = 0, False
         assert context.sequences is not None
-        self.prompts = context.sequences  # the row numbers, for reading prompts
-        # The features of the last slots of every row, [B, W, F].
+        self.prompts = context.sequences
         self.window = torch.zeros(context.rows, self.width, features, dtype=dtype_of(context), device=context.device)
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """The tensors that a recorded step reads and writes; all others are computed in every round."""
+        """The tensors that a recorded step reads and writes and that outlive the step."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -78,36 +77,34 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def own_parts(self) -> Any:
-        """The network's own tensors and modules that a recorded step reads and writes: its :class:`~decoders.drafters.ModulePasses`."""
+        """The subclass's own tensors and modules that a recorded step uses, such as its :class:`~decoders.drafters.ModulePasses`."""
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
-        """Runs the network over ``N`` slots of every row, and keeps what :meth:`root` needs of the last one.
+        """Runs the network over ``N`` slots of every row, and keeps the outputs of the last slot that :meth:`root` needs.
 
         Args:
             base: ``[B]`` int64, the first slot.
-            features: ``[B, N, F]``, the target's hidden states of the tokens at these positions.
-            sequences: the rows, whose tokens :func:`tokens_from` reads.
+            features: ``[B, N, F]``, features of the tokens in these slots, from the target's hidden states.
+            sequences: the rows; :func:`tokens_from` reads their tokens.
         """
 
     @abstractmethod
     def root(self) -> Expansion:
-        """The best continuations ``[B, 1, C]`` of every row's last token. Calls :meth:`read_window` first."""
+        """Calls :meth:`read_window`, and returns the best continuations ``[B, 1, C]`` of every row's last token."""
 
     @abstractmethod
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, the last ``Q`` of `tree`."""
+        """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, which are the last ``Q`` nodes of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Keeps the windows of rows that stay; the prompts of new rows come by :meth:`prefill`. rows: as :meth:`Strategy.rebatch`
-        gets them.
-        """
+        """Keeps the windows of rows that stay; :meth:`prefill` fills the others. rows: as in :meth:`decoders.Strategy.rebatch`."""
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
 
     def prefill(self, chunk: PromptChunk, features: Tensor) -> None:
-        """Reads a chunk of the prompts; features ``[B, N, F]``."""
+        """Reads a chunk of the prompts, whose tokens have the `features` ``[B, N, F]``."""
         start = chunk.positions[:, 0]
         self.read(start, features, self.prompts)
         index = self.prompts.length[:, None] - 1 - self.width + self.index - start[:, None]
@@ -116,38 +113,38 @@ class FeatureWindow(ABC):
         self.window.copy_(torch.where(inside[..., None], taken, self.window))
 
     def observe(self, step: Step, features: Tensor) -> None:
-        """Moves the window on to the tokens that a step has committed; features ``[B, N, F]`` of its nodes."""
+        """Moves the window forward to the tokens that a step has committed. features: ``[B, N, F]``, of the step's nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # If the host has not read `known`, a step commits at most one token per level of this strategy's own draft, and at most one
-        # per node of another draft. Blocks of this strategy's own drafts are padded to at most twice their size.
+        # If the host has not read the step, it is known only that a step commits at most `new` tokens with this network's draft, and
+        # at most one per node with another draft. A block with this network's draft is padded to at most twice the draft's size.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         most = self.new if own else nodes
         if step.known is not None:
             most = max(map(len, step.known.tokens), default=0)
         self.unread, self.asked = self.unread + most, False
-        if self.unread > self.new:  # the window has no room for what was not read
+        if self.unread > self.new:  # unread tokens would leave the window
             self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)
             self.unread = 0
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
-        """The draft of a round: :meth:`root` reads the window, and `tree` is filled."""
+        """The draft of a step: `tree`, filled by :meth:`root`, which reads the window, and by :meth:`expand`."""
         self.sequences = sequences
         draft = tree.draft(self)
         self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True
         return draft
 
     def read_window(self) -> None:
-        """Lets the network read the window, in which are all tokens committed since the last round."""
+        """Lets the network read the window, which holds all tokens that were committed since its last draft."""
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
-        """The best continuations of ``Q`` nodes, by the network's logits, drawn with the noise that the target will draw with.
+        """The best continuations of ``Q`` nodes by the network's logits; when sampling, with the noise that the target will draw with.
 
         Args:
             logits: ``[B, Q, D]``.
-            offsets: ``[B, Q]`` int64, or one number for all: how far each node is behind the row's last token.
+            offsets: ``[B, Q]`` int64, or one number for all: the distance of each node from the row's last token.
         """
         written = (self.sequences.length - self.sequences.prompt_length)[:, None]
         return self.vocabulary.best(
@@ -156,18 +153,18 @@ class FeatureWindow(ABC):
 
 
 class FeatureDrafter(FeatureWindow):
-    """A network that drafts token by token: each level of a tree is a pass over the level before, as in EAGLE.
+    """A network that drafts token by token, as in EAGLE: each level of a tree comes from a pass over the level before.
 
     A subclass writes :meth:`read`, :meth:`first`, :meth:`further` and :meth:`own_parts`.
     """
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Logits ``[B, 1, D]`` after every row's last token; :meth:`read` has read the window."""
+        """Logits ``[B, 1, D]`` after every row's last token. :meth:`read` has read the window before."""
 
     @abstractmethod
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
-        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]`` int64, the last ``Q`` of `tree`, whose node 0 is the row's last token."""
+        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]`` int64, the last ``Q`` nodes of `tree`. Node 0 is the row's last token."""
 
     def root(self) -> Expansion:
         self.read_window()
@@ -179,13 +176,13 @@ class FeatureDrafter(FeatureWindow):
 
 
 class BlockDrafter(FeatureWindow):
-    """A network that drafts all positions of a block in one pass: the continuations of a level are the same under every parent.
+    """A network that drafts all positions of a block in one pass, so that the continuations of a level are the same under every parent.
 
-    A subclass writes :meth:`read` and :meth:`own_parts`, and a :meth:`root` that returns :meth:`opened` of its logits.
+    A subclass writes :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
     """
 
     def opened(self, logits: Tensor) -> Expansion:
-        """The first level of a block of ``T`` positions, by its logits ``[B, T, D]``; :meth:`expand` returns the further ones."""
+        """The first level of a block of ``T`` positions with the logits ``[B, T, D]``. :meth:`expand` returns the further levels."""
         offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
         self.level, self.places = 0, self.best(logits, offsets)
         return self._level(1)
@@ -204,7 +201,7 @@ class BlockDrafter(FeatureWindow):
 
 
 def dtype_of(context: Context) -> torch.dtype:
-    """The dtype of the target's weights, in which a network beside it runs."""
+    """The dtype of the target's weights; a network that drafts for the target runs in it, too."""
     return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
 
 
@@ -214,7 +211,7 @@ def embeddings_of(context: Context) -> int:
 
 
 def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
-    """``[B, count]`` int64: the rows' tokens from positions `start` ``[B]`` on; arbitrary tokens beyond either end of a row."""
+    """The rows' tokens at `count` positions from `start` ``[B]`` on, ``[B, count]`` int64; arbitrary beyond the ends of a row."""
     places = start[:, None] + torch.arange(count, device=start.device)
     return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
 
@@ -224,8 +221,8 @@ class FeatureState:
     """The state of a call, for :class:`ReadsFeatures`.
 
     Attributes:
-        drafter: the network with its window and cache.
-        tree: the shape of drafts, of :func:`decoders.strategies.draft_tree.shape_of`.
+        drafter: the network with its window and KV cache.
+        tree: the shape of drafts, from :func:`decoders.strategies.draft_tree.shape_of`.
     """
 
     drafter: FeatureWindow
@@ -243,8 +240,8 @@ class ReadsFeatures(Strategy):
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
-        """``[B, N, F]``, the features of ``N`` tokens: by default the input of the target's output head, ``given.hidden``. A
-        network that reads layers takes them from ``given.layers``.
+        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A network
+        that reads layers takes their hidden states from ``given.layers``.
         """
         return given.hidden
 
@@ -264,5 +261,5 @@ class ReadsFeatures(Strategy):
 
 
 def _at(states: Tensor, index: Tensor) -> Tensor:
-    """``[B, n, F]``: ``states[b, index[b, n]]``."""
+    """Selects ``states[b, index[b, n]]``, ``[B, n, F]``."""
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))

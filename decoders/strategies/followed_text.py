@@ -1,4 +1,4 @@
-"""The texts of a call's rows, indexed on the host and updated from step to step: the base of strategies that look texts up."""
+"""The texts of a call's rows, indexed on the host and updated after every step, for strategies that look up earlier text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..strategy import Sequences
 
 __all__ = ["FollowedText", "TextIndex", "follow_rows"]
 
-#: Number of tokens of a growing text that are read again to check that it is still the same text.
+#: Number of known tokens that are read again, to check that a row still has the same text.
 OVERLAP = 16
 
 
@@ -27,7 +27,7 @@ class TextIndex(Protocol):
         """Adds tokens at the end."""
 
     def truncate(self, length: int) -> None:
-        """Removes all tokens behind the first `length`."""
+        """Keeps the first `length` tokens, and removes all others."""
 
 
 Index = TypeVar("Index", bound=TextIndex)
@@ -35,11 +35,11 @@ Text = TypeVar("Text", bound="FollowedText[Any]")
 
 
 class FollowedText(Generic[Index]):
-    """The text of one row of a call, prompt and output, in an index of the strategy's own.
+    """The text of one row, prompt and output, in an index of the strategy's own kind.
 
     Attributes:
         index: the text in its index.
-        prompt: how many of its tokens are prompt.
+        prompt: number of the text's tokens that belong to the prompt.
     """
 
     __slots__ = ("index", "prompt")
@@ -49,7 +49,7 @@ class FollowedText(Generic[Index]):
         self.prompt = 0
 
     def follow(self, tokens: Sequence[int], begin: int) -> None:
-        """Makes the text end with `tokens`, which begin at `begin`; differing tokens from there on are removed first."""
+        """Makes `tokens` the text from position `begin` on: keeps the tokens that are equal, and replaces all tokens after them."""
         known = self.index.tokens[begin:]
         same = min(len(known), len(tokens))
         if known[:same] != array("i", tokens[:same]):
@@ -59,7 +59,7 @@ class FollowedText(Generic[Index]):
         self.index.extend(tokens[same:])
 
     def goes_on(self, tokens: Sequence[int], begin: int) -> bool:
-        """Whether a text with `tokens` at `begin` can continue this one."""
+        """Whether this text, from position `begin` on, is a prefix of `tokens`, so that `tokens` can continue it."""
         known = self.index.tokens[begin:]
         return len(known) <= len(tokens) and known == array("i", tokens[: len(known)])
 
@@ -67,17 +67,18 @@ class FollowedText(Generic[Index]):
 def follow_rows(
     rows: list[Text], sequences: Sequences, append_only: bool, another: Callable[[Text], Text]
 ) -> list[bool]:
-    """Brings the rows' texts up to date with a step; returns for each row whether it has finished.
+    """Updates the rows' texts after a step, and returns for each row whether it has finished.
 
     Args:
-        rows: the text of each row, replaced in place where a row has another text now.
+        rows: the text of each row; an entry is replaced if its row holds another text now.
         sequences: as :meth:`decoders.Strategy.propose` gets them. The host reads them once.
         append_only: whether texts only grow, so that only their ends are read.
-        another: returns a new empty text, for rows whose text was replaced.
+        another: takes the old text of a row that holds another text now, and returns a new empty text.
     """
     known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]
-    # Rows that were read to their end, such as padding, are left out; otherwise all rows would be read from near their beginning.
+    # A finished row that was read to its end is skipped. Because all rows are read from one common position, a short finished row
+    # would otherwise make the host read all other rows from near their beginning.
     ended = [
         append_only and over and length == len(row.index.tokens)
         for row, over, length in zip(rows, known.finished, known.lengths, strict=True)

@@ -1,8 +1,9 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
 
-The target drafts for itself. Besides the tokens to verify, its forward pass has a *window*: ``W`` columns of a Jacobi iteration over
-the text to come, of which the last ``N-1`` rounds (*levels*) are kept. A column's levels and the target's next token behind them are
-an n-gram. N-grams go to a pool; those that begin with the current token are the next step's candidates.
+The target drafts for itself. Its forward pass verifies draft tokens, and beside them runs a *window*: ``W`` columns of a Jacobi
+iteration over the text to come, with the results of the last ``N-1`` rounds (*levels*). A column's tokens on all levels, and the
+target's next token after them, are an n-gram. N-grams are kept in a pool. The n-grams that begin with a row's last token are the
+candidates of the next step.
 """
 
 from __future__ import annotations
@@ -25,38 +26,40 @@ from ..tree import NO_PARENT, Topology
 
 
 class LookaheadSettings(Settings):
-    """Shape of the block, ``(W + G) · (N - 1)`` nodes, and size of the pool.
+    """Shape of the block, which has ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
-    Unset values follow from the measured costs of a step: the more nodes a step affords, the wider the window. Without measured
-    costs W = 2, N = 8 and G = 2: narrow blocks suit small models on a CPU, and of the shapes whose window finds n-grams by itself
-    (W above 1) these are among the fastest on the demo target.
+    Unset values depend on the measured costs of a step: cheaper nodes allow a wider window. Without measured costs the values are
+    W = 2, N = 8 and G = 2: narrow blocks suit small models on a CPU. With W above 1 the window finds n-grams by itself; of these
+    shapes, the default is among the fastest on the demo target.
     """
 
     window: int | None = Field(
         None,
         ge=1,
         le=64,
-        description="W: columns of the window, positions ahead that are iterated on. Paper, 7B: 15. None: by costs.",
+        description="W: number of the window's columns, one for each future position. Paper, 7B: 15. None: by costs.",
     )
     ngram: int | None = Field(
         None,
         ge=2,
         le=16,
-        description="N: tokens of an n-gram, of which N - 1 can be accepted in a step. Paper, 7B: 5. None: by costs, 8 at most.",
+        description="N: tokens of an n-gram; a step can accept N - 1 of them. Paper, 7B: 5. None: by costs, 8 at most.",
     )
     candidates: int | None = Field(
         None,
         ge=1,
         le=64,
-        description="G: n-grams verified per step, and kept per first token. Paper, 7B: 15. None: by costs.",
+        description="G: n-grams verified per step, and n-grams kept per first token. Paper, 7B: 15. None: by costs.",
     )
-    capacity: int = Field(512, ge=16, le=4096, description="N-grams per row that the pool holds, all keys together.")
+    capacity: int = Field(
+        512, ge=16, le=4096, description="Most n-grams that the pool holds per row, over all first tokens."
+    )
     seed_from_prompt: bool = Field(True, description="Put the n-grams of the prompt into the pool.")
-    keep_output: bool = Field(True, description="Put the n-grams of the text that is generated into the pool.")
+    keep_output: bool = Field(True, description="Put the n-grams of the generated text into the pool.")
 
 
 class BlockShape(NamedTuple):
-    """Columns W of the window, tokens N of an n-gram, n-grams G verified per step."""
+    """The number W of the window's columns, the number N of an n-gram's tokens, and the number G of n-grams verified per step."""
 
     window: int
     ngram: int
@@ -65,19 +68,20 @@ class BlockShape(NamedTuple):
 
 #: The default block without measured costs.
 SHAPE = BlockShape(2, 8, 2)
-#: Widest window, and most candidates, by measured costs: the paper's for a 7B model.
+#: Most columns, and most candidates, that measured costs can choose: the paper's number for a 7B model.
 WIDEST = 15
 
 
 @dataclass
 class LookaheadState:
-    """One call's state; tensors are updated in place.
+    """The state of a call; its tensors are updated in place.
 
     Attributes:
-        block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then candidates.
-        pool: ``[B, N + 1, C]`` int64, see :func:`make_pool`.
-        advance: the compiled update.
-        shape: of the block.
+        block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: the window without the root, then the candidates.
+        pool: ``[B, N + 1, C]`` int64: for each of ``C`` entries the ``N`` tokens of its n-gram, and its rank among the n-grams that
+            begin with the same token; see :func:`make_pool`.
+        advance: the compiled update after a step.
+        shape: the block's shape.
     """
 
     block: Tensor
@@ -89,12 +93,12 @@ class LookaheadState:
 class Lookahead(Strategy):
     """Verifies n-grams that the target itself generated while iterating on the text to come.
 
-    It needs no draft model and no repetition in the text. Each step has ``(W + G) · (N - 1)`` nodes, so it pays where a forward
-    pass over that many nodes takes little more time than over one.
+    It needs no draft model and no repetition in the text. Each step has ``(W + G) · (N - 1)`` nodes, so it is fast only if a forward
+    pass over that many nodes takes little more time than a pass over one.
     """
 
     name = "lookahead"
-    summary = "Collects n-grams from a Jacobi iteration that runs beside verification; needs no draft."
+    summary = "Collects n-grams from a Jacobi iteration that runs beside verification; needs no draft model."
     settings_class = LookaheadSettings
     on_device = True
     rows_apart = False
@@ -110,7 +114,7 @@ class Lookahead(Strategy):
         return LookaheadState(block, pool, advance, shape)
 
     def rebatch(self, state: LookaheadState, rows: Tensor, context: Context) -> LookaheadState:
-        """Rows that stay keep their windows and pools."""
+        """Rows that stay keep their windows and pools; new rows begin with their prompts."""
         text, new = context.sequences, rows < 0
         assert text is not None
         state.block, state.pool = state.block[rows.clamp(min=0)], state.pool[rows.clamp(min=0)]
@@ -119,10 +123,10 @@ class Lookahead(Strategy):
         return state
 
     def _first(self, tokens: Tensor, length: Tensor, shape: BlockShape) -> tuple[Tensor, Tensor]:
-        """The first block of rows, and the pool of their texts. tokens: ``[B, L]``, length: ``[B]``."""
+        """The first block of the rows, and a pool of their prompts' n-grams. tokens: ``[B, L]``, length: ``[B]``."""
         s: LookaheadSettings = self.settings
         window = first_window(tokens, length, shape.window, shape.ngram)
-        # No more than the pool can hold, because all pairs are compared.
+        # At most as many as the pool can hold, because `make_pool` compares all pairs.
         new, valid = last_ngrams(tokens, length, shape.ngram, min(tokens.shape[1], s.capacity))
         pool = make_pool(new, valid & s.seed_from_prompt, shape.candidates, s.capacity).contiguous()
         candidates = recall(pool, tokens.gather(1, length[:, None] - 1), shape.candidates)
@@ -140,7 +144,7 @@ class Lookahead(Strategy):
 
 
 def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
-    """The shape by the settings; unset values by what a step affords: first long n-grams, then a wide window."""
+    """The block's shape. Unset settings use the nodes that a step affords: first for long n-grams, then for a wide window."""
     set_by_hand = settings.window, settings.ngram, settings.candidates
     window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
     if None in set_by_hand and context.costs() is not None:
@@ -155,11 +159,11 @@ def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
 
 @lru_cache
 def lookahead_block(window: int, ngram: int, candidates: int) -> Topology:
-    """The block of a step: ``(W + G) · (N - 1)`` nodes, of which the window's are never accepted.
+    """The block of a step, ``(W + G) · (N - 1)`` nodes. Nodes of the window are never accepted.
 
-    Node ``j·W + i`` is level ``j``, column ``i`` of the window, at position ``i + j`` after the root; the root is level 0,
-    column 0. It sees the columns up to ``i`` of level 0 and its own column up to level ``j``. The candidates follow as branches of
-    the root. Window and candidates do not see each other.
+    Node ``j·W + i`` is level ``j``, column ``i`` of the window, at position ``i + j`` after the root; the root is level 0, column 0.
+    The node sees the columns up to ``i`` of level 0, and its own column up to level ``j``. The candidates follow the window as branches
+    of the root. The window and the candidates do not see each other.
     """
     levels = [(j, i) for j in range(ngram - 1) for i in range(window)]
     extra = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
@@ -168,9 +172,9 @@ def lookahead_block(window: int, ngram: int, candidates: int) -> Topology:
 
 
 def first_window(tokens: Tensor, length: Tensor, window: int, ngram: int) -> Tensor:
-    """``[B, N-1, W]`` int64: tokens of each row's prompt, scattered over the window, deterministically.
+    """The window of the first step, ``[B, N-1, W]`` int64: tokens of each row's prompt, chosen by a fixed hash.
 
-    The paper begins with random tokens; they matter for the first few steps only.
+    The paper begins with random tokens. The choice matters in the first few steps only.
     """
     cell = torch.arange((ngram - 1) * window, device=tokens.device)
     place = torch.remainder(mix64(cell + 1), length[:, None])
@@ -178,14 +182,14 @@ def first_window(tokens: Tensor, length: Tensor, window: int, ngram: int) -> Ten
 
 
 def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple[Tensor, Tensor]:
-    """The last `count` n-grams of every row, latest first.
+    """The last `count` n-grams of every row, the latest first.
 
     Args:
-        tokens: ``[B, L]`` int64.
-        length: ``[B]`` int64.
+        tokens: ``[B, L]`` int64, the rows.
+        length: ``[B]`` int64, number of tokens in each row.
 
     Returns:
-        ``[B, N, count]`` int64, and ``[B, count]`` bool, false where the row is too short.
+        the n-grams ``[B, N, count]`` int64, and ``[B, count]`` bool, false for n-grams that a short row does not have.
     """
     first = length[:, None] - ngram - torch.arange(count, device=tokens.device)  # [B, count]
     place = first[:, None] + torch.arange(ngram, device=tokens.device)[:, None]  # [B, N, count]
@@ -195,32 +199,27 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
 
 @lru_cache
 def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., None]:
-    """The update after a step: a function and graph per window and n-gram length, because loops over them are unrolled."""
+    """The update after a step, one function and one graph for each window and n-gram length, because it unrolls loops over both."""
 
     def advance(
-        block: Tensor,
-        pool: Tensor,
-        nodes: Tensor,
-        chosen: Tensor,
-        logits: Tensor,
-        tokens: Tensor,
-        length: Tensor,
+        block: Tensor, pool: Tensor, nodes: Tensor, chosen: Tensor, logits: Tensor, tokens: Tensor, length: Tensor,
         emitted: Tensor,
-    ) -> None:
-        """Shifts the window by one, whatever was accepted, stores its n-grams, and looks up the new root.
+    ) -> None:  # fmt: skip
+        """Stores the window's n-grams in the pool, moves the window by one round, and looks up candidates for the new last token.
 
-        `block` and `pool` are changed in place. Shapes are those of :class:`LookaheadState` and :class:`Step`.
+        The window moves by one round however many tokens were accepted. `block` and `pool` are changed in place. The shapes are in
+        :class:`LookaheadState` and :class:`Step`.
         """
         size = window * (ngram - 1)
         per_key = (block.shape[1] + 1 - size) // (ngram - 1)
         last = slice(size - window, size)
-        # With processors on the host, nodes off the path have no chosen token: the likeliest one is taken.
+        # With processors on the host, nodes off the accepted path have no chosen token, and the likeliest token is taken.
         level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
         columns = torch.cat([nodes[:, :size].unflatten(1, (ngram - 1, window)), level[:, None]], 1)  # [B, N, W]
-        # Column 0 counts as the most recent: its context is the text itself, not a prediction of it.
+        # Column 0 counts as the most recent, because it follows the text itself and not predicted tokens.
         new, valid = columns, torch.ones_like(level, dtype=torch.bool)
         if keep_output:
-            # A step with only this strategy's draft writes at most N tokens; of more tokens in merged drafts the last N count.
+            # With this strategy's draft alone a step writes at most N tokens. With merged drafts it may write more: the last N count.
             written, whole = last_ngrams(tokens, length, ngram, ngram)
             whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
             new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)
@@ -232,28 +231,27 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
     return advance
 
 
-#: Tokens of an absent n-gram.
+#: The token in all places of an absent n-gram.
 EMPTY = -1
 
 
 def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor:
-    """A pool of the n-grams `new`. Compares all pairs: ``M²`` in time and memory.
+    """A pool of the n-grams `new`. It compares all pairs, which takes time and memory of order ``M²``.
 
     Args:
-        new: ``[B, n, M]`` int64, most recent first.
-        valid: ``[B, M]`` bool, false for those to be ignored.
-        per_key: ``G``.
-        capacity: ``C``.
+        new: ``[B, n, M]`` int64, ``M`` n-grams of ``n`` tokens, the most recent first. An n-gram's first token is its key.
+        valid: ``[B, M]`` bool, false for n-grams that are ignored.
+        per_key: ``G``, most n-grams kept per key.
+        capacity: ``C``, most n-grams kept per row.
     """
     first, rank = _first_of_each(new, valid)
     return _close_gaps(new, rank, first & (rank < per_key), capacity)
 
 
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
-    """The pool with `new` in front.
+    """The pool with the n-grams `new` in front.
 
-    An n-gram that is already in the pool moves to the front. The oldest n-grams beyond `per_key` per key, and beyond the capacity,
-    are dropped.
+    An n-gram that is already in the pool moves to the front. The oldest n-grams beyond `per_key`, and beyond the capacity, are dropped.
 
     Args:
         pool: ``[B, n + 1, C]`` int64.
@@ -265,7 +263,7 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     double = _equal(new, ngrams) & first[:, :, None]  # [B, M, C]
     stood = torch.where(double, slot, capacity).amin(-1)  # [B, M]
 
-    # An entry moves back by one for every new n-gram of its key that was not in front of it already. A loop, because
+    # An entry moves back by one for every new n-gram of its key that was not in front of it already. This is a loop because
     # inductor's code for a sum over the short dimension takes four times as long on the CPU.
     key, stays = ngrams[:, 0], ngrams[:, 0] != EMPTY
     for m in range(new.shape[2]):
@@ -280,15 +278,15 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
 
 
 def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
-    """The followers of `key`, most recent first.
+    """The tokens that follow `key` in the pool's n-grams, the most recent n-gram first.
 
     Args:
         pool: ``[B, n + 1, C]`` int64.
-        key: ``[B, 1]`` int64.
-        count: how many are wanted.
+        key: ``[B, 1]`` int64, the first token.
+        count: number of n-grams that are wanted.
 
     Returns:
-        ``[B, count, n - 1]`` int64; ``-1`` where the pool holds fewer.
+        ``[B, count, n - 1]`` int64; ``-1`` for n-grams that the pool does not have.
     """
     tails, capacity = pool[:, 1:-1], pool.shape[2]
     slot = torch.arange(capacity, device=key.device)
@@ -300,7 +298,7 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of equal entries of `new`, ``[B, M]`` bool, and for each entry how many of them come before it with its key."""
+    """Marks the first of equal n-grams of `new`, ``[B, M]`` bool, and counts for each entry the marked ones of its key before it."""
     order = torch.arange(new.shape[2], device=new.device)
     earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column before row
     kept = valid & ~(_equal(new, new) & earlier).any(-1)
@@ -309,18 +307,18 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """The entries that are alive, in order, as a pool of `capacity`; the last ones are dropped if there are more."""
+    """A pool of the first `capacity` entries that are alive, in their order."""
     target = alive.long().cumsum(1) - 1
-    target = torch.where(alive & (target < capacity), target, capacity)  # an extra slot takes the dropped ones
+    target = torch.where(alive & (target < capacity), target, capacity)  # an extra slot takes the dropped entries
     entries = torch.cat([ngrams, rank[:, None]], 1)
     closed = entries.new_full((*entries.shape[:2], capacity + 1), EMPTY)
     return closed.scatter(2, target[:, None].expand_as(entries), entries)[:, :, :capacity]
 
 
 def _equal(left: Tensor, right: Tensor) -> Tensor:
-    """Which n-grams are equal: ``[B, n, M]`` and ``[B, n, K]`` to ``[B, M, K]`` bool.
+    """Which n-grams of ``[B, n, M]`` and ``[B, n, K]`` are equal, as ``[B, M, K]`` bool.
 
-    Token by token, because a reduction over the short inner dimension is slow on the CPU.
+    Compares token by token, because a reduction over the short inner dimension is slow on the CPU.
     """
     equal = left[:, 0, :, None] == right[:, 0, None, :]
     for token in range(1, left.shape[1]):

@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024): extra heads on the target predict the tokens after the next one, all at once, as a tree."""
+"""Medusa (Cai et al. 2024): extra heads on the target predict several tokens after the next one in one pass; they form a tree."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class MedusaSettings(Settings):
 
     heads: str | None = Field(
         None,
-        description="Folder of the heads, ours or the authors' format; `demo`: those of the demo model. None: the folder "
-        "`medusa` beside the model.",
+        description="Folder of the heads, in our format or the authors'; `demo`: the demo model's heads. None: the folder `medusa` "
+        "beside the model.",
     )
     tree: tuple[tuple[int, ...], ...] | None = Field(
         None,
-        description="Paths of ranks, level by level, best first. None: the tree saved with the heads, else the paper's of 63.",
+        description="The tree's paths. A path is a tuple of ranks, one per level; rank 0 is a head's best token. None: the tree saved "
+        "with the heads, else the paper's tree of 63 paths.",
     )
     nodes: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Node budget, root excluded: the tree's first paths. None: what the measured costs of a step allow, all of them "
-        "where none are known.",
+        description="Most nodes, root excluded: the tree keeps its first paths. None: as many as the measured costs of a step allow, "
+        "or all without measured costs.",
     )
 
 
@@ -46,17 +47,17 @@ class _State:
     Attributes:
         topology: the tree of ``N`` nodes.
         level: ``[N-1]`` int64, the head whose draft token each node takes.
-        rank: ``[N-1]`` int64, the rank of that token among the head's.
-        ranks: number of draft tokens per head.
-        weights: of the heads.
-        lm_head: ``[V, H]``, the target's, for heads without a projection of their own.
-        lm_bias: ``[V]``, its bias, if it has one.
-        hidden: ``[B, H]``, the heads' input: the hidden state that the next block's root was chosen from.
+        rank: ``[N-1]`` int64, the rank of each node's token among its head's tokens.
+        ranks: number of tokens that are taken from each head.
+        weights: the heads' weights.
+        lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
+        lm_bias: ``[V]``, bias of the target's output head; None if it has none.
+        hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.
         known: ``[B, 1]`` bool, whether the row has a hidden state yet.
-        ahead: ``[K]`` int64, 0 … K-1.
-        plan: of the call.
-        sampling: likewise; None outside a call.
-        keep_scores: whether drafts have scores.
+        ahead: ``[K]`` int64, 0 … K-1 for ``K`` heads.
+        plan: the call's sampling plan.
+        sampling: the call's sampling values; None outside a call.
+        keep_scores: whether drafts have scores, which rejection rules need.
         predict: :func:`draft_tokens`, compiled.
     """
 
@@ -77,13 +78,13 @@ class _State:
 
 
 class Medusa(Strategy):
-    """Head k predicts the token k places behind the next one, from the hidden state that the next one was chosen from; the best draft
+    """Head k predicts the token k places after the next token, from the hidden state from which the next token was chosen. The best
     tokens of all heads form a tree of fixed shape.
 
-    When sampling, a head's draft tokens are the best of its processed scores plus the noise that the target will draw with, so
-    that they tend to be the drawn ones. The first step of a call has no draft, because no hidden state is known yet.
+    When sampling, a head's draft tokens have the largest processed scores plus noise. The target will draw with the same noise, so it
+    tends to draw the same tokens. The first step of a call has no draft, because no hidden state is known yet.
 
-    Exact by default. The paper's typical acceptance is the lossy ``verifier="typical"``.
+    Drafts are exact by default. The paper's typical acceptance, which is lossy, is ``verifier="typical"``.
     """
 
     name = "medusa"
@@ -99,7 +100,7 @@ class Medusa(Strategy):
         heads = self._heads(context)
         s: MedusaSettings = self.settings
         paths = s.tree or heads.config.tree or DEFAULT_TREE
-        # The default tree is four levels deep; there may be fewer heads. A user's tree may be shallower than the heads.
+        # The default tree has four levels, and there may be fewer heads. A user's tree is not cut: `_check_tree` refuses a deeper one.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
         nodes = draft_budget(context.costs, s.nodes, len(paths))
@@ -128,7 +129,7 @@ class Medusa(Strategy):
         )
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their hidden states; new ones have none before their first step."""
+        """Rows that stay keep their hidden states; new rows have none before their first step."""
         before = rows.clamp(min=0)
         state.hidden, state.known = state.hidden[before], state.known[before] & (rows >= 0)[:, None]
         state.sampling = context.sampling
@@ -152,18 +153,18 @@ class Medusa(Strategy):
         )
 
     def observe(self, state: _State, step: Step) -> None:
-        # The last token of the step was chosen after the node at this depth. Rows that have ended emit none.
+        # The last token of the step was chosen after the node at this depth. Rows that have ended emit no tokens.
         depth = (step.emitted - 1).clamp(min=0)[:, None]
         node = step.path.gather(1, depth)
         state.hidden.copy_(step.hidden.gather(1, node[..., None].expand(-1, 1, step.hidden.shape[2]))[:, 0])
         state.known.fill_(True)
 
     def _heads(self, context: Context) -> MedusaHeads:
-        """The heads for the model of this call, in its dtype.
+        """The heads for the call's target, in its dtype.
 
         Raises:
-            SettingsError: they are of another size. UnsupportedError: there are none, or the strategy does not draft for the
-                target.
+            SettingsError: the heads are of another size than the target. UnsupportedError: there are no heads, or the strategy drafts
+                for a draft model.
         """
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
@@ -175,7 +176,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first `nodes` paths whose parents come before them, so that they form a tree."""
+    """The first `nodes` of the paths whose parent comes before them, so that the paths form a tree."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):
@@ -184,7 +185,7 @@ def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...
 
 
 def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: MedusaHeads) -> None:
-    """Raises SettingsError for a tree that these heads cannot fill."""
+    """Raises SettingsError for a tree that has more levels than there are heads, or ranks outside the vocabulary."""
     config = heads.config
     if not picks or topology.max_depth > config.heads:
         raise SettingsError(f"medusa: the tree is {topology.max_depth} levels deep, and there are {config.heads} heads")
@@ -193,7 +194,7 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
 
 
 def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same tree with siblings of consecutive ranks: a draw without replacement must not skip drawn tokens."""
+    """The level and rank of every node, siblings renumbered to 0, 1, 2 …: rejection rules must see every token that was drawn."""
     children: dict[int, int] = {}
     closed = []
     for parent, (level, _) in zip(topology.parents[1:], picks, strict=True):
@@ -208,12 +209,12 @@ def draft_tokens(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores they were drawn from, ``[B, K, V]``.
 
-    Candidates of one level are the same under every parent, because a head knows the level and not the path. This is valid for
-    rejection rules: the draws of a level are independent of those above it.
+    The draft tokens of a level are the same under every parent, because a head does not know the path. Rejection rules stay valid,
+    because the draws of a level are independent of the draws of the levels above.
 
     Args:
-        hidden: ``[B, H]``.
-        positions: ``[B, K]`` int64, tokens the row has generated before each head's draft token.
+        hidden: ``[B, H]``, the heads' input.
+        positions: ``[B, K]`` int64, number of tokens that the row has generated before each head's draft token.
     """
     scores = head_scores(hidden, weights, lm_head, lm_bias).float()
     if not plan.sample or sampling is None:
@@ -223,6 +224,6 @@ def draft_tokens(
 
 
 def _whole(weight: Tensor) -> Tensor:
-    """`weight`, gathered if processes share it."""
+    """`weight`, gathered from all processes if it is sharded."""
     gather = getattr(weight, "full_tensor", None)
     return gather() if gather is not None else weight

@@ -1,4 +1,4 @@
-"""Several drafters, one tree: ``strategy="prompt_lookup+medusa"``."""
+"""Merges the drafts of several strategies into one tree: ``strategy="prompt_lookup+medusa"``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, check_draft, finish_all, merged_traits
 from ..tree import NO_PARENT, Topology, TreeTensors
 
-#: Default nodes of the joint tree without measured costs, root included.
+#: Most nodes of the joint tree, root included, if the costs of a step have not been measured.
 NODES = 64
 
 
 class MergedSettings(Settings):
-    """How large the joint tree may grow."""
+    """The size of the joint tree."""
 
     nodes: int | None = Field(
         None,
         ge=2,
         le=1024,
-        description="Node budget of the joint tree, root included; earlier drafters first, so a full tree of the first (Medusa's has "
-        "63 nodes) leaves nothing for the others. None: what the measured costs of a step allow, 64 where none are known.",
+        description="Most nodes of the joint tree, root included. Earlier drafters get nodes first, so a large first draft (Medusa's "
+        "has 63 nodes) leaves none for the others. None: as many as the measured costs of a step allow, or 64 without costs.",
     )
 
 
@@ -38,9 +38,9 @@ class MergedState:
     """The state of a call.
 
     Attributes:
-        parts: state of every part.
+        parts: the state of every part, which is one of the merged strategies.
         owned: each part's nodes in the joint block.
-        nodes: budget of the joint block.
+        nodes: most nodes of the joint block.
         layers: the hidden layers that each part reads.
     """
 
@@ -56,7 +56,7 @@ def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
-    """Of the layers `every` of a step or chunk, ``[B, N, T, H]``, the layers that a part reads; None: it reads none."""
+    """The layers `own` that a part reads, of `layers` ``[B, N, T, H]``, which are the layers `every`; None if it reads none."""
     if layers is None or every == own:
         return layers
     return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
@@ -65,7 +65,7 @@ def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int
 class Merged(Strategy):
     """Merges the drafts of several strategies under one root and verifies them together.
 
-    Every part observes the whole joint block with its own nodes first, in its own order, so that it may read its nodes by index.
+    Every part observes the whole joint block. Its own nodes come first, in the order of its draft, so that it can index them.
     """
 
     name = "merged"
@@ -126,7 +126,7 @@ class Merged(Strategy):
             part.limit(own, tokens)
 
     def details(self, state: MergedState) -> dict[str, Any]:
-        """The details of all parts that have some, by their names."""
+        """The details of the parts, by the parts' names; parts without details are left out."""
         said = {part.name: dict(part.details(own)) for part, own in zip(self.parts, state.parts, strict=True)}
         return {name: details for name, details in said.items() if details}
 
@@ -159,10 +159,12 @@ class Merged(Strategy):
         return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """How many nodes of a draft are taken, its root included, if the budget leaves `left`.
+        """The number of a draft's nodes that are taken, its root included, if the budget leaves `left`.
 
-        Drafts with nodes that are no draft tokens cannot be cut, because the part needs these: they may exceed a budget by costs; a
-        budget set by the user is an error then.
+        Nodes that are no draft tokens, such as lookahead's window, cannot be left out: they may exceed a budget that comes from costs.
+
+        Raises:
+            SettingsError: the user has set the budget, and it leaves too few nodes for them.
         """
         shape = draft.topology
         needed = 1
@@ -170,19 +172,19 @@ class Merged(Strategy):
             needed = max(node + 1 for node, parent in enumerate(shape.parents) if parent == NO_PARENT)
         if needed > left and self.settings.nodes is not None:
             raise SettingsError(
-                f"{part.name} needs {len(shape)} nodes, of which draft tokens alone can be left out; a budget of "
+                f"{part.name} needs {len(shape)} nodes, and only draft tokens among them can be left out; a budget of "
                 f"{self.settings.nodes} nodes leaves it {left}"
             )
         return max(left, needed)
 
     def _scores(self, drafts: list[Draft]) -> Tensor | None:
-        """The scores of the joint draft; draft tokens that were not sampled get all of the probability."""
+        """The scores of the joint draft; a draft token without scores gets probability 1."""
         drawn = [draft.scores for draft in drafts if draft.scores is not None]
         if not drawn:
             return None
         if len(drawn) > 1:
             raise UnsupportedError(
-                f"{self.name!r}: two of these draw their draft tokens with the same noise, which only verifier='coupled' allows"
+                f"{self.name!r}: two of these strategies draw draft tokens with the same noise, which only verifier='coupled' allows"
             )
         vocabulary = torch.arange(drawn[0].shape[-1], device=drawn[0].device)
         return torch.cat(
@@ -197,20 +199,20 @@ class Merged(Strategy):
 
     def observe(self, state: MergedState, step: Step) -> None:
         count = step.own_nodes
-        # A part without nodes of its own has nothing to separate.
+        # If the block does not hold this strategy's draft, no part has nodes in it.
         owned = state.owned if count != 0 else [range(1, 1)] * len(self.parts)
         for part, own, mine in zip(self.parts, state.parts, owned, strict=True):
             if not part.observes:
                 continue
             part_step = replace(step, layers=self._layers(state, part, step.layers))
-            if count:  # the block was cut after its first nodes
+            if count:  # only the first `count` nodes of this strategy's draft are in the block
                 mine = range(min(mine.start, count), min(mine.stop, count))
                 part_step = replace(part_step, own_nodes=len(mine) + 1)
             part.observe(own, _first(part_step, mine))
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
-    """All trees under one root; of fixed shape if each of them is. like: ``[B, …]``, gives rows and device."""
+    """All trees under one root; the shape is fixed if all trees' are. like: ``[B, …]``, a tensor with the result's rows and device."""
     fixed = [tree for tree in trees if isinstance(tree, Topology)]
     if len(fixed) == len(trees):
         return functools.reduce(Topology.merge, fixed)
@@ -221,7 +223,7 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """The step with the nodes `mine` right behind the root, without data from the host, so that it can be recorded."""
+    """The step with the nodes `mine` moved right after the root. It reads nothing on the host, so that the step can be recorded."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

@@ -1,4 +1,4 @@
-"""Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3): a model's own extra layers predict the tokens after the next one."""
+"""Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3): extra layers of the model itself predict tokens after the next one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
 
 _TOO_OLD = "mtp needs a newer transformers, one that has MtpModel.forward_layer (5.23 has)"
-#: The model's attribute for its layers; names with ``decoders_`` are no part of the network.
+#: The model's attribute that holds its MTP layers. Attributes that begin with ``decoders_`` do not count as parts of the network.
 ATTRIBUTE = "decoders_mtp_layers"
 
 
@@ -35,8 +35,8 @@ class MtpSettings(Settings):
         None,
         ge=1,
         le=32,
-        description="Tokens drafted per path; None: as many as the model has layers for, which is the most; fewer where a step allows "
-        "fewer nodes by its measured costs.",
+        description="Tokens drafted per path, at most one per MTP layer of the model. None: one per layer, or fewer if the measured "
+        "costs of a step allow fewer nodes.",
     )
     tree: TreeForm = "none"
     nodes: NodeBudget = None
@@ -45,9 +45,9 @@ class MtpSettings(Settings):
 
 
 class Mtp(ReadsFeatures):
-    """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of the next token, and
-    predicts the token after it. The layers are those of the model's checkpoint, by transformers' ``MtpModel``, or those given to
-    :func:`use_mtp_layers`.
+    """MTP layer k reads the hidden states of layer k-1 and the embedding of the next token, and predicts the token after that token.
+
+    The layers come from the model's checkpoint, through transformers' ``MtpModel``, or from :func:`use_mtp_layers`.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
     """
@@ -76,11 +76,11 @@ class Mtp(ReadsFeatures):
 
 
 class MtpDrafter(FeatureDrafter):
-    """The layers, each with keys and values of its own.
+    """The MTP layers, each with its own keys and values.
 
-    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the token behind it. Its last ``k`` slots
-    hold drafted tokens, so a node at depth ``d`` of the draft sits, in layer ``k``, at slot ``length - 2 - k + d``: the layer runs
-    all nodes up to depth ``k``, each on the hidden state that the layer before has of its parent.
+    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the token after it. The last ``k`` slots of the
+    layer hold draft tokens, so a node at depth ``d`` of the draft is in slot ``length - 2 - k + d`` of layer ``k``. The layer runs all
+    nodes up to depth ``k``; each reads the hidden state that layer ``k - 1`` computed for the node's parent.
     """
 
     def __init__(self, context: Context, layers: MtpModel, depth: int, children: int, ahead: int) -> None:
@@ -106,7 +106,7 @@ class MtpDrafter(FeatureDrafter):
         for layer in range(self.depth):
             tokens = tokens_from(sequences, base + 1 + layer, count)
             states = self.module(base, tokens, states, layer=layer)
-            # Later slots of this layer were read with tokens that are not known yet.
+            # The state of the last slot whose token is known; the tokens of later slots are not drafted yet.
             self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
 
     def first(self) -> Tensor:
@@ -124,10 +124,10 @@ class MtpDrafter(FeatureDrafter):
 
 
 class _SingleLayers(nn.Module):
-    """Runs single layers of an ``MtpModel``; called without a layer, all of them in turn.
+    """Runs one layer of an ``MtpModel``; called without a layer, runs all layers one after the other.
 
     Args:
-        layers: see :func:`fitted`.
+        layers: the ``MtpModel``, prepared by :func:`fitted`.
     """
 
     def __init__(self, layers: MtpModel) -> None:
@@ -141,7 +141,7 @@ class _SingleLayers(nn.Module):
     ) -> Tensor:  # fmt: skip
         cache.ready_mask = attention_mask
         for number in range(self.layers.num_mtp_layers) if layer is None else (layer,):
-            # A layer's tokens, and so their positions, are one behind those of the layer before.
+            # Each layer reads tokens that are one position later than the tokens of the layer before.
             places = position_ids + (1 + number)
             states = self.layers.forward_layer(number, states, places, cache, input_ids=tokens)
         return states
@@ -149,7 +149,7 @@ class _SingleLayers(nn.Module):
 
 @functools.cache
 def _with_ready_masks(kind: type) -> type:
-    """`kind`, an ``MtpModel``, with the pass's mask instead of masks of its own."""
+    """A subclass of `kind`, an ``MtpModel``, that uses the mask of the pass instead of creating masks."""
 
     def ready(
         self: Any, layer_idx: int, inputs_embeds: Tensor, mtp_cache: Any, position_ids: Tensor
@@ -159,12 +159,12 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: For each model its prepared layers, and the values on which they depend.
+#: For each model its prepared layers, and the objects from which they were prepared.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
 def single_layers(layers: MtpModel, context: Context) -> nn.Module:
-    """The module for :attr:`Context.module`, the same object for the same layers, dtype and device."""
+    """The module for :attr:`Context.module`: always the same object for the same layers, dtype and device."""
     model, dtype, device = context.model, dtype_of(context), context.device
     alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in layers.layers.parameters()} == {device}
     origin = (layers, model.get_input_embeddings(), dtype, device)
@@ -176,10 +176,10 @@ def single_layers(layers: MtpModel, context: Context) -> nn.Module:
 
 
 def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, torch.dtype] | None) -> MtpModel:
-    """`layers` over the embedding and the rotary positions of `model`, another object with the same modules.
+    """A copy of the object `layers` that uses the embedding and the rotary positions of `model`.
 
     Args:
-        place: device and dtype for copies of these modules; None: the modules themselves.
+        place: device and dtype to which the layers' own modules are copied; None: both objects share the modules.
     """
     shared = (layers.config, *layers.children())
     twin = copy.deepcopy(layers, {id(part): part for part in shared})
@@ -191,32 +191,32 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
 
 
 def own_children(layers: MtpModel) -> dict[str, nn.Module]:
-    """The modules of an ``MtpModel`` that are not the main model's: its layers, and the norm behind them in some designs."""
+    """The modules of an ``MtpModel`` that do not belong to the main model: its layers, and in some designs the norm after them."""
     tied = ("embed_tokens", "shared_head", "rotary_emb")
     return {name: module for name, module in layers.named_children() if name not in tied}
 
 
 def converted(layers: MtpModel, twin: MtpModel) -> bool:
-    """Whether the copies in `twin` still have the values of `layers`, which may have been trained since."""
+    """Whether the copies in `twin` have the present values of `layers`, which may have been trained since they were copied."""
     modules = [nn.ModuleDict(own_children(model)) for model in (layers, twin)]
     pairs = zip(*(module.parameters() for module in modules), strict=True)
     return all(torch.equal(own.to(other), other) for own, other in pairs)
 
 
 def matrix_dtype(layers: MtpModel) -> torch.dtype:
-    """The dtype of the largest matrix; a norm, or the bias of a router, may have another one."""
+    """The dtype of the largest matrix. A norm, or the bias of a router, may have another dtype."""
     return max((p for p in layers.layers.parameters() if p.is_floating_point()), key=torch.numel).dtype
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
-    """Lets ``strategy="mtp"`` draft for `model` with `layers`, built or trained by the caller; None removes them.
+    """Lets ``strategy="mtp"`` draft for `model` with `layers` that the caller built or trained; None removes them.
 
-    They use the model's embedding and output head, in its dtype and on its device; if theirs differ, a copy of them is used. By
-    default the layers are read from the model's checkpoint, once.
+    The layers use the model's embedding and output head. If their dtype or device differs from the model's, a copy is used. Without
+    this function, the layers are read once from the model's checkpoint.
 
     Raises:
-        SettingsError: they are no ``MtpModel``, have no layer, or another hidden size than the model.
-        UnsupportedError: this version of transformers lacks such layers.
+        SettingsError: `layers` is no ``MtpModel``, holds no layer, or has another hidden size than the model.
+        UnsupportedError: this version of transformers has no ``MtpModel.forward_layer``.
     """
     if layers is not None:
         _check_fit(layers, model)
@@ -230,11 +230,10 @@ def _check_fit(layers: MtpModel, model: PreTrainedModel) -> None:
     kind, name = _mtp_model(), type(model).__name__
     if not isinstance(layers, kind):
         raise SettingsError(
-            f"mtp: layers={layers!r:.60} are given for {name}: use_mtp_layers takes an MtpModel of transformers or None, not "
-            f"{type(layers).__name__}"
+            f"mtp: use_mtp_layers for {name} takes an MtpModel of transformers or None, not {type(layers).__name__}: {layers!r:.60}"
         )
     if not layers.num_mtp_layers:
-        raise SettingsError(f"mtp: the layers given for {name} hold no layer: num_mtp_layers is at least 1")
+        raise SettingsError(f"mtp: the MtpModel given for {name} holds no layer: num_mtp_layers must be at least 1")
     own, width = (part.config.get_text_config(decoder=True).hidden_size for part in (layers, model))
     if own != width:
         raise SettingsError(f"mtp: the layers given are for hidden size {own}, this {name} has {width}")
@@ -254,7 +253,7 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
     """The multi-token-prediction layers of `model`.
 
     Raises:
-        UnsupportedError: the model has no such layers, its checkpoint lacks them, or transformers is too old to build them.
+        UnsupportedError: the model has no MTP layers, its checkpoint lacks them, or transformers is too old to build them.
     """
     if ATTRIBUTE in vars(model):
         return vars(model)[ATTRIBUTE]
@@ -265,8 +264,8 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
         layers = kind.from_pretrained(model, device_map={"": model.device})
     except Exception as error:  # files, keys and shapes raise many kinds of errors
         raise UnsupportedError(
-            f"mtp: the layers of {name} cannot be loaded from {model.config.name_or_path!r}: {error}. Layers that you have built "
-            "are taken by decoders.strategies.mtp.use_mtp_layers"
+            f"mtp: the layers of {name} cannot be loaded from {model.config.name_or_path!r}: {error}. To use layers that you have "
+            "built, call decoders.strategies.mtp.use_mtp_layers"
         ) from error
     vars(model)[ATTRIBUTE] = layers.eval()
     return layers

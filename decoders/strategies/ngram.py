@@ -1,7 +1,7 @@
 """N-gram drafting: the likeliest followers of the last two tokens, as in the lowest stage of Spector & Ré (2023).
 
-Stupid back-off (Brants et al. 2007) scores a follower by the longest context that it followed; the mini-tree along the
-likeliest spine is from "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
+Stupid back-off (Brants et al. 2007) scores a follower by the longest context that it followed. The tree, in which only the likeliest
+node of each depth is expanded, is from "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .ngram_table import MAX_NGRAM, context_key, load_table
 
 
 class NgramSettings(Settings):
-    """Shape of drafts, and source of the counts.
+    """The shape of drafts, and the source of the counts.
 
-    The default tree costs as much as a chain of 7. Wider trees, such as the paper's, pay where nodes cost next to nothing.
+    The default tree costs as much as a chain of 7. Wider trees, such as the paper's, are faster only if a node costs almost nothing.
     """
 
     widths: tuple[int, ...] = Field(
         (2, 1, 1, 1, 1, 1),
         min_length=1,
         max_length=16,
-        description="Draft tokens at each depth, continuing the best of the depth before. The paper: 12, 7, 4, 1, 1, 1.",
+        description="Number of draft tokens at each depth; they follow the best token of the depth before. Paper: 12, 7, 4, 1, 1, 1.",
     )
     max_ngram: int = Field(3, ge=1, le=MAX_NGRAM, description="Longest n-gram, in tokens: 3 reads two tokens back.")
     table: Path | None = Field(
         None,
-        description="Counts saved by `decoders train ngram`, added to those of the text so far. None: the text alone.",
+        description="File of counts from `decoders train ngram`, which are added to the counts of the text. None: the text alone.",
     )
     text_weight: int = Field(
-        512, ge=1, le=10**6, description="How many occurrences in the table one occurrence in the text is worth."
+        512, ge=1, le=10**6, description="An occurrence in the text counts as many times as an occurrence in the table."
     )
 
     @field_validator("widths")
@@ -59,10 +59,10 @@ class NgramState:
     """The state of a call.
 
     Attributes:
-        predict: :func:`mini_tree`, compiled if the call is.
-        scratch: ``[B, V]`` int32, for counting equal tokens; written before it is read.
+        predict: :func:`mini_tree`, compiled if the call is compiled.
+        scratch: ``[B, V]`` int32, memory for counting equal tokens; it is written before it is read.
         table: tensors of the table's orders, four per order.
-        texts: of the rows with their counts, where the host counts.
+        texts: the rows' texts with their counts; empty on a device, where later calls replay recorded steps.
         append_only: whether texts only grow.
     """
 
@@ -74,10 +74,10 @@ class NgramState:
 
 
 class Ngram(Strategy):
-    """Proposes the tokens that most often followed the last ones, in prompt and output, in a saved table, or in both.
+    """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a device everything is counted from the text in every step. On a CPU the counts are kept from step to step, also where text is
-    removed again, as happens when this strategy drafts for a draft model. The draft is the same.
+    On a device every step counts the whole text. On a CPU the counts are kept from step to step; they stay right if tokens are removed
+    again, as happens when this strategy drafts for a draft model. The drafts are the same.
     """
 
     name = "ngram"
@@ -93,17 +93,17 @@ class Ngram(Strategy):
         scratch = in_64_bits(torch.empty(context.rows, context.vocab_size, dtype=torch.int32, device=context.device))
         orders = load_table(s.table, context.vocab_size, scratch.device)[: s.max_ngram] if s.table else ()
         table = tuple(tensor for order in orders for tensor in order)
-        texts = [self._text() for _ in range(context.rows)]
-        # A draft model's tokens are removed again where the target rejects them.
-        return NgramState(context.compile(mini_tree), scratch, table, texts, append_only=context.level == 0)
+        # If this strategy drafts for a draft model, the target may reject tokens, which are then removed from the text.
+        return NgramState(context.compile(mini_tree), scratch, table, [], append_only=context.level == 0)
 
     def rebatch(self, state: NgramState, rows: Tensor, context: Context) -> NgramState:
-        texts = [state.texts[row] if row >= 0 else self._text() for row in rows.tolist()]
+        texts = [state.texts[row] if row >= 0 else self._text() for row in rows.tolist()] if state.texts else []
         return replace(state, scratch=state.scratch.new_empty(context.rows, context.vocab_size), texts=texts)
 
     def propose(self, state: NgramState, sequences: Sequences) -> Draft:
         s: NgramSettings = self.settings
         if sequences.on_host and not state.table:
+            state.texts.extend(self._text() for _ in range(len(sequences.tokens) - len(state.texts)))
             finished = follow_rows(state.texts, sequences, state.append_only, lambda _: self._text())
             nothing = [-1] * sum(s.widths), [0] * sum(s.widths)
             drafts = [
@@ -123,28 +123,21 @@ class Ngram(Strategy):
 
 @lru_cache
 def spine(widths: tuple[int, ...]) -> Topology:
-    """The tree in which the first node of each depth is continued: ``(3, 2)`` has parents ``-1, 0, 1, 0, 0, 1``.
+    """The tree in which the first node of each depth is expanded: ``(3, 2)`` has parents ``-1, 0, 1, 0, 0, 1``.
 
-    Nodes with children come first, in slots of their own depth, where they have the bits of plain decoding.
+    Nodes with children come first, so that their slots are those of plain decoding, and their keys and values have the same bits.
     """
     siblings = [depth for depth, width in enumerate(widths) for _ in range(width - 1)]
     return Topology.from_parents([NO_PARENT, *range(len(widths)), *siblings])
 
 
 def mini_tree(
-    tokens: Tensor,
-    length: Tensor,
-    widths: tuple[int, ...],
-    max_ngram: int,
-    text_weight: int,
-    scratch: Tensor,
+    tokens: Tensor, length: Tensor, widths: tuple[int, ...], max_ngram: int, text_weight: int, scratch: Tensor,
     *table: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The likeliest followers as the nodes of :func:`spine` and the orders that know them, each ``[B, sum(widths)]`` int64.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The likeliest followers as the nodes of :func:`spine`, and each follower's order, both ``[B, sum(widths)]`` int64.
 
-    Arguments as of :func:`followers`.
-
-    All depths are one graph, because calling one graph per depth would take longer than counting.
+    The arguments are as in :func:`followers`. All depths are one graph, because a graph per depth would take longer to call.
     """
     slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)
@@ -166,28 +159,28 @@ def followers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
-    The score of a follower is its share among all followers of the longest context that it was seen in, times 0.4 for
-    each token by which that is shorter than `context`. Of equal scores the latest in the text ranks first; followers known only
-    from the table come last: by longer context first, then in the table's order.
+    The score of a follower is its share among all followers of the longest context that it followed, times 0.4 for each token by which
+    this context is shorter than `context`. Among equal scores the follower that came latest in the text ranks first. Followers that
+    only the table has rank last: followers of longer contexts first, then in the table's order.
 
     Args:
         tokens: ``[B, L]`` int64, ids below V.
-        length: ``[B]`` int64, valid tokens per row.
-        context: ``[B, 0 … 2]`` int64, the most recent token first; -1 for none.
+        length: ``[B]`` int64, number of valid tokens per row.
+        context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where a row is too short.
         text_weight: weight of an occurrence in the text relative to one in the table.
         scratch: ``[B, V]`` int32, overwritten.
-        table: tensors of :class:`~decoders.strategies.ngram_table.NgramOrder`, order by order.
+        table: the tensors of every :class:`~decoders.strategies.ngram_table.NgramOrder`, the lowest order first.
 
     Returns:
-        ``[B, width]`` int64, best first, all different, -1 if there are no more; the context behind the first; and for each the length
-        of the longest context that it followed.
+        the followers, ``[B, width]`` int64, best first, all different, -1 if there are fewer; the context after the best follower; and
+        each follower's order, the length of the longest context that it followed.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
     last = [context[:, k : k + 1] for k in range(context.shape[1])]
     matches = [inside]
     for back, token in enumerate(last, 1):
-        # earlier[p] = tokens[p - back]; before the start -2, which equals no token, not even a missing one.
+        # earlier[p] = tokens[p - back]. Before the start it is -2, which equals neither a token nor a missing token, -1.
         earlier = pad(tokens, (back, 0), value=-2)[:, :slots]
         matches.append(matches[-1] & (earlier == token))
     entries = _entries(table, last, length[:, None], scratch.shape[1])
@@ -198,14 +191,16 @@ def followers(
 def _entries(
     table: tuple[Tensor, ...], context: list[Tensor], like: Tensor, vocab_size: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The table's entries of `context`, by order: followers and counts ``[B, C]``, the total ``[B, 1]``.
+    """The table's entries of `context`, one per order: followers and counts ``[B, C]``, and their total ``[B, 1]``.
 
-    Where the context is not in the table, followers are -1 and counts 0.
+    If the context is not in the table, followers are -1 and counts 0.
     """
     counts_by_order = []
     for n in range(len(table) // 4):
         keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
-        key = context_key(context[:n], vocab_size, like)  # negative, and so in no table, if the text is too short
+        key = context_key(
+            context[:n], vocab_size, like
+        )  # if the text is too short the key is negative, and no table has it
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
         row = at[:, 0]
@@ -220,33 +215,30 @@ def _entries(
 
 
 def _ranked(
-    text: Tensor,
-    matches: list[Tensor],
-    entries: list[tuple[Tensor, Tensor, Tensor]],
-    width: int,
-    text_weight: int,
+    text: Tensor, matches: list[Tensor], entries: list[tuple[Tensor, Tensor, Tensor]], width: int, text_weight: int,
     scratch: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The `width` best followers ``[B, width]``, best first, -1 if there are fewer; and the highest order of each.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The `width` best followers ``[B, width]``, best first, -1 if there are fewer; and each follower's highest order.
 
     Args:
         text: ``[B, L]`` int64.
-        matches: by order, ``[B, L]`` bool: the tokens of the text that follow the context.
-        entries: by order, what the table adds.
+        matches: for each order ``[B, L]`` bool, whether a token of the text follows the context of this order.
+        entries: for each order the table's entries.
     """
-    # Candidates, with repetitions: the table's, then the text's tokens; what comes later wins among equals.
+    # The candidates, with repetitions: the table's followers, then the text's tokens. Among equal scores later candidates win.
     tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
-    # Equal tokens are counted at the slot of one of them, whichever wins the scatter. Only written entries are read
-    # back, so no tensor of size V is filled or scanned. (Compiled, an indexed assignment works in place, while scatter_
-    # would copy all of `scratch`.)
+    # Equal tokens are counted at the slot of one of them, whichever wins the scatter. Only written entries are read back, so no tensor
+    # of size V is filled or scanned. Compiled, an indexed assignment works in place, while scatter_ would copy all of `scratch`.
     scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
     place = scratch.gather(1, tokens).long()
     score = torch.zeros_like(tokens, dtype=torch.float64)
     order = torch.zeros_like(tokens)
-    eligible = torch.zeros_like(tokens, dtype=torch.bool)  # slots behind the longest context that had their token
+    eligible = torch.zeros_like(
+        tokens, dtype=torch.bool
+    )  # whether a slot follows the longest context that its token followed
     for n, matched in enumerate(matches):
-        # float64 sums of integers are exact in any order, so that ties are the same on every device.
+        # Sums of integers in float64 are exact in any order, so every device finds the same ties.
         own = matched.double() * text_weight
         total = own.sum(1, keepdim=True)
         of_table = [torch.zeros_like(counts) for _, counts, _ in entries]
@@ -258,7 +250,7 @@ def _ranked(
         score = torch.where(count > 0, count / total, BACK_OFF * score)
         eligible = torch.where(count > 0, weight > 0, eligible)
         order = torch.where(count > 0, n, order)
-    # An integer that orders by score and then by slot; of the slots of a token the best counts.
+    # An integer that orders by score and then by slot. Each token counts with the best of its slots.
     worth = torch.where(eligible, (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot, -1)
     worth = torch.full_like(worth, -1).scatter_reduce_(1, place, worth, "amax")
     best = pad(worth, (0, width), value=-1).topk(width, 1).values

@@ -1,4 +1,4 @@
-"""Counts of the n-grams of one text, updated as it grows, for :mod:`.ngram` on devices whose values Python may read."""
+"""Counts of the n-grams of one text on the host, updated as the text grows, for :mod:`.ngram` on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 #: Factor on the share of a context that is one token shorter (stupid back-off).
 BACK_OFF = 0.4
-#: Bits of a score that count when two are compared; the others are rounding.
+#: Bits of a score that comparisons use; further bits may differ by rounding.
 SCORE_BITS = 40
 
 
@@ -16,9 +16,9 @@ class _Followers:
     """The followers of one context.
 
     Attributes:
-        slots: slots of each token that followed it, in ascending order.
+        slots: for each token that followed the context, the slots in which it did, in ascending order.
         total: number of all these slots.
-        most: largest number that one token has had.
+        most: largest number of slots that one token has had so far.
     """
 
     __slots__ = ("most", "slots", "total")
@@ -29,13 +29,13 @@ class _Followers:
 
 
 class RankedFollower(NamedTuple):
-    """A follower, in the order of ranking.
+    """A follower. Followers compare by their score, then by their slot.
 
     Attributes:
         score: in units of ``2 ** -SCORE_BITS``.
-        slot: the last one in which it followed its longest context.
-        token: its id.
-        order: tokens of that context.
+        slot: the last slot in which the token followed its longest context.
+        token: the token's id.
+        order: number of tokens in its longest context.
     """
 
     score: int
@@ -47,7 +47,7 @@ class RankedFollower(NamedTuple):
 class NgramCounts:
     """A text that grows and shrinks at its end, with the followers of each context of up to ``max_ngram - 1`` tokens.
 
-    Adding a token takes about a microsecond per order; a draft token takes tens of them.
+    Adding a token takes about a microsecond per order; finding a draft token takes tens of microseconds.
 
     Attributes:
         tokens: the text.
@@ -58,7 +58,7 @@ class NgramCounts:
     def __init__(self, max_ngram: int) -> None:
         self.tokens = array("i")
         self._orders: list[dict[tuple[int, ...], _Followers]] = [{} for _ in range(max_ngram)]
-        # Tokens by frequency, the latest last within each; None if it must be built again.
+        # For each frequency its tokens, the latest last; None if the table must be built again.
         self._by_count: dict[int, dict[int, None]] | None = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -83,7 +83,7 @@ class NgramCounts:
             context = (*context, token)[-longest:] if longest else ()
 
     def truncate(self, length: int) -> None:
-        """Removes all tokens behind the first `length`."""
+        """Keeps the first `length` tokens, and removes all others."""
         text = self.tokens
         while len(text) > length:
             token = text.pop()
@@ -100,7 +100,7 @@ class NgramCounts:
             self._by_count = None
 
     def spine(self, widths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """As :func:`~.ngram.mini_tree` for this text: the likeliest followers at each depth, and their orders."""
+        """The likeliest followers at each depth, and their orders, as :func:`~.ngram.mini_tree` finds them for a tensor."""
         longest = len(self._orders) - 1
         context = tuple(self.tokens[len(self.tokens) - longest :]) if longest else ()
         first: list[tuple[int, int]] = []
@@ -116,10 +116,11 @@ class NgramCounts:
         return list(tokens), list(orders)
 
     def followers(self, context: tuple[int, ...], width: int) -> list[RankedFollower]:
-        """The `width` likeliest followers of a context, best first, or as many as there are.
+        """The `width` likeliest followers of a context, best first; fewer if there are not as many.
 
         The score of a follower is its share among all followers of the longest suffix of `context` that it followed, times
-        :data:`BACK_OFF` for each token by which that is shorter than the longest context; of equal ones the latest ranks first.
+        :data:`BACK_OFF` for each token by which this suffix is shorter than the longest context. Among equal scores the latest is
+        first.
         """
         longest = len(self._orders) - 1
         best: list[RankedFollower] = []
@@ -128,7 +129,7 @@ class NgramCounts:
             followers = self._orders[order].get(context[len(context) - order :])
             if followers is None:
                 continue
-            # The most frequent follower of this order bounds the others.
+            # No follower of this order can score more than its most frequent follower.
             if len(best) < width or _score(followers.most, followers.total, longest - order) >= best[-1].score:
                 for token, slots in followers.slots.items():
                     if not any(token in other.slots for other in longer):
@@ -153,7 +154,7 @@ class NgramCounts:
         return best
 
     def _note(self, token: int, count: int) -> None:
-        """Notes that a token has occurred for the `count`-th time."""
+        """Counts the `count`-th occurrence of a token."""
         if self._by_count is None:
             return
         if count > 1:
@@ -175,7 +176,7 @@ class NgramCounts:
 
 
 def _score(count: int, total: int, back: int) -> int:
-    """A share ``count / total``, backed off `back` times, with the rounding of :mod:`.ngram`'s tensors."""
+    """The share ``count / total`` times :data:`BACK_OFF` to the power of `back`, rounded as in :mod:`.ngram`'s tensors."""
     score = count / total
     for _ in range(back):
         score = BACK_OFF * score

@@ -20,7 +20,7 @@ from ..errors import SettingsError
 
 FORMAT = "decoders-ngram-table"
 VERSION = "1"
-#: Longest n-gram of a table and of the strategy: the keys of its contexts must fit 64 bits together with a follower.
+#: Longest n-gram of a table and of the strategy. The key of a context must fit 64 bits together with a follower.
 MAX_NGRAM = 3
 
 
@@ -29,9 +29,9 @@ class NgramOrder(NamedTuple):
 
     Attributes:
         keys: ``[K]`` int64, the contexts in ascending order (:func:`context_key`).
-        followers: ``[K, C]`` int32 token ids; -1 if a context has fewer.
-        counts: ``[K, C]`` int32, how often each of them followed; 0 for none.
-        totals: ``[K]`` int64, how often any token followed, dropped followers included.
+        followers: ``[K, C]`` int32, token ids; -1 if a context has fewer followers.
+        counts: ``[K, C]`` int32, number of times that each follower occurred; 0 for -1.
+        totals: ``[K]`` int64, number of times that any token followed, dropped followers included.
     """
 
     keys: Tensor
@@ -45,8 +45,8 @@ class NgramTable:
     """A table of n-gram counts.
 
     Attributes:
-        orders: unigrams, bigrams, trigrams, as far as they were counted.
-        vocab_size: size ``V`` of the tokens' vocabulary.
+        orders: the counts of unigrams, of bigrams and so on, up to the longest n-gram.
+        vocab_size: size ``V`` of the vocabulary.
         tokens: number of counted tokens.
         source: description of the text.
     """
@@ -64,12 +64,11 @@ class NgramTable:
         """Counts n-grams up to `max_ngram` tokens long.
 
         Args:
-            texts: pairs of a text ``[T]`` int64 and the index of its first token to count; earlier tokens are context
-                only.
+            texts: pairs of a text ``[T]`` int64 and the index of the first token that is counted; earlier tokens are context only.
             followers: most followers per context.
 
         Raises:
-            SettingsError: a vocabulary too large for 64-bit keys, a token outside it, or no tokens to count.
+            SettingsError: the vocabulary is too large for 64-bit keys, a token is outside of it, or there are no tokens to count.
         """
         if vocab_size**MAX_NGRAM >= 2**63:
             raise SettingsError(f"n-grams of {vocab_size} different tokens do not fit 64 bits: at most 2097151")
@@ -91,22 +90,22 @@ class NgramTable:
         return NgramTable(tuple(orders), vocab_size, int(orders[0].totals.sum()), source)
 
     def save(self, path: Path) -> None:
-        """Replaces the file `path` by :meth:`dump` atomically; loaded tables keep reading the old file.
+        """Writes the table to the file `path`, which is replaced atomically: tables that are loaded keep the old file.
 
         Raises:
-            SettingsError: `path` is something else than a table. OSError: it cannot be written.
+            SettingsError: `path` is no regular file. OSError: it cannot be written.
         """
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
             raise SettingsError(f"n-gram table {path} cannot be written: it is no regular file")
         draft = target.with_name(f".{target.name}")
         draft.unlink(missing_ok=True)
-        with draft.open("xb") as file:  # never through a link
+        with draft.open("xb") as file:  # mode x does not follow a link
             file.write(self.dump())
         draft.replace(target)
 
     def dump(self) -> bytes:
-        """The table as safetensors, its description in the metadata."""
+        """The table as bytes in the format safetensors, with its description in the metadata."""
         tensors = {
             f"{n}.{k}": tensor for n, order in enumerate(self.orders, 1) for k, tensor in order._asdict().items()
         }
@@ -151,7 +150,11 @@ class NgramTable:
         return table
 
     def _check(self, path: Path) -> None:
-        """Checks the contents once, since a follower outside the vocabulary would be out of bounds in compiled code."""
+        """Checks the contents, because compiled code would read out of bounds for a follower outside the vocabulary.
+
+        Raises:
+            SettingsError: the table is damaged.
+        """
         for n, order in enumerate(self.orders, 1):
             keys, followers, counts, totals = order
             shape = followers.shape
@@ -165,7 +168,7 @@ class NgramTable:
 
 
 def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Tensor:
-    """The key of contexts of any length: base-`vocab_size` digits, the most recent token (`context[0]`) last.
+    """The key of a context of any length: a number whose digits in base `vocab_size` are the tokens, the most recent token last.
 
     Args:
         context: tensors of the shape of `like`, the most recent token first; empty for unigrams.
@@ -177,7 +180,7 @@ def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Ten
 
 
 def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[NgramOrder, ...]:
-    """The orders of the table in `path` on `device`, read once per process and state of the file.
+    """The orders of the table in `path` on `device`. The file is read once, and again if it changes.
 
     Raises:
         SettingsError: the file is missing, or the table is for another vocabulary.
@@ -197,7 +200,7 @@ def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[Ngram
 
 @lru_cache(maxsize=4)
 def _read(path: Path, mtime_ns: int, size: int) -> NgramTable:
-    """Time and size are part of the cache key, so that a changed file is read again."""
+    """Loads a table. Time and size are part of the cache key, so that a changed file is read again."""
     return NgramTable.load(path)
 
 
@@ -208,12 +211,12 @@ def _placed(path: Path, mtime_ns: int, size: int, device: torch.device) -> tuple
 
 
 def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> NgramOrder:
-    """Counts `keys` and `tokens`, both ``[T]``: the context and the follower of every n-gram."""
+    """Counts n-grams. keys, tokens: ``[T]``, the context and the follower of every n-gram."""
     grams, counts = torch.unique(keys * vocab_size + tokens, return_counts=True)
     contexts, size = torch.unique_consecutive(grams // vocab_size, return_counts=True)
     row = torch.arange(contexts.numel()).repeat_interleave(size)
     totals = torch.zeros(contexts.numel(), dtype=torch.int64).scatter_add_(0, row, counts)
-    # By context, then by count; the sorts are stable, so that the smaller token id comes first among equal counts.
+    # Sorted by context, then by count. The sorts are stable, so the smaller token id comes first among equal counts.
     order = counts.argsort(descending=True, stable=True)
     order = order[row[order].argsort(stable=True)]
     rank = torch.arange(grams.numel()) - (size.cumsum(0) - size).repeat_interleave(size)
@@ -227,38 +230,27 @@ def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> Ngr
 
 
 def train_table(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    tokens: int,
-    rows: int = 16,
-    length: int = 256,
-    temperature: float = 1.0,
-    seed: int = 0,
-    followers: int = 16,
-    source: str = "",
-    on_progress: Callable[[int], None] = lambda counted: None,
-    **options: Any,
-) -> NgramTable:
-    """Samples from `model` after `prompts` and counts its tokens; prompts are context and not counted.
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, tokens: int, rows: int = 16, length: int = 256,
+    temperature: float = 1.0, seed: int = 0, followers: int = 16, source: str = "",
+    on_progress: Callable[[int], None] = lambda counted: None, **options: Any,
+) -> NgramTable:  # fmt: skip
+    """Samples texts from `model` after `prompts`, and counts their n-grams. Tokens of prompts are context only, and not counted.
 
-    So the table follows the model's own distribution, which a drafter has to predict.
+    The counts follow the model's own distribution, which a drafter has to predict.
 
     Args:
         model: enabled by :func:`decoders.enable`.
-        prompts: token ids; every batch draws `rows` of them.
-        tokens: how many tokens to count at least; the last batch is counted whole.
+        prompts: token ids of each prompt; every batch draws `rows` prompts.
+        tokens: least number of tokens to count; the last batch is counted whole.
         length: most tokens to sample after a prompt.
         on_progress: called with the number of tokens after each batch.
         options: further arguments of ``generate``.
 
     Raises:
-        SettingsError: no prompts, or a temperature at which nothing is sampled.
+        SettingsError: there are no prompts, a prompt is empty, or the temperature is not above 0 and finite.
     """
     if not 0 < temperature < math.inf:
-        raise SettingsError(
-            f"the temperature that texts are sampled at must be above 0, and finite, not {temperature:g}"
-        )
+        raise SettingsError(f"the temperature for sampling texts must be above 0, and finite, not {temperature:g}")
     if not prompts or not all(prompts):
         raise SettingsError("there must be prompts, of at least one token each")
     options = dict(temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=length) | options
@@ -275,7 +267,7 @@ def train_table(
 
 
 def sample(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[tuple[Tensor, int]]:
-    """One batch: each prompt with the sampled tokens, on the CPU, and the index at which these begin."""
+    """Samples one batch. Returns for each prompt its tokens and the sampled tokens, on the CPU, and the index of the first sampled."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
@@ -288,5 +280,5 @@ def sample(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **options: 
 
 
 def excerpts(text: Sequence[int], length: int) -> list[Sequence[int]]:
-    """`text` cut into prompts of `length` tokens; the last one may be shorter."""
+    """Cuts `text` into prompts of `length` tokens; the last prompt may be shorter."""
     return [text[at : at + length] for at in range(0, len(text), length)]

@@ -1,4 +1,4 @@
-"""Prompt lookup decoding (Saxena 2023): the continuation of earlier occurrences of the last tokens is likely to be repeated."""
+"""Prompt lookup decoding (Saxena 2023): tokens that followed an earlier occurrence of the row's last tokens become the draft."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ..strategy import Context, Draft, Sequences, Strategy
 
 
 class PromptLookupSettings(Settings):
-    """How far to look back and how much to propose."""
+    """The length of matches, and the size of drafts."""
 
     max_ngram: int = Field(3, ge=1, le=16, description="Longest suffix, in tokens, that is looked up.")
     min_ngram: int = Field(1, ge=1, le=16, description="Shortest suffix that counts as a match.")
-    length: int = Field(8, ge=1, le=64, description="Tokens proposed per continuation.")
-    branches: int = Field(1, ge=1, le=8, description="Distinct continuations proposed, as branches of one tree.")
+    length: int = Field(8, ge=1, le=64, description="Number of tokens proposed per branch.")
+    branches: int = Field(
+        1, ge=1, le=8, description="Number of different continuations proposed, as branches of one tree."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> PromptLookupSettings:
@@ -30,10 +32,10 @@ class PromptLookupSettings(Settings):
 
 
 class PromptLookup(Strategy):
-    """Proposes the continuation of the most recent occurrence of the longest matching suffix in prompt and output.
+    """Finds the longest suffix of the row that occurred before in prompt or output, and proposes what followed its latest occurrence.
 
-    Each further branch is the continuation of the next best occurrence whose first token differs from those of the other branches. A
-    continuation that reaches the end of the row is repeated periodically, so that drafts inside a loop have their full length.
+    Each further branch is the continuation of the next best occurrence whose first token no other branch has. A continuation that
+    reaches the end of the row is repeated periodically, so that drafts inside a loop have their full length.
     """
 
     name = "prompt_lookup"
@@ -48,7 +50,7 @@ class PromptLookup(Strategy):
         return context.compile(continuations)
 
     def rebatch(self, state: Callable[..., tuple[Tensor, Tensor]], rows: Tensor, context: Context) -> Any:
-        return state  # no state: the rows themselves are searched
+        return state  # the state is a function, and the rows themselves are searched
 
     def propose(self, state: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings
@@ -63,11 +65,12 @@ def continuations(
 
     Args:
         tokens: ``[B, L]`` int64.
-        length: ``[B]`` int64, valid tokens per row.
+        length: ``[B]`` int64, number of valid tokens per row.
+        count: number of tokens per branch.
 
     Returns:
-        ``[B, branches, count]`` int64; ``-1`` where there is no (further) match. And ``[B, branches * count]`` int64, the length of the
-        match of every token, 0 if there is none.
+        the continuations ``[B, branches, count]`` int64, ``-1`` for branches without a match; and for every token the length of its
+        match, ``[B, branches * count]`` int64, 0 if there is none.
     """
     rows, slots = tokens.shape
     end = torch.arange(slots, device=tokens.device)[None]  # candidate position of the suffix's last token
@@ -79,7 +82,7 @@ def continuations(
         shifted = torch.nn.functional.pad(tokens, (back, 0))[:, :slots]  # shifted[p] = tokens[p - back]
         unbroken = unbroken & (shifted == wanted) & (end >= back) & (last >= back)
         matched = matched + unbroken
-    # Longest match first, most recent second.
+    # Orders occurrences by the length of the match, then by their position.
     score = torch.where(matched >= min_ngram, matched * slots + end, -1)
     follower = tokens.roll(-1, 1)
     steps = torch.arange(count, device=tokens.device)[None]

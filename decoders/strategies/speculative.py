@@ -19,27 +19,26 @@ from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import GRADE_RATES, DraftTree, StaticTree, TreeForm, TreeSettings, grades_of, shape_of
 from .text_drafter import TextDrafter
 
-#: Share of the target's tokens that a draft model must have to draft through common tokens, since its texts then have the target's
-#: token borders.
+#: A draft model with at least this share of the target's tokens splits texts as the target does, so it drafts common tokens.
 NEARLY_ALL = 0.98
 
 
 class ShapeSettings(TreeSettings):
-    """How much a draft model proposes, and in which shape."""
+    """The length and the shape of a draft model's drafts."""
 
     length: int = Field(
-        5, ge=1, le=32, description="Tokens drafted per step (K, the papers' gamma); the depth of a tree."
+        5, ge=1, le=32, description="Tokens drafted per step (the papers' K or gamma); for a tree, its depth."
     )
     schedule: Literal["constant", "heuristic"] = Field(
         "constant",
-        description="heuristic: a row drafts two tokens more after a draft that was accepted whole, one less otherwise "
-        "(transformers' rule). Chains only.",
+        description="heuristic: after a draft that was accepted whole, a row drafts two tokens more, otherwise one token less "
+        "(transformers' rule). For chains only.",
     )
-    max_length: int = Field(16, ge=1, le=32, description="Most tokens that schedule heuristic drafts per step.")
+    max_length: int = Field(16, ge=1, le=32, description="Most tokens drafted per step with the heuristic schedule.")
     tree: TreeForm = "none"
     template: tuple[tuple[int, ...], ...] | None = Field(
         None,
-        description="Shape of a static tree: paths of ranks, level by level, as Medusa writes them. None: by the other settings.",
+        description="Paths of a static tree, each a tuple of ranks, one per level, as Medusa writes them. None: by the other settings.",
     )
 
     @model_validator(mode="after")
@@ -52,13 +51,13 @@ class ShapeSettings(TreeSettings):
 
 
 class SpeculativeSettings(ShapeSettings, DraftModelSettings):
-    """How much the draft model proposes, in which shape, and what it shares with the target."""
+    """The length and the shape of drafts, and how a draft model with another vocabulary drafts."""
 
     alignment: Literal["auto", "tokens", "strings"] = Field(
         "auto",
-        description="How a draft model with another vocabulary drafts. tokens: through the tokens that both have (token-level "
-        "intersection). strings: it drafts text, a chain of its likeliest tokens, which is written anew in the target's. auto: "
-        "strings for chains, unless it has all but a few of the target's tokens.",
+        description="How a draft model with another vocabulary drafts. tokens: only tokens that both vocabularies have (token-level "
+        "intersection). strings: a chain of its likeliest tokens, whose text is encoded in the target's tokens. auto: tokens for "
+        "trees, and if it has nearly all of the target's tokens; otherwise strings.",
     )
 
 
@@ -68,12 +67,12 @@ class _State:
 
     Attributes:
         drafter: the draft model.
-        tree: the shape of drafts, None for chains.
-        lengths: ``[B]`` int64, tokens that each row drafts (schedule heuristic).
+        tree: the shape of drafts; None for chains.
+        lengths: ``[B]`` int64, number of tokens that each row drafts, with the heuristic schedule.
         own_nodes: number of nodes in the last draft, root included.
-        limit: most tokens of the next draft, None for no limit.
-        other: how the draft model's tokens correspond to the target's, if they differ.
-        mask: the mask token of a model that drafts a chain in one pass; None: token by token.
+        limit: most tokens of the next draft; None for no limit.
+        other: how the draft model's tokens correspond to the target's; None if the vocabularies are equal.
+        mask: the mask token of a draft model that drafts a chain in parallel; None: it drafts token by token.
     """
 
     drafter: Drafter | TextDrafter
@@ -86,14 +85,13 @@ class _State:
 
 
 class Speculative(DraftModelStrategy):
-    """Drafts a chain (Leviathan et al. 2023, Algorithm 1, with our verifiers in its place), or a tree of the draft's best
-    continuations.
+    """Drafts a chain (Leviathan et al. 2023, Algorithm 1, with the call's verifier), or a tree of the draft model's best continuations.
 
-    When sampling, the draft draws with the noise that the target will draw with (Daliri et al. 2024), so that both mostly
-    draw the same token; under other verifiers with noise of its own.
+    When sampling with the coupled verifier, the draft model draws with the noise that the target will draw with (Daliri et al. 2024).
+    Both then mostly draw the same token. With other verifiers the draft model draws with its own noise.
 
-    A model whose config names a ``pard_token`` (An et al. 2025, "PARD") drafts a chain in two passes: one over what was committed,
-    one over masks, whatever the length. Trees, and calls with a grammar, go token by token.
+    A draft model whose config names a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes, one over the
+    committed tokens and one over masks. Trees are drafted level by level, and calls with a grammar token by token.
     """
 
     name = "speculative"
@@ -127,24 +125,25 @@ class Speculative(DraftModelStrategy):
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        # A tree goes level by level, a grammar token by token.
+        # Masks work for chains only, and a grammar needs each token before the next.
         mask = drafter.mask_token if tree is None and context.guide is None else None
         if tree is not None and tree.least_children > drafter.children:
             raise SettingsError(
-                f"the template takes the {tree.children} best continuations of a node; the vocabulary has {drafter.vocab_size}"
+                f"the template needs the {tree.children} best continuations of a node, and the vocabulary has {drafter.vocab_size} "
+                "tokens"
             )
         lengths = torch.full((context.rows,), s.length, device=context.device)
         return _State(drafter, tree, lengths, other=other, mask=mask)
 
     def other_vocabulary(self, context: Context) -> OtherVocabulary | None:
-        """How the draft model's tokens correspond to the target's; None if they are the same."""
+        """How the draft model's tokens correspond to the target's; None if the vocabularies are equal."""
         return context.vocabulary_of(self.draft_model(context))
 
     def _alignment(self, other: OtherVocabulary) -> str:
-        """``"tokens"`` or ``"strings"``.
+        """The alignment in force: ``"tokens"`` or ``"strings"``.
 
         Raises:
-            UnsupportedError: strings and a tree.
+            UnsupportedError: the user set ``"strings"`` and a tree.
         """
         s: SpeculativeSettings = self.settings
         if s.alignment == "strings" and s.tree != "none":
@@ -156,7 +155,7 @@ class Speculative(DraftModelStrategy):
         return "strings" if s.tree == "none" and other.shared < NEARLY_ALL else "tokens"
 
     def keeps_rows(self, state: _State) -> bool:
-        return not isinstance(state.drafter, TextDrafter)  # its cache belongs to the rows before the change
+        return not isinstance(state.drafter, TextDrafter)  # a TextDrafter's cache belongs to the former rows
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings
@@ -181,7 +180,7 @@ class Speculative(DraftModelStrategy):
         own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
         if not isinstance(state.drafter, TextDrafter):
             displaced = state.tree.depth if state.tree is not None else 0
-            if state.mask is not None:  # the model's cache holds masks there
+            if state.mask is not None:  # the model's cache holds masks at these slots
                 displaced = state.own_nodes - 1
             state.drafter.observe(step, own_nodes, displaced=displaced)
         if s.schedule == "heuristic":
@@ -198,10 +197,10 @@ class Speculative(DraftModelStrategy):
         return facts | ({"draft_passes": state.drafter.passes} if isinstance(state.drafter, TextDrafter) else {})
 
     def _length(self, state: _State, sequences: Sequences) -> int:
-        """Draft passes of the next round."""
+        """The number of tokens to draft in this step."""
         s: ShapeSettings = self.settings
         length = s.length
-        if s.schedule == "heuristic":  # the number of passes is decided on the host
+        if s.schedule == "heuristic":  # the row that drafts most decides
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
         return length if state.limit is None else min(length, state.limit)
 
@@ -223,7 +222,7 @@ class Speculative(DraftModelStrategy):
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
-    """A parallel draft model's logits for places 1 … `length` - 1 of a chain, in one pass over masks."""
+    """A parallel draft model's continuations for places 1 … `length` - 1 of a chain, from one pass over masks."""
     if length == 1:
         return []
     rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)

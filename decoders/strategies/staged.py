@@ -17,26 +17,28 @@ from ..tree import Topology, TreeTensors
 from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import best_nodes, depth_bound
 
-#: Default size of the tree, root excluded, as in the paper.
+#: Most nodes of the tree, root excluded, if the costs of a step have not been measured; as in the paper.
 NODES = 36
 
 
 class StagedSettings(DraftModelSettings):
-    """The drafter of the draft model, and the tree that is built from the draft model's tokens."""
+    """The strategy that drafts for the draft model, and the tree of the draft model's tokens."""
 
     stage: str = Field(
-        "ngram", description="Strategy that drafts for the draft model: a registry name, a+b merges. staged nests."
+        "ngram", description="Name of the strategy that drafts for the draft model; a+b merges two, and staged nests."
     )
-    stage_config: Table = Field(Table(), description="Settings of that strategy, its own draft_model for instance.")
+    stage_config: Table = Field(Table(), description="Settings of the stage, for instance a draft_model of its own.")
     passes: int = Field(4, ge=1, le=32, description="Passes of the draft model per step.")
-    length: int = Field(16, ge=1, le=32, description="Most tokens of the draft's likeliest path; the paper's depth.")
-    children: int = Field(4, ge=1, le=32, description="Continuations proposed per node of that path; 1 is a chain.")
+    length: int = Field(16, ge=1, le=32, description="Most tokens of the likeliest path (the paper's depth).")
+    children: int = Field(
+        4, ge=1, le=32, description="Continuations proposed per node of the likeliest path; 1 gives a chain."
+    )
     nodes: int | None = Field(
         None,
         ge=2,
         le=256,
-        description="Node budget of the tree, root excluded. None: what the measured costs of a step allow, the paper's 36 where "
-        "none are known.",
+        description="Most nodes of the tree, root excluded. None: as many as the measured costs of a step allow, or the paper's 36 "
+        "without costs.",
     )
 
 
@@ -48,9 +50,9 @@ class _State:
         drafter: the draft model.
         collect: :func:`collect`, compiled.
         leaves: :func:`path_with_leaves`, compiled.
-        fixed: the tree's shape if it does not vary.
-        nodes: node budget of a tree that varies.
-        own_nodes: nodes of the last draft, root included.
+        fixed: the tree's shape, if it is the same in every step.
+        nodes: most nodes of a tree whose shape varies, root excluded.
+        own_nodes: number of nodes in the last draft, root included.
     """
 
     drafter: Drafter
@@ -62,11 +64,11 @@ class _State:
 
 
 class Staged(DraftModelStrategy):
-    """The draft model itself decodes in the shared loop, with any strategy as its drafter. It needs no pass of its own for tokens that
-    this strategy drafts right, so that drafts are longer at equal cost.
+    """The draft model decodes speculatively, too, with any strategy as its drafter. One pass of the draft model then yields several
+    tokens, so that drafts are longer at equal cost.
 
-    The tokens that the draft model chooses form a path. Its next best tokens at every node, known from the same passes, become leaves
-    beside it. The target verifies the `nodes` likeliest of all these.
+    The tokens that the draft model chooses form a path. At every node of the path its next best tokens, known from the same passes,
+    become leaves. The target verifies the `nodes` likeliest nodes of the path and its leaves.
     """
 
     name = "staged"
@@ -79,10 +81,10 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
         nodes = draft_budget(context.costs, s.nodes, NODES)
-        # Without coupling the leaves must not depend on the draws, so every node has the same number of leaves.
+        # Without the coupled verifier the leaves must not depend on drawn tokens, so every node has the same number of leaves.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
-        children, fixed = drafter.children, None  # a small vocabulary has fewer
+        children, fixed = drafter.children, None  # a small vocabulary gives fewer children
         if children == 1 or not context.coupled:
             fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
         return _State(drafter, context.compile(collect), context.compile(path_with_leaves), fixed, nodes)
@@ -129,7 +131,7 @@ class Staged(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        # Only a leaf can be accepted in the wrong slot. It is the last accepted node, which is read again in any case.
+        # Of the accepted nodes, only a leaf can be in another slot than its token's. It is the last one, which is read again anyway.
         state.drafter.observe(step, state.own_nodes)
 
 
@@ -137,13 +139,13 @@ def collect(
     path: Tensor, emitted: Tensor, written: Tensor, tokens: Tensor, weights: Tensor, scores: Tensor | None,
     all_tokens: Tensor, all_weights: Tensor, all_scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Appends the continuations found along a pass's accepted path to those of earlier passes.
+    """Adds the continuations along a pass's accepted path to the continuations of earlier passes, and returns all of them.
 
     Args:
-        path: ``[B, n]``, accepted node per depth.
-        emitted, written: ``[B]``, tokens of this pass and of earlier ones.
-        tokens, weights: ``[B, n, C]`` and scores ``[B, n, V]`` of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]`` and all_scores ``[B, L+1, V]``, collected so far; the last place is unused.
+        path: ``[B, n]``, the accepted node at each depth.
+        emitted, written: ``[B]``, number of tokens that this pass and the earlier passes have emitted.
+        tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, of all nodes of the pass.
+        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far; the last place takes what is dropped.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
@@ -158,19 +160,20 @@ def collect(
 
 
 def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """The likeliest `nodes` nodes of a path and the other continuations of its nodes; result as :func:`best_nodes`.
+    """Selects the `nodes` likeliest of a path's nodes and its leaves, and returns them as :func:`best_nodes` does.
 
     Args:
-        path: ``[B, L]``, -1 after its end.
-        tokens, weights: ``[B, L+1, C]``; entry ``[:, d, 0]`` is the path's own.
-        depth: ``L`` or more, see :func:`best_nodes`.
+        path: ``[B, L]``, the path's tokens, -1 after its end.
+        tokens, weights: ``[B, L+1, C]``, the continuations; entry ``[:, d, 0]`` belongs to the path, the others are leaves.
+        depth: ``L`` or more, as :func:`best_nodes` takes it.
     """
     rows, length = path.shape
     children = tokens.shape[2]
     tokens = torch.cat([path[..., None], tokens[:, :-1, 1:]], dim=2)
     weights = torch.where(path[..., None] >= 0, weights[:, :-1], float("-inf"))
     reached = torch.nn.functional.pad(weights[:, :-1, 0].cumsum(1), (1, 0))
-    above = torch.arange(length, device=path.device) * children - children  # the path's node one level up
+    # Index, among the flattened nodes, of the path's node one level up: the parent of a whole level.
+    above = torch.arange(length, device=path.device) * children - children
     parents = torch.where(above < 0, -1, above)[:, None].expand(length, children).reshape(1, -1).expand(rows, -1)
     return best_nodes(
         tokens.flatten(1), (reached[..., None] + weights).flatten(1), parents, min(nodes, length * children), depth

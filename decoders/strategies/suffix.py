@@ -1,7 +1,7 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the same words in this or an earlier call.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts the tokens that followed the same text in this or an earlier call.
 
-Section 4.1: a tree of the texts is matched with the end of the row, the continuations are expanded greedily by their
-frequencies, and a longer match is worth a longer draft.
+As in the paper's section 4.1, the end of the row is looked up in an index of the texts, the continuations are expanded greedily by
+their frequencies, and a longer match gives a longer draft.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from .suffix_index import DraftedNode, RowText, expand, path_first
 
 
 class SuffixSettings(Settings):
-    """How far a match goes, and what is remembered."""
+    """Matches, the size of drafts, and the remembered texts."""
 
     alpha: float = Field(
         4.0,
         gt=0,
         le=64,
-        description="The paper's α (MAX_SPEC = α p): at most so many draft tokens for every token of the match's length.",
+        description="Most draft tokens per token of the match (the paper's α: MAX_SPEC = α p).",
     )
     nodes: int = Field(32, ge=1, le=256, description="Most draft tokens of a row, however long the match is.")
     min_probability: float = Field(
-        0.1, ge=0, le=1, description="Least probability of a draft token by the frequencies on its path."
+        0.1, ge=0, le=1, description="Least probability of a draft token, estimated by the frequencies on its path."
     )
     depth: int = Field(
         64,
         ge=1,
         le=1024,
-        description="Longest match that is told from longer ones, in tokens; the paper's depth of the tree.",
+        description="Longest suffix that is looked up, in tokens (the paper's depth of the tree).",
     )
     occurrences: int = Field(
         16,
         ge=1,
         le=1024,
-        description="Most occurrences that are counted, in the row, in earlier outputs and in given texts each: the latest.",
+        description="Most occurrences that are counted, the latest first, separately in the row, earlier outputs, and given texts.",
     )
     remember: int = Field(
         65536,
         ge=0,
-        description="Most tokens of earlier calls' outputs that are kept, for which the least recently used are dropped; 0 keeps none.",
+        description="Most tokens of earlier calls' outputs that are kept; the least recently used outputs are dropped. 0 keeps none.",
     )
 
 
@@ -68,8 +68,8 @@ class _State:
         matches: number of drafts that came from a match.
         matched: total number of tokens in these matches.
         drafted: total number of tokens in these drafts.
-        used: numbers of the remembered texts that gave draft tokens.
-        used_given: numbers of the given texts that gave draft tokens.
+        used: indices of the remembered texts that supplied draft tokens.
+        used_given: indices of the user's texts that supplied draft tokens.
     """
 
     rows: list[RowText]
@@ -84,26 +84,28 @@ class _State:
 
 
 class Suffix(Strategy):
-    """Drafts the tree of continuations of the longest suffix that occurred before: in the row itself, in outputs of earlier calls,
-    or in texts given to :func:`decoders.remember`.
+    """Looks up the end of the row in the row itself, in outputs of earlier calls, and in texts given to :func:`decoders.remember`, and
+    drafts the tree of the tokens that followed.
 
-    Among all lengths ``p`` of the match with different occurrences, the one whose tree has the best score is used: the sum of the
-    probabilities of at most ``α p`` nodes (the paper's MAX_SPEC). A match that runs into the end of the row is continued
-    periodically, so that loops of any period are drafted whole.
+    A shorter match has more occurrences. Of all lengths ``p`` of the match, the length whose tree has the best score is used. The score
+    is the sum of the probabilities of at most ``α p`` nodes (the paper's MAX_SPEC). A continuation that reaches the end of the row is
+    repeated periodically, so that drafts inside a loop have their full length.
 
     Everything happens on the host; the search for a row takes 10 to 30 microseconds.
     """
 
     name = "suffix"
-    summary = "Proposes the tree of what followed the same suffix earlier, in the text or in what earlier calls wrote."
+    summary = (
+        "Proposes a tree of the tokens that followed the same suffix earlier, in the text or in earlier calls' outputs."
+    )
     settings_class = SuffixSettings
     auto_place = 20
     hints = {"prompt_lookup_num_tokens": "nodes", "max_matching_ngram_size": "depth"}
     rests = True
     rows_apart = False
     on_device = False
-    #: Usual rates by grade: for each length of the match with equally frequent siblings, with rarer siblings, and without siblings
-    #: (:func:`_grade`).
+    #: Usual acceptance rates by grade (:func:`_grade`). For each class of match length there are three: for a token with equally
+    #: frequent siblings, with rarer siblings, and without siblings.
     grade_rates = (
         0.0, 0.0, 0.0, 0.1, 0.35, 0.6, 0.15, 0.65, 0.95, 0.25, 0.8, 0.9, 0.3, 0.9, 0.95, 0.5, 0.95, 0.98,
     )  # fmt: skip
@@ -111,7 +113,7 @@ class Suffix(Strategy):
     def start(self, context: Context) -> _State:
         s: SuffixSettings = self.settings
         memory: TextMemory = context.memory("texts", partial(TextMemory, s.remember))
-        # A draft model's tokens are removed again where the target disagrees.
+        # If this strategy drafts for a draft model, the target may reject tokens, which are then removed from the text.
         rows = [RowText() for _ in range(context.rows)]
         state = _State(rows, memory, context.texts, append_only=context.level == 0)
         if context.sequences is not None:
@@ -127,7 +129,7 @@ class Suffix(Strategy):
         return _draft(trees)
 
     def observe(self, state: _State, step: Step) -> None:
-        if any(step.sequences.read().finished):  # the remaining rows are read before the next draft
+        if any(step.sequences.read().finished):  # rows that go on are read before the next draft
             _read(state, step.sequences)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
@@ -153,31 +155,31 @@ class Suffix(Strategy):
         }  # fmt: skip
 
     def _tree(self, state: _State, row: RowText) -> tuple[list[DraftedNode], list[int]]:
-        """The speculation tree of a row, and its nodes' grades."""
+        """The draft tree of a row, and its nodes' grades."""
         s: SuffixSettings = self.settings
         matches = self._matches(state, row)
         best: list[DraftedNode] = []
         best_score, best_length = 0.0, 0
         for count, match in enumerate(matches, 1):
             if count < len(matches) and matches[count].length == match.length:
-                continue  # a shorter match with the same occurrences
+                continue  # the next occurrence has the same match length and belongs to the same tree
             most = min(int(s.alpha * match.length) or 1, s.nodes)
             if most <= best_score:
-                break  # a node is worth at most 1
+                break  # a node adds at most 1 to the score
             nodes, score = expand([m.continuation for m in matches[:count]], most, s.min_probability)
             if score > best_score:
                 best, best_score, best_length = nodes, score, match.length
         if best:
             state.matches, state.matched = state.matches + 1, state.matched + best_length
             state.drafted += len(best)
-        if len(state.rows) == 1:  # with several rows the first nodes are kept when the draft is cut
+        if (
+            len(state.rows) == 1
+        ):  # with several rows the draft may be cut to its first nodes, so the likeliest stay in front
             best = path_first(best)
         return best, [_grade(best_length, node) for node in best]
 
     def _matches(self, state: _State, row: RowText) -> list[_Match]:
-        """The continuations of the occurrences of the row's end: longer matches first, then occurrences in the row itself, then
-        later ones.
-        """
+        """The occurrences of the row's end: longer matches first, then occurrences in the row itself, then later occurrences."""
         s: SuffixSettings = self.settings
         own = row.index
         suffix = own.tokens[-s.depth :]
@@ -201,14 +203,14 @@ class Suffix(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """An occurrence. length: tokens of the match. continuation: the tokens that followed."""
+    """An occurrence. length: number of tokens in the match. continuation: the tokens that followed."""
 
     length: int
     continuation: array[int]
 
 
 def _continued(text: ChainedText, end: int, most: int) -> array[int]:
-    """The tokens behind the place `end` of a row's own text, repeated periodically if they are fewer than `most`."""
+    """The `most` tokens after index `end` of a row's own text; if there are fewer, they are repeated periodically."""
     following = text.tokens[end + 1 : end + 1 + most]
     if len(following) < most:
         following = (following * (most // len(following) + 1))[:most]
@@ -216,15 +218,13 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 
 
 def _grade(length: int, node: DraftedNode) -> int:
-    """The grade of a draft token: by the length of the match (1, 2-3, 4-7, 8-15, more), and by whether it has equally frequent
-    siblings, rarer ones or none.
-    """
+    """The grade of a draft token, by the match's length (1, 2-3, 4-7, 8-15, more), and by equally frequent, rarer or no siblings."""
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed
 
 
 def _read(state: _State, sequences: Sequences) -> list[bool]:
-    """Brings the rows' texts up to date; returns which rows have finished."""
+    """Updates the rows' texts, and returns which rows have finished."""
 
     def another(row: RowText) -> RowText:
         state.memory.add(row.output())
@@ -234,7 +234,7 @@ def _read(state: _State, sequences: Sequences) -> list[bool]:
 
 
 def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]]) -> Draft:
-    """The rows' trees as one draft; smaller trees are padded."""
+    """Puts the rows' trees into one draft, in which smaller trees are padded."""
     width = max(len(nodes) for nodes, _ in trees)
     tokens, grades, parents, chains = [], [], [], True
     for nodes, own in trees:

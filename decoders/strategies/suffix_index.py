@@ -1,4 +1,4 @@
-"""The trees of what followed the end of a text, and the texts of rows in which it is looked up."""
+"""Draft trees of the tokens that followed earlier occurrences of a text's end, and the texts of rows that are looked up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import NamedTuple
 from ..text_memory import ChainedText
 from .followed_text import FollowedText
 
-#: Number of prompt tokens that are remembered in front of an output, so that its beginning can be found.
+#: Number of prompt tokens that are remembered before an output, so that a later prompt can match and the output's beginning is drafted.
 LEAD = 16
 
 
 class DraftedNode(NamedTuple):
-    """A node of a speculation tree. share: of its parent's occurrences that go on with it, 0 to 1. support: how many do."""
+    """A node of a draft tree.
+
+    Attributes:
+        share: share of the parent's occurrences that continue with this token, 0 to 1.
+        support: number of occurrences that continue with this token.
+    """
 
     token: int
     parent: int
@@ -23,22 +28,22 @@ class DraftedNode(NamedTuple):
 
 
 def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> tuple[list[DraftedNode], float]:
-    """The likeliest nodes of the tree that the continuations of a match form (the paper's greedy expansion), at most `most`.
+    """The `most` likeliest nodes of the tree that the continuations of a match form (the paper's greedy expansion).
 
     Args:
-        continuations: what followed each occurrence, the latest first.
+        continuations: the tokens that followed each occurrence, the latest occurrence first.
         least: probability below which nodes are left out.
 
     Returns:
-        the nodes, each after its parent, nodes of the root with parent 0; and the score, the sum of their probabilities.
+        the nodes, each after its parent, with parent 0 for the root; and the score, the sum of the nodes' probabilities.
     """
     first = continuations[0][:most]
-    if all(c[:most] == first for c in continuations[1:]):  # even for a single occurrence
+    if all(c[:most] == first for c in continuations[1:]):  # true for a single occurrence, too
         support = len(continuations)
         return [DraftedNode(token, at, 1.0, support) for at, token in enumerate(first)], float(len(first))
     nodes: list[DraftedNode] = []
     score = 0.0
-    # Open nodes: probability, token, parent, share, the continuations that go through it, depth.
+    # Nodes that can be added next: probability, token, parent, share, the continuations that contain the node, depth.
     waiting = _children(continuations, 0, 0, 1.0, least)
     while waiting and len(nodes) < most:
         best = max(range(len(waiting)), key=lambda i: waiting[i][0])  # ties go to the first
@@ -50,11 +55,13 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
 
 
 def path_first(nodes: Sequence[DraftedNode]) -> list[DraftedNode]:
-    """The same tree with its likeliest path in front, each node in the slot of its own depth: there tokens have the bits of plain
-    decoding, and need not be run again.
+    """Reorders the tree `nodes` so that its likeliest path comes first.
+
+    Each token of the path then has the slot that plain decoding would give it. Its keys and values have the same bits as in plain
+    decoding, and the token need not be run again if it is accepted.
 
     Args:
-        nodes: sorted so that the likelier come before their siblings, as :func:`expand` returns them.
+        nodes: sorted so that a likelier node comes before its siblings, as :func:`expand` returns them.
     """
     path = [0]
     for number, node in enumerate(nodes, 1):
@@ -71,7 +78,7 @@ _Open = tuple[float, int, int, float, Sequence[Sequence[int]], int]
 def _children(
     continuations: Sequence[Sequence[int]], depth: int, parent: int, probability: float, least: float
 ) -> list[_Open]:
-    """The children of a node, the likeliest first, among equally likely ones the latest."""
+    """The children of a node: the likeliest first, and among equally likely children the latest first."""
     groups: dict[int, list[Sequence[int]]] = {}
     for continuation in continuations:
         if len(continuation) > depth:
@@ -87,7 +94,7 @@ def _children(
 
 
 class RowText(FollowedText[ChainedText]):
-    """The text of one row of a call, with its own occurrences."""
+    """The text of one row, in an index of its suffixes."""
 
     __slots__ = ()
 
@@ -95,6 +102,6 @@ class RowText(FollowedText[ChainedText]):
         super().__init__(ChainedText())
 
     def output(self) -> array[int]:
-        """The generated tokens with the end of the prompt; empty if nothing was generated."""
+        """The last :data:`LEAD` tokens of the prompt, followed by the generated tokens; empty if nothing was generated."""
         text = self.index.tokens
         return text[max(self.prompt - LEAD, 0) :] if len(text) > self.prompt else array("i")

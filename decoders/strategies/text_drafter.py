@@ -1,9 +1,9 @@
 """Drafting *text* with a draft model that shares few tokens with the target: string-level alignment, as in transformers' universal
 assisted decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact match).
 
-The committed text is encoded in the draft's tokens, the draft model continues it greedily, and the continuation is encoded in the
-target's tokens. Only the end of a text is encoded again in a round. The draft is a chain without probabilities, as in prompt lookup:
-other borders between tokens cost acceptance, and never change the text.
+The committed text is encoded in the draft model's tokens, the draft model continues it greedily, and the continuation is encoded in the
+target's tokens. Each step encodes only the end of a text again. The draft is a chain without probabilities, as in prompt lookup. If the
+draft has other token borders than the target would choose, fewer tokens are accepted, but the text does not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..strategy import Context, Draft, Sequences
 
 __all__ = ["TextDrafter"]
 
-#: Tokens at a text's end that are encoded again with new text, and tokens before them to find where both encodings meet.
+#: LOOKBEHIND tokens at a text's end are encoded again together with new text. The old and the new encoding must meet at a common token
+#: border, which is looked for from ANCHOR tokens earlier on.
 LOOKBEHIND, ANCHOR = 8, 8
 #: Most tokens of a prompt that one pass of the draft model reads.
 CHUNK = 512
@@ -34,17 +35,18 @@ _CONTINUATION = range(0x80, 0xC0)
 
 
 class TranslatedText:
-    """A row's text in the draft's tokens.
+    """A row's text in the draft model's tokens.
 
     Args:
-        own, other: vocabularies of target and draft.
-        begin: the draft's tokens in front of every text.
+        own: vocabulary of the target.
+        other: vocabulary of the draft model.
+        begin: tokens of the draft model that come before every text.
 
     Attributes:
         tokens: the target's tokens read so far.
-        text: their bytes.
-        ids: the same text in the draft's tokens.
-        valid: how many of `ids` have keys and values in the draft model's cache.
+        text: the bytes of `tokens`.
+        ids: the same text in the draft model's tokens.
+        valid: number of tokens, from the start of `ids`, that have keys and values in the draft model's cache.
     """
 
     def __init__(self, own: Vocabulary, other: Vocabulary, begin: Sequence[int]) -> None:
@@ -58,7 +60,7 @@ class TranslatedText:
         """Appends committed tokens of the target."""
         self.tokens += tokens
         self.text += self.own.spell(tokens)
-        # The last tokens may end within a character, and may be joined with the text behind them.
+        # The last tokens may end within a character, and the tokenizer may join them with the text after them.
         first = self._boundary(max(len(self.ids) - LOOKBEHIND - ANCHOR, self._begin))
         start = self._ends[first - 1] if first else 0
         new = self.other.encoded(self.text[start:])
@@ -71,11 +73,11 @@ class TranslatedText:
 
     @property
     def pending(self) -> bytes:
-        """The incomplete character at the end of the text, which the draft's tokens lack."""
+        """The bytes of an incomplete character at the end of the text, which `ids` does not contain yet."""
         return self.text[self._ends[-1] if self._ends else 0 :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens for the text that the draft model has added."""
+        """The target's tokens for the text of the draft model's tokens `drafted`."""
         text = b""
         for token in drafted:
             piece = self.other.tokens[token]
@@ -96,7 +98,9 @@ class TranslatedText:
             if size == len(before):
                 return tokens[count:]
             size += len(self.own.tokens[token] or b"")
-        return self.own.encoded(text)  # the tokenizer would have joined committed text with the text behind it
+        return self.own.encoded(
+            text
+        )  # a token spans the border of committed and drafted text: the drafted text is encoded alone
 
     def _boundary(self, place: int) -> int:
         """The last index in `ids` up to `place` at which a character begins."""
@@ -105,7 +109,7 @@ class TranslatedText:
         return place
 
     def _meeting(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
-        """A token border of both encodings: its index in `ids`, and its index in the tokens encoded from `first` on."""
+        """A common token border of both encodings: its index in `ids`, and its index in the tokens encoded from `first` on."""
         old = {end: place + 1 for place, end in enumerate(self._ends) if place >= first}
         for place, end in enumerate(ends):
             kept = old.get(end)
@@ -115,17 +119,19 @@ class TranslatedText:
 
 
 class TextDrafter:
-    """A draft model in a call that has another vocabulary than the target, which drafts through the text.
+    """A draft model with another vocabulary than the target, which drafts text in a call.
 
     Args:
-        context: of the call.
-        vocabularies: how the two correspond, as ``context.vocabulary_of(model)`` says; its model drafts.
-        length: most of its own tokens per round.
+        context: the call's context.
+        vocabularies: the result of ``context.vocabulary_of(model)``, for the model that drafts.
+        length: most tokens of the draft model per step.
     """
 
     def __init__(self, context: Context, vocabularies: OtherVocabulary, length: int) -> None:
         if context.level > 0:
-            raise UnsupportedError("a draft model with a vocabulary of its own drafts for the target, not as a stage")
+            raise UnsupportedError(
+                "a draft model with another vocabulary can draft for the target only, not for a draft model"
+            )
         self.vocabularies, self.device = vocabularies, context.device
         self.rows = [
             TranslatedText(vocabularies.own, vocabularies.other, vocabularies.begin) for _ in range(context.rows)
@@ -138,17 +144,17 @@ class TextDrafter:
 
     @property
     def passes(self) -> int:
-        """Passes of the draft model so far."""
+        """Number of passes of the draft model so far."""
         return self.module.passes
 
     def draft(self, sequences: Sequences, length: int) -> Draft:
-        """A chain ``[B, N]`` for every row, of `length` draft passes. Waits for the device once."""
+        """Drafts a chain ``[B, N]`` in `length` passes of the draft model. Waits for the device once."""
         known = sequences.read()
         first = min(len(row.tokens) for row in self.rows)
         for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):
             if end > len(row.tokens):
                 row.read(written[len(row.tokens) - first :])
-        # One target token may be many of the draft's; rows that exceed the cache get no draft.
+        # One token of the target may be many of the draft model's; rows that exceed its cache get no draft.
         open_rows = [
             not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
             for row, ended in zip(self.rows, known.finished, strict=True)
@@ -165,7 +171,7 @@ class TextDrafter:
         return Draft.listed(padded)
 
     def _run(self, length: int) -> Tensor:
-        """``[B, length]`` int64: the draft model's greedy continuation of the rows."""
+        """The draft model's greedy continuation of the rows, ``[B, length]`` int64."""
         rows = self.rows
         while (missing := max(len(row.ids) - row.valid for row in rows)) > CHUNK:
             taken = min(missing - 1, CHUNK)
@@ -177,13 +183,13 @@ class TextDrafter:
         starts = [max(len(row.ids) - width, 0) for row in rows]
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
-        # Logits are needed after every row's last token only, which is the window's last except in short rows.
+        # Only the logits after each row's last token are needed. In rows that fill the window it is the window's last token.
         even = all(len(row.ids) >= width for row in rows)
         best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)
         drafted = [best if even else best.gather(1, place[:, None])]
         for step in range(1, length):
-            # Two tokens, the first of them read again, because one alone would need another graph.
+            # Reads the token before again, because a pass over one token would need another graph.
             read, last = torch.cat([last, drafted[-1]], dim=1), drafted[-1]
             drafted.append(self.module(ends + step - 1, read, last=True))
         for row in rows:
@@ -191,18 +197,18 @@ class TextDrafter:
         return torch.cat(drafted, dim=1)
 
     def _window(self, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """The first slot of a pass in every row, ``[B]``, and its tokens, ``[B, count]``, arbitrary behind a row's end."""
+        """The first slot of a pass in every row, ``[B]``, and the tokens to read, ``[B, count]``, arbitrary after a row's end."""
         ids = [row.ids[start : start + count] for row, start in zip(self.rows, starts, strict=True)]
         padded = [[*some, *[0] * (count - len(some))] for some in ids]
         return torch.tensor(list(starts), device=self.device), torch.tensor(padded, device=self.device)
 
 
 class _LikeliestTokens(nn.Module):
-    """A language model whose passes give the likeliest next token of every node."""
+    """A language model whose passes return the likeliest next token after every node."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = copy.copy(model)  # shares the modules, and keeps no reference to the model itself
+        self.model = copy.copy(model)  # the copy shares the modules, and the model itself can be collected
         vars(self.model).pop("generate", None)
         self.cache_keyword = cache_keyword(self.model)
         config = model.config.get_text_config(decoder=True)
@@ -211,7 +217,7 @@ class _LikeliestTokens(nn.Module):
     def forward(
         self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, last: bool = False
     ) -> Tensor:  # fmt: skip
-        """The likeliest next token of every node, ``[B, N]`` int64; with `last` only of the last node."""
+        """The likeliest next token after every node, ``[B, N]`` int64; with `last`, after the last node only, ``[B, 1]``."""
         logits = self.model(
             input_ids=tokens, attention_mask=attention_mask, position_ids=position_ids.clamp(max=self.positions - 1),
             use_cache=True, logits_to_keep=1 if last else 0, **{self.cache_keyword: cache},
@@ -223,7 +229,7 @@ _made_ready: weakref.WeakKeyDictionary[PreTrainedModel, nn.Module] = weakref.Wea
 
 
 def likeliest_tokens(model: PreTrainedModel) -> nn.Module:
-    """The module for :attr:`Context.module`, the same object for the same model."""
+    """The module for :attr:`Context.module`: always the same object for the same model."""
     if model not in _made_ready:
         _made_ready[model] = _LikeliestTokens(model)
     return _made_ready[model]

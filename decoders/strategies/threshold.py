@@ -1,4 +1,4 @@
-"""Drafting while the draft model is sure enough (vgel 2023, "How to make LLMs go fast")."""
+"""Drafting as long as the draft's probability stays above a threshold (vgel 2023, "How to make LLMs go fast")."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Most tokens of a draft without measured costs, and by measured costs.
+#: Most tokens of a draft if the costs of a step have not been measured, and most tokens that measured costs can choose.
 LENGTH, MOST_LENGTH = 16, 32
-#: On devices where reading is a sync, the host reads once per draft, after one of these numbers of passes.
+#: If reading the device is a sync, the host reads once per draft, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)
 
 
 class ThresholdSettings(DraftTreeSettings):
-    """When to stop drafting."""
+    """The threshold, how it adapts, and the shape of drafts."""
 
     threshold: float = Field(
-        0.4, gt=0, lt=1, description="Cumulative draft probability below which drafting stops, at the start."
+        0.4, gt=0, lt=1, description="The first threshold: the cumulative draft probability below which drafting stops."
     )
     rule: Literal["adaptive", "calibrated"] = Field(
         "adaptive",
-        description="adaptive: after a rejection the mean with the probability reached there, less `decrease` otherwise. "
-        "calibrated: what pays by the measured cost of drafting and verifying and the measured acceptance.",
+        description="How the threshold changes. adaptive: after a rejection it becomes its mean with the rejected token's cumulative "
+        "probability, otherwise it falls by `decrease`. calibrated: it follows from the measured costs of drafting and verifying, "
+        "and from the measured acceptance.",
     )
-    decrease: float = Field(0.1, ge=0, le=1, description="What the threshold loses when a draft is accepted whole.")
+    decrease: float = Field(0.1, ge=0, le=1, description="The threshold falls by this when a draft is accepted whole.")
     lowest: float = Field(0.05, gt=0, lt=1, description="Lower bound of the threshold.")
     highest: float = Field(0.95, gt=0, lt=1, description="Upper bound of the threshold.")
     max_length: int | None = Field(
         None,
         ge=1,
         le=32,
-        description="Most tokens drafted per step; the depth of a tree. None: 16, of a chain what the measured costs of a step "
-        "allow where they are known.",
+        description="Most tokens drafted per step; for a tree, its depth. None: as many as the measured costs of a step allow for a "
+        "chain; 16 for a tree, and without measured costs.",
     )
     tree: Literal["none", "dynamic"] = Field(
-        "none", description="dynamic: a tree whose nodes are continued while their probability is above the threshold."
+        "none",
+        description="none: a chain. dynamic: a tree; a node is expanded if its probability is above the threshold.",
     )
 
     @model_validator(mode="after")
@@ -64,13 +66,13 @@ class _State:
 
     Attributes:
         drafter: the draft model.
-        tree: the shape of drafts, None for chains.
-        calibration: measurements for the calibrated rule.
+        tree: the shape of drafts; None for chains.
+        calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
         length: most tokens of a draft.
-        waits: whether reading the rows is a sync: then the host reads once per step.
-        bucket: passes before that read.
-        weights: ``[B, n]``, cumulative log-probability at each node of the last draft.
+        waits: whether reading the device is a sync: then the host reads once per draft.
+        bucket: number of passes before the host reads.
+        weights: ``[B, n]``, cumulative log-probability of each node of the last draft.
         draft: the last draft.
     """
 
@@ -86,14 +88,14 @@ class _State:
 
 
 class Threshold(DraftModelStrategy):
-    """Drafts a chain until the product of the draft's probabilities falls below a threshold; the token that crosses it is
-    still proposed. Every row has a threshold of its own, which adapts.
+    """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold. The token whose product falls below
+    it is still proposed. In a tree, a node is expanded if its cumulative probability is above the threshold.
 
-    In a tree, a node is continued while its own cumulative probability is above the threshold.
+    Every row has its own threshold, which adapts.
     """
 
     name = "threshold"
-    summary = "A draft model drafts until it is no longer sure; how sure it must be adapts."
+    summary = "A draft model drafts until its probability falls below a threshold that adapts."
     settings_class = ThresholdSettings
     hints = {"num_assistant_tokens": "max_length", "assistant_confidence_threshold": "threshold"}
     on_device = False  # the host checks after every pass whether any row continues
@@ -113,7 +115,7 @@ class Threshold(DraftModelStrategy):
         return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their thresholds."""
+        """Rows that stay keep their thresholds; new rows begin with the first threshold."""
         s: ThresholdSettings = self.settings
         state.threshold = torch.where(rows >= 0, state.threshold[rows.clamp(min=0)], s.threshold)
         if state.calibration is not None:
@@ -164,7 +166,7 @@ class Threshold(DraftModelStrategy):
                 if not bool((reached >= floor).any()):
                     break
             elif len(products) == look:
-                # One read per step: if a row continues, all draft up to the next bucket and no further.
+                # The only read of this draft. If a row continues, all rows draft up to the next bucket, without another read.
                 needed = int(self._kept(torch.stack(products, 1), floor).sum(1).max())
                 going = bool((reached >= floor).any())
                 last = min(2 * len(products), state.length) if going else len(products)
@@ -176,14 +178,14 @@ class Threshold(DraftModelStrategy):
 
     @staticmethod
     def _kept(products: Tensor, floor: Tensor) -> Tensor:
-        """``[B, n]`` bool: tokens before which no product was below the floor. products: ``[B, n]``."""
+        """Which tokens are proposed, ``[B, n]`` bool: no product before the token is below the floor. products: ``[B, n]``."""
         above = (products >= floor[:, None]).long().cumprod(1)
         return torch.nn.functional.pad(above, (1, -1), value=1).bool()
 
 
 def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
-    """``[B]`` float32: cumulative probability of the first rejected draft token, the likeliest after the last accepted node.
-    -1 if none was rejected, because the accepted path ends at the draft's end.
+    """The cumulative probability of each row's first rejected draft token, ``[B]`` float32: the likeliest child of the last accepted
+    node. -1 if the node has no child, because the draft was accepted to its end.
     """
     end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
     tree = draft.topology
@@ -193,19 +195,19 @@ def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
     return torch.where(draft_tokens, weights.exp(), -1.0).amax(1)
 
 
-#: Number of steps that are averaged, and the least number with which averages are used.
+#: Number of last steps that are averaged, and least number of steps before averages are used.
 WINDOW, ENOUGH = 32, 3
 
 
 class CalibratedThreshold:
-    """The threshold on the probability of a draft token that gives most tokens per second.
+    """Finds the threshold on a draft token's probability that maximizes tokens per second.
 
-    A further draft token takes ``c`` seconds to draft and ``v`` to verify, and brings ``P`` tokens, its cumulative probability; rows
-    share a pass and so its seconds. A second is worth ``R`` tokens, the present rate. To maximize tokens per second (Dinkelbach 1967)
-    drafting continues while ``P >= (c + v) R``. Since a draft model may be over- or underconfident, ``P`` is its product of
-    probabilities times the measured ratio of accepted to expected tokens.
+    One more draft token takes ``c`` seconds to draft and ``v`` seconds to verify, divided by the number of rows, which share a pass. It
+    brings ``P`` tokens on average, its cumulative probability. A second is worth ``R`` tokens, the present rate. To maximize tokens per
+    second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may be over- or underconfident,
+    ``P`` is its product of probabilities times the measured ratio of accepted to expected tokens.
 
-    Times, and so the number of steps, may differ between runs; the tokens do not.
+    Measured times differ between runs, so the number of steps may differ; the tokens do not.
     """
 
     def __init__(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -219,20 +221,20 @@ class CalibratedThreshold:
         self._first = True
 
     def drafting(self) -> None:
-        """Notes that drafting begins."""
+        """Takes the time at which drafting begins."""
         self._begun = self._clock()
 
     def drafted(self, passes: int) -> None:
-        """Notes that drafting has ended. passes: of the draft model so far in this call."""
+        """Takes the time at which drafting ends. passes: number of passes of the draft model so far in this call."""
         self._proposed = self._clock()
         self._draft.append((self._proposed - self._begun) / max(passes - self._passes, 1))
         self._passes = passes
 
     def threshold(self, step: Step, expected: Tensor | None) -> float | None:
-        """Updates the measurements and returns the new threshold; None while there are too few.
+        """Updates the measurements and returns the new threshold; None if there are too few measurements yet.
 
         Args:
-            expected: sum of the cumulative probabilities of a chain's draft tokens; None: the probabilities are not calibrated.
+            expected: sum of the cumulative probabilities of a chain's draft tokens; None: probabilities are used without correction.
         """
         now = self._clock()
         if self._first:  # the first step may include compilation

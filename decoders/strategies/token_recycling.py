@@ -1,4 +1,4 @@
-"""Token recycling (Luo et al. 2024, arXiv 2408.08696): drafts the tokens that the target found likely after the same token before."""
+"""Token recycling (Luo et al. 2024, arXiv 2408.08696): drafts tokens that the target found likely after the same token earlier."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from .draft_tree import likely_paths
 
 
 class TokenRecyclingSettings(Settings):
-    """The matrix and the tree."""
+    """The size of the matrix, and the shape of the tree."""
 
     k: int = Field(
         4,
         ge=1,
         le=16,
-        description="The paper's k, 8 there: successors kept of every token. 4 take 1.6 MB for a vocabulary of 100,000.",
+        description="Number of successors kept for every token (the paper's k, there 8). 4 take 1.6 MB for 100,000 tokens.",
     )
     nodes: int = Field(
         16,
         ge=1,
         le=256,
-        description="Draft tokens of the tree. The paper's has about 80, for hardware where they are free.",
+        description="Number of draft tokens in the tree. The paper's tree has about 80, for hardware on which nodes are free.",
     )
     length: int = Field(6, ge=1, le=32, description="Most draft tokens on a path of the tree, as in the paper.")
     tree: tuple[tuple[int, ...], ...] | None = Field(
         None,
-        description="Paths of ranks, level by level, best first. None: the tree of `nodes` nodes that is likeliest to be right.",
+        description="The tree's paths, each a tuple of ranks, one per level. None: the `nodes` paths that are likeliest to be right.",
     )
     prompt_logits: bool = Field(
         False,
-        description="Learn from the logits of the prompt as well: the output head runs over every token of it. If not, tokens "
-        "that nothing is known of get what followed them in the prompt.",
+        description="Learn from the logits of the prompt, too: the output head then runs over all its tokens. Otherwise a token "
+        "without successors gets the tokens that followed it in the prompt.",
     )
 
 
@@ -49,11 +49,12 @@ class _State:
     """The state of a call.
 
     Attributes:
-        matrix: ``[V+1, k+1]`` int32, for each token its successors, likeliest first, and their grade; the last row is for no token.
+        matrix: ``[V+1, k+1]`` int32; row ``t`` has the ``k`` likeliest successors of token ``t``, then one grade for all of them; row
+            ``V`` is for "no token".
         topology: the tree.
         ranks: for each draft token its rank among its parent's successors.
-        levels, parents: the tree's levels and parents, for :func:`fill`.
-        fill, learn: the functions of this file, compiled.
+        levels, parents: the tree's levels and parents, as :func:`fill` takes them.
+        fill, learn: :func:`fill` and :func:`learn`, compiled.
     """
 
     matrix: Tensor
@@ -66,18 +67,23 @@ class _State:
 
 
 class TokenRecycling(Strategy):
-    """Keeps the ``k`` likeliest successors of every token by the target's logits where the token was last verified, accepted or not,
-    and fills a static tree from them, level by level.
+    """Keeps a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
 
-    One matrix serves all rows and later calls on the model. In addition to the paper, a draft token is graded by the target's margin of
-    the best successor over the second.
+    The successors come from the target's logits at the last node that had the token, accepted or not. One matrix serves all rows, and
+    later calls on the model. An addition to the paper: draft tokens are graded by the margin of the best two successors' logits.
     """
 
     name = "token_recycling"
-    summary = "Proposes what the target thought likely when it last met the same tokens, as a static tree."
+    summary = "Proposes, as a static tree, the tokens that the target found likely when it last read the same tokens."
     settings_class = TokenRecyclingSettings
     on_device = True
-    grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)  # by the margin; the last grade is for successors from prompts
+    grade_rates = (
+        0.45,
+        0.6,
+        0.7,
+        0.75,
+        0.6,
+    )  # by the margin of the logits; the last grade is for successors from prompts
     rests = True
     rows_apart = False
     misses_steps = True
@@ -100,11 +106,11 @@ class TokenRecycling(Strategy):
         return _State(matrix, topology, ranks, levels, parents, context.compile(fill), context.compile(learn))
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        return state  # the matrix is independent of rows
+        return state  # the matrix does not depend on the rows
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         assert chunk.logits is not None
-        shown = chunk.valid.any(1)  # only new rows have valid tokens when others join
+        shown = chunk.valid.any(1)  # if rows join a batch, only the new rows have valid tokens
         tokens = torch.where(chunk.valid, chunk.tokens, -1)
         state.learn(state.matrix, tokens[shown], chunk.logits[shown], chunk.positions[shown])
 
@@ -129,7 +135,7 @@ class TokenRecycling(Strategy):
 
 
 def _verified(step: Step) -> list[tuple[int, int, int]]:
-    """``(worth, place, token)`` of the nodes that have logits; an accepted node is worth its depth."""
+    """``(worth, place, token)`` of every node with logits: an accepted node's depth or 0, the index of its logits, and its token."""
     nodes: list[tuple[int, int, int]] = []
     parts = (part.tolist() for part in (step.nodes, step.path, step.accepted, step.emitted))
     for row, (tokens, path, accepted, emitted) in enumerate(zip(*parts, strict=True)):
@@ -142,7 +148,7 @@ def _verified(step: Step) -> list[tuple[int, int, int]]:
 
 
 def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) -> Levels:
-    """For each level of a tree, the index of each node's parent in the level before, and its rank."""
+    """The levels of a tree; `ranks` has for each draft token its rank among its parent's successors."""
     levels, before = [], [0]
     for depth in range(1, topology.max_depth + 1):
         nodes = [node for node in range(1, len(topology)) if topology.offsets[node] == depth]
@@ -152,8 +158,8 @@ def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) ->
     return levels
 
 
-#: Grades: the target's margin of the best successor over the second, rounded down to units of logits, at most SUREST; and FOLLOWED for
-#: successors in prompts, without logits.
+#: The grade is the difference of the best two successors' logits, rounded down, at most SUREST. Successors from prompts, which have no
+#: logits, have the grade FOLLOWED.
 SUREST, FOLLOWED = 3, 4
 
 #: For each level of a tree: the indices of its nodes' parents in the level before, and its nodes' ranks, int64.
@@ -161,15 +167,15 @@ Levels = list[tuple[Tensor, Tensor]]
 
 
 def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """The tree's draft tokens, level by level, -1 if a parent has no successors, and their grades, both ``[B, N-1]`` int64.
+    """The tree's draft tokens, level by level, and their grades, both ``[B, N-1]`` int64. A token is -1 if its parent has no successor.
 
     Args:
         last: ``[B, 1]`` int64, the rows' last tokens.
-        parents: ``[N-1]`` int64, of the draft tokens.
+        parents: ``[N-1]`` int64, the parents of the draft tokens.
     """
     tokens, level = [last], last
     for above, ranks in levels:
-        level = matrix[level[:, above], ranks].long()  # index -1 is the last row, for no token
+        level = matrix[level[:, above], ranks].long()  # index -1 is the last row, which is for "no token"
         tokens.append(level)
     nodes = torch.cat(tokens, 1)
     return nodes[:, 1:], matrix[nodes[:, parents], -1].long()
@@ -178,10 +184,10 @@ def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple
 def filled(
     matrix: Tensor, last: Sequence[int], parents: Sequence[int], ranks: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """:func:`fill` on the host.
+    """The result of :func:`fill` as lists, computed on the host.
 
     Args:
-        parents, ranks: of the draft tokens.
+        parents, ranks: parents and ranks of the draft tokens.
     """
     successors = matrix.numpy()
     all_tokens, all_grades = [], []
@@ -202,30 +208,30 @@ def filled(
 def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     """Writes the likeliest successors of all `nodes` into `matrix`, in place.
 
-    Of several nodes with one token the one with the largest `worth` counts, the last of equal ones: one writer per row of the matrix,
-    so that every device writes the same.
+    Among nodes with equal tokens, the node with the largest `worth` counts, and among equals the last node. So each row of the matrix
+    has one writer, and every device writes the same.
 
     Args:
-        nodes: ``[B, N]`` int64, -1 for none.
+        nodes: ``[B, N]`` int64, tokens of the nodes, -1 for none.
         logits: ``[B, N, V]``.
-        worth: ``[B, N]`` int64.
+        worth: ``[B, N]`` int64, depth of accepted nodes, 0 for others.
     """
     tokens = nodes.flatten()
     scores, k = logits.flatten(0, 1), matrix.shape[1] - 1
     values, best = (largest if scores.device.type == "cpu" else torch.topk)(scores, max(k, 2))
     margin = values[:, :1] - values[:, 1:2]
-    grade = torch.where(margin > 0, margin, 0).clamp(max=SUREST)  # 0 also for NaN, the difference of infinities
+    grade = torch.where(margin > 0, margin, 0).clamp(max=SUREST)  # NaN, the difference of infinities, becomes 0, too
     place = torch.arange(len(tokens), device=tokens.device)
     order = worth.flatten() * len(tokens) + place
     beaten = ((tokens[:, None] == tokens) & (order[:, None] < order)).any(1)
     nothing = matrix.shape[0] - 1
     rows = torch.where(beaten | (tokens < 0), nothing, tokens)
     learnt = torch.where((rows == nothing)[:, None], -1, torch.cat([best[:, :k], grade.long()], 1)).int()
-    matrix.index_put_((rows,), learnt)  # other nodes all write the same values to the row for no token
+    matrix.index_put_((rows,), learnt)  # all other nodes write the same values to the row for "no token"
 
 
 def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: Tensor) -> None:
-    """:func:`learn` on the host.
+    """Does the work of :func:`learn` on the host.
 
     Args:
         nodes: ``(worth, place, token)`` of each node, `place` the index of its logits.
@@ -243,11 +249,11 @@ def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: 
 
 
 def follow(matrix: Tensor, texts: list[list[int]], lengths: list[int]) -> None:
-    """Gives tokens of `texts` without successors the last different tokens that followed them, the latest first."""
+    """Gives every token of `texts` that has no successors in `matrix` the last different tokens that followed it, the latest first."""
     successors: dict[int, dict[int, None]] = {}
     for text, length in zip(texts, lengths, strict=True):
         for token, successor in itertools.pairwise(text[:length]):
-            if token < 0 or successor < 0:  # the call did not name the token
+            if token < 0 or successor < 0:  # the call gave no token id here, for instance for an image
                 continue
             known = successors.setdefault(token, {})
             known.pop(successor, None)

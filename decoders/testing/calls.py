@@ -1,4 +1,4 @@
-"""Checks of prompts, of state between calls, and of `finish`."""
+"""Checks of reading prompts, of state between calls, and of `finish`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 
-#: Seeds of texts that this process has not decoded yet, so that no strategy has stored them.
+#: Seeds of texts that this process has not decoded yet, so that no strategy remembers them.
 _seeds = itertools.count(10_000)
 
 
 def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A repeated call drafts the same tokens in the same steps, whatever was decoded in between, and changes nothing in the
-    strategy's classes and modules.
+    """A repeated call drafts the same tokens in the same steps, whatever was decoded in between, and changes no value in the strategy's
+    classes and modules.
 
-    Drafts of a `timed` strategy may differ. No earlier check has used this text.
+    Only the drafts of a `timed` strategy may differ. No earlier check has used the text.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -50,7 +50,7 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
         )
     same = again.report.steps == first.report.steps and again.report.accepted == first.report.accepted
     assert same or strategy.timed, (
-        f"the first of two equal calls took {first.report.steps} steps, the second {again.report.steps}: state leaks"
+        f"the first of two equal calls took {first.report.steps} steps, the second {again.report.steps}: state leaks from call to call"
     )
     assert changed is None, (
         f"a second call changed values that outlive calls: {changed}; state leaks from call to call: keep it in "
@@ -64,11 +64,11 @@ def _drafts(seen: SpyLog) -> list[list[int]]:
 
 
 class _Stop(Exception):
-    """Ends a call from outside."""
+    """Ends a call, raised by its streamer."""
 
 
 class _Interrupted:
-    """A streamer that raises at its second text."""
+    """A streamer that raises at its third `put`, the second after the prompt."""
 
     def __init__(self) -> None:
         self.puts = 0
@@ -82,9 +82,7 @@ class _Interrupted:
 
 
 def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that reads prompts drafts the same tokens whatever the chunk size, and works for prompts of one token, whose
-    `prefill` shows it nothing.
-    """
+    """A strategy that reads prompts drafts the same with every chunk size, and works for prompts of one token, without `prefill`."""
     if not strategy.reads_prompt:
         return
     name = conditions.models[0]
@@ -101,13 +99,13 @@ def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions(
                 run_alike(model, name, spy, inputs, eager, what, max_new_tokens=12, decoders_config=loop)
                 drafts.append([seen.draft.tokens.tolist() for seen in spy.seen] if isinstance(spy, Spy) else None)
             assert drafts[0] == drafts[1] or strategy.timed, (
-                f"drafts {drafts[0]} where prompts are read 5 tokens at once, and {drafts[1]} where they are read whole: prefill must "
+                f"drafts {drafts[0]} if prompts are read in chunks of 5 tokens, and {drafts[1]} if they are read whole: prefill must "
                 "not depend on where a chunk ends"
             )
 
 
 def check_finish(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """`finish` is called once per call, also after a failure, and raises nothing."""
+    """`finish` is called once per call, even if the call fails, and does not raise an error."""
     if type(strategy).finish is Strategy.finish:
         return
     name, inputs = conditions.models[0], prompts(1)
@@ -125,13 +123,13 @@ def check_finish(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_memory(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The strategy's memory between calls changes no token."""
+    """The tokens stay the same if the strategy keeps memory between calls."""
     name, loop = conditions.models[0], {"compile": False, "memory": True}
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model:
         forget(model)
         for seed in (0, 1, 0):
             inputs = prompts(2, seed=seed)
-            what = "with what earlier calls have left"
+            what = "with the memory of earlier calls"
             run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
         forget(model)

@@ -1,4 +1,4 @@
-"""Checks of the conformance kit, one function each; every one raises AssertionError with the reason."""
+"""Checks of the conformance kit. Each check is a function that raises AssertionError with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _automaton(seed: int, *stops: int) -> TokenAutomaton:
 
 
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Name, summary and flags can be listed and looked up."""
+    """The class has a name, a summary, flags and rates of the right types."""
     cls = type(strategy)
     check_name_and_summary(cls)
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
@@ -57,7 +57,7 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
 
 
 def check_settings(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Settings are frozen, described, JSON-safe and refuse names they do not know."""
+    """Settings are frozen, described and JSON-safe, and refuse unknown names."""
     cls, settings = strategy.settings_class, strategy.settings
     assert isinstance(settings, cls), f"settings are a {type(settings).__name__}, not a {cls.__name__}"
     assert cls.model_config.get("frozen"), f"{cls.__name__} must be frozen"
@@ -83,9 +83,9 @@ def check_settings(strategy: Strategy, conditions: Conditions = Conditions()) ->
 
 
 def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """deepcopy and pickle give a strategy with the same settings that decodes the same."""
+    """Copies by deepcopy and pickle have the same settings, and decode the same tokens."""
     for how, twin in (("deepcopy", copy.deepcopy(strategy)), ("pickle", pickle.loads(pickle.dumps(strategy)))):
-        assert type(twin) is type(strategy), f"{how} gives a {type(twin).__name__}"
+        assert type(twin) is type(strategy), f"{how} returns a {type(twin).__name__}"
         assert twin.settings == strategy.settings, f"{how} changed the settings to {twin.settings!r}"
         inputs = prompts(1)
         with conditions.enabled(conditions.models[0]) as model:
@@ -95,8 +95,10 @@ def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Every draft of a real call keeps the contract. Hooks write to nothing that belongs to the loop, not even behind a row's
-    length, and leave their instance, its settings and the process (random states, default dtype, grad mode) as they were.
+    """Every draft of a real call keeps the contract.
+
+    Hooks must not write to the loop's tensors, not even after a row's length. They must not change their instance, its settings, or the
+    process (random states, default dtype, grad mode).
     """
     for name, rows, options in conditions.combinations(({}, dict(do_sample=True, **DRAWS[0]))):
         with conditions.enabled(name) as model:
@@ -104,8 +106,8 @@ def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that claims ``on_device`` can be recorded: no waiting for the device, no data of the host, the same shapes and
-    tensors in every step, and the same drafts when its hooks are replayed instead of called.
+    """A strategy that claims ``on_device`` can be recorded: its hooks do not wait for the device, use no data of the host, and have the
+    same shapes and tensors in every step. If they are replayed instead of called, drafts are the same.
     """
     if not strategy.on_device:
         return
@@ -113,7 +115,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     eager = replace(conditions, compile=False)
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model, as_recorded():
-        # The first call on a model may read the host, which no recorded step does.
+        # The first call on a model may use data of the host, and a recorded step may not.
         run(model, name, strategy, inputs, eager, max_new_tokens=2)
         try:
             run(model, name, spied(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
@@ -136,13 +138,13 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
 
 
 def check_one_new_token(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """``max_new_tokens=1`` gives one token, however much was proposed."""
+    """A call with ``max_new_tokens=1`` writes one token, however many are proposed."""
     for rows in (1, 3):
         name, inputs = conditions.models[0], prompts(rows)
         with conditions.enabled(name) as model:
             out = run(model, name, strategy, inputs, conditions, max_new_tokens=1)
             assert out.sequences.shape[1] == inputs["input_ids"].shape[1] + 1, (
-                f"max_new_tokens=1 gave {out.sequences.shape[1] - inputs['input_ids'].shape[1]} tokens"
+                f"max_new_tokens=1 wrote {out.sequences.shape[1] - inputs['input_ids'].shape[1]} tokens"
             )
             if strategy.exact:
                 expected = reference(model, inputs, max_new_tokens=1)
@@ -161,7 +163,9 @@ def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> N
         assert report.rows == rows and report.prompt_tokens == inputs["attention_mask"].sum(1).tolist(), (
             f"rows {report.rows}, prompt tokens {report.prompt_tokens}"
         )
-        assert report.new_tokens == [new] * rows, f"new tokens {report.new_tokens} where {new} per row came out"
+        assert report.new_tokens == [new] * rows, (
+            f"the report has new tokens {report.new_tokens}, and {new} per row were written"
+        )
         total, row_steps = sum(report.new_tokens), sum(report.accepted_lengths)
         histogram = sum((n + 1) * count for n, count in enumerate(report.accepted_lengths))
         assert histogram == total, (
@@ -169,7 +173,7 @@ def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> N
         )
         assert report.accepted <= report.drafted, f"{report.accepted} accepted of {report.drafted} drafted"
         assert report.accepted <= total <= report.accepted + row_steps, (
-            f"{report.accepted} accepted and at most one more in each of {row_steps} row-steps are not {total} tokens"
+            f"{report.accepted} accepted tokens, and at most one more in each of {row_steps} row-steps, cannot be {total} tokens"
         )
         assert report.steps <= row_steps <= report.steps * rows, f"{row_steps} row-steps in {report.steps} steps"
         try:
@@ -181,17 +185,17 @@ def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Greedy output is transformers' own, alone and in a left-padded batch of unequal rows."""
+    """Greedy output equals transformers' own, for one row and for a left-padded batch of unequal rows."""
     for (m, name), (r, rows) in itertools.product(enumerate(conditions.models), enumerate((1, 4))):
         if (m + r) % 2 and len(conditions.models) > 1 and not conditions.thorough:
-            continue  # covered by the checks of rows that end early and of end tokens
+            continue  # the checks of rows that end early, and of end tokens, cover these combinations
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
             run_alike(model, name, strategy, inputs, conditions, f"{type(model).__name__}, greedy, batch {rows}")
 
 
 def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Rows that end early are padded, generate no more and change nothing in the others."""
+    """Rows that end early are padded, write no further tokens, and do not change other rows."""
     for name in conditions.models:
         inputs = prompts(4)
         with conditions.enabled(name) as model:
@@ -208,7 +212,7 @@ def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Condit
 
 
 def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """With the same seed, sampling gives the tokens that plain decoding gives."""
+    """With the same seed, sampling writes the tokens that plain decoding writes."""
     for name, rows, draw in conditions.combinations(DRAWS):
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
@@ -217,7 +221,7 @@ def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditi
 
 
 def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """An end-of-sequence token ends a row even if what follows it was drafted right too."""
+    """An end-of-sequence token ends a row, even if the draft tokens after it are right, too."""
     for turn, name in enumerate(conditions.models):
         inputs = prompts(1)
         start = inputs["input_ids"].shape[1]
@@ -229,7 +233,7 @@ def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = 
 
 
 def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Processors that read the prefix see each draft token with its own path as prefix."""
+    """Processors that read the text see, for each draft token, the row's text and the token's path in the tree."""
     for options in (dict(repetition_penalty=1.3), dict(no_repeat_ngram_size=3)):
         for rows in (1, 4):
             name, inputs = conditions.models[0], prompts(rows)
@@ -238,7 +242,7 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
 
 
 def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """With a grammar, the tokens equal plain decoding under the grammar; rows may have different grammars, or none."""
+    """With a grammar, the tokens equal plain decoding with the grammar. Rows have different grammars, and one row has none."""
     stops = [5, 9]
     for seed, draw in ((1, {}), (2, dict(do_sample=True, **DRAWS[0]))):
         name, inputs = conditions.models[0], prompts(4)
@@ -256,7 +260,7 @@ def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) ->
 
 
 def check_name_and_summary(cls: type[Any]) -> None:
-    """Name and summary can be listed and looked up."""
+    """A class has a name in snake_case, and a summary of one line."""
     name, summary = getattr(cls, "name", None), cls.summary
     assert isinstance(name, str) and SNAKE_CASE.fullmatch(name), f"{cls.__name__}.name must be snake_case, not {name!r}"
     assert isinstance(summary, str) and summary.strip() and "\n" not in summary, (

@@ -1,4 +1,4 @@
-"""Checks of a strategy among others: in a merged one, left out of steps, and with rows that join and leave as in a scheduler."""
+"""Checks of a strategy in a merged strategy, left out of steps, and with rows that join and leave as in a scheduler."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import Spy, spied
 
-#: Strategies without requirements that are often right; the partner is the first one that the strategy does not contain.
+#: Strategies that need no model and are often right. The first of them that the checked strategy does not contain is its partner.
 PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 
 def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The hooks keep the contract and the tokens stay the same if the strategy is a part of a merged one, as first and as last
-    part.
-    """
+    """As first or last part of a merged strategy, the strategy keeps the contract, and the tokens stay the same."""
     parts = parts_of(strategy) or (strategy,)
     free = [name for name in PARTNERS if name not in {part.name for part in parts}]
     if not free:
@@ -42,7 +40,7 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Asks `inner` in two of four steps. Its draft is then verified by half, ignored, or replaced by another token."""
+    """Asks `inner` in two of four steps. Half of the first draft is verified, the second is ignored. Another token is drafted next."""
 
     name = "resting"
 
@@ -81,15 +79,13 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` may be left out of steps and be shown steps with nodes that it did not draft, as ``auto`` does: its
-    hooks raise nothing, and the tokens stay the same.
-    """
+    """A strategy that `rests` may miss steps, and see steps with other nodes, as in ``auto``: no errors, and the same tokens."""
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model, torch.no_grad():
-        if not (strategy.reads_layers or strategy.reads_prompt):  # the wrapper has no hooks for these
+        if not (strategy.reads_layers or strategy.reads_prompt):  # `Resting` forwards neither layers nor prompts
             what = "left out of every other step"
             run_alike(model, name, Resting(strategy), inputs, eager, what, max_new_tokens=16)
         loop = {"compile": False, "prune": True}
@@ -97,15 +93,16 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
         run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
 
 
-#: New tokens of each row, so that rows end at different times and waiting ones take their places.
+#: Number of new tokens of each request, so that requests end at different times, and waiting requests take their rows.
 NEW_TOKENS = (6, 17, 3, 12, 9)
-#: Share of drafts that may differ because of rounding: nearly equal candidates of a head may swap places.
+#: Share of drafts that may differ by rounding, because nearly equal candidates of a head may change their order.
 ROUNDINGS = 0.2
 
 
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Five requests are decoded two at a time, the next one joining when one ends. Each writes what it writes alone, so the state
-    that `rebatch` keeps (by default none: `start` is called again) belongs to the right rows.
+    """Five requests are decoded two at a time; when one ends, the next joins. Each request writes the tokens that it writes alone.
+
+    This shows that the state that `rebatch` keeps belongs to the right rows. (By default it keeps none, and `start` is called again.)
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
     texts = _rows_of(inputs)
@@ -120,16 +117,18 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
         together = _come_and_go(strategy, model, needs(model, name, strategy), texts, do_sample=True)
         for number, (text, own, shared) in enumerate(zip(texts, alone, together, strict=True)):
             inputs = dict(input_ids=text, attention_mask=torch.ones_like(text))
-            what = f"request {number} beside others that come and go, not alone (see rebatch)"
+            what = (
+                f"request {number} beside requests that join and leave, compared with the request alone (see rebatch)"
+            )
             assert_same_tokens(model, inputs, own, shared, what)
 
 
 def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A row drafts the same tokens in a batch as alone; if :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, also beside
-    requests that join and leave.
+    """A row drafts the same tokens in a batch as alone. If :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, it also drafts
+    them beside requests that join and leave.
 
-    (The output would be right even with another row's state, so checks of tokens do not find this.) Not checked for strategies that
-    are `timed`, or whose rows are not :attr:`~decoders.strategy.Strategy.rows_apart`.
+    Checks of tokens do not find a mix-up of rows, because verification corrects the output. Strategies that are `timed`, or whose rows
+    are not :attr:`~decoders.strategy.Strategy.rows_apart`, are not checked.
     """
     if strategy.timed or not strategy.rows_apart:
         return
@@ -151,7 +150,7 @@ def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditio
         _compare(alone, _drafts(spy), "in a batch")
         if strategy.rebatches:
             _come_and_go(spy, model, needs(model, name, strategy), texts, do_sample=False)
-            _compare(alone, _drafts(spy), "beside rows that come and go (see rebatch)")
+            _compare(alone, _drafts(spy), "beside rows that join and leave (see rebatch)")
 
 
 def _rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -162,7 +161,7 @@ def _rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
 def _come_and_go(
     strategy: Strategy, model: PreTrainedModel, options: dict[str, Any], texts: Sequence[Tensor], do_sample: bool
 ) -> list[Tensor]:
-    """The outputs for `texts`, with :data:`NEW_TOKENS` new tokens, decoded two at a time. options: what the strategy needs."""
+    """The outputs for `texts`, each with its number of :data:`NEW_TOKENS`, decoded two at a time. options: as :func:`needs` returns."""
     loop = {"compile": False, "prune": False, "memory": False}
     with Scheduler(model, strategy=strategy, rows=2, decoders_config=loop, **options) as scheduler:
         requests = [
@@ -173,7 +172,7 @@ def _come_and_go(
 
 
 def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """The drafts behind every text of an unfinished row: the paths of the tree, in any order."""
+    """The drafts after every text of an unfinished row, each as the set of its tree's paths."""
     return {
         text: _paths(log.draft, row)
         for log in spy.seen
@@ -192,13 +191,13 @@ def _paths(draft: Draft, row: int) -> frozenset[tuple[int, ...]]:
 
 
 def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], Any], where: str) -> None:
-    """Raises AssertionError if more drafts behind the same texts differ than a batch's other rounding explains."""
+    """Raises AssertionError if more drafts after equal texts differ than rounding in a batch can explain."""
     common = [text for text in together if text in alone and len(together[text] | alone[text]) > 1]
     differ = [text for text in common if together[text] != alone[text]]
     if len(differ) > ROUNDINGS * len(common):
         text = differ[0]
         other, own = sorted(together[text] - alone[text]), sorted(alone[text] - together[text])
         raise AssertionError(
-            f"in {len(differ)} of {len(common)} steps a row drafts something else {where} than alone, behind a text of {len(text)} "
-            f"tokens {other[:3]} and not {own[:3]}: what belongs to a row stays with it, or the class says rows_apart = False"
+            f"in {len(differ)} of {len(common)} steps a row drafts other tokens {where} than alone: after a text of {len(text)} tokens "
+            f"{other[:3]} and not {own[:3]}. Keep a row's state with its row, or set rows_apart = False in the class"
         )

@@ -1,4 +1,4 @@
-"""The conditions of tests: models, numbers of rows, calls with what a strategy needs, and a context without a call."""
+"""The conditions of checks: models, numbers of rows, calls with the arguments that a strategy needs, and contexts without a call."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..enabling import disable, enable
-from ..engine.model.torch_compat import writes_counted
+from ..engine.model.modules_compat import writes_counted
 from ..strategy import Context, Strategy
 from .exactness import assert_same_tokens, decode, reference
 from .models import VOCAB, tiny_draft, tiny_model
 from .toy_grammar import TokenAutomaton
 
-#: Tokens of each call, and of each call of a thorough run.
+#: Number of new tokens in each call, and in each call of a thorough run.
 NEW_TOKENS, MANY_TOKENS = 16, 32
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the checks decode with.
+    """The models and options with which checks decode.
 
     Attributes:
-        models: tiny models by name, or models of your own.
-        compile: run the loop compiled.
-        thorough: try every combination of model, number of rows and kind of drawing, on longer texts; otherwise every pair
-            of them.
+        models: names of tiny models, or models of your own.
+        compile: whether the loop is compiled.
+        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts; otherwise fewer
+            combinations are tried, in which every pair of values occurs.
     """
 
     models: tuple[str | PreTrainedModel, ...] = ("llama", "gemma2")
@@ -42,12 +42,12 @@ class Conditions:
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens a call decodes."""
+        """Number of new tokens in a call."""
         return MANY_TOKENS if self.thorough else NEW_TOKENS
 
     def combinations(self, kinds: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
-        """Models, numbers of rows and two `kinds` of call: all combinations if thorough or with a single model, else half of
-        them, which contain every pair.
+        """Yields model, number of rows and kind of call: all combinations if thorough or with a single model, else half of them, in
+        which every pair of values occurs. kinds: two kinds of call.
         """
         for (m, model), (r, rows), (k, kind) in itertools.product(
             enumerate(self.models), enumerate((1, 4)), enumerate(kinds)
@@ -57,7 +57,7 @@ class Conditions:
 
     @contextmanager
     def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """Enables `model` inside the context; afterwards a caller's model is restored.
+        """Enables `model` inside the block. Afterwards a model that was not enabled is disabled again.
 
         Raises: AssertionError: the code inside changed the model.
         """
@@ -76,7 +76,7 @@ class Conditions:
 
 
 def _condition(model: PreTrainedModel) -> dict[str, Any]:
-    """The model's state that a strategy must not change, by name for error messages."""
+    """The parts of the model's state that a strategy must not change, by their names in error messages."""
     config = model.generation_config
     return {
         "the mode (train or eval)": [module.training for module in model.modules()],
@@ -104,7 +104,7 @@ def _draft(name: str) -> PreTrainedModel:
 def needs(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, stops: int | Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The arguments that a strategy requires: a draft model, a grammar of all texts."""
+    """The arguments of a call that a strategy requires: a draft model, or a grammar that allows all texts."""
     options: dict[str, Any] = {}
     if strategy.needs_assistant:
         options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
@@ -117,9 +117,9 @@ def run(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, **options: Any,
 ) -> Any:  # fmt: skip
-    """One call with `strategy`; the strategy gets a draft model if it needs one, and a grammar of all texts if it needs a grammar."""
+    """Decodes with `strategy`, with the arguments of :func:`needs`, and returns the output."""
     options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
-    # Memory and pruning are off, unless a check is about them.
+    # Memory and pruning are off, unless a check sets them.
     loop = {"memory": False, "prune": False} | options.pop("decoders_config", {"compile": conditions.compile})
     options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options
     return decode(model, inputs, strategy, **options)
@@ -129,11 +129,11 @@ def run_alike(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, what: str, like: str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Calls :func:`run`, and for an exact strategy compares the tokens with those of the strategy `like` (None: transformers' own
-    loop).
+    """Calls :func:`run`, and if the strategy is exact, compares its tokens with the tokens of `like`.
 
     Args:
-        what: description of the call for messages.
+        what: description of the call, for messages.
+        like: name of the strategy to compare with; None: transformers' own loop.
     """
     options = dict(max_new_tokens=conditions.new_tokens) | options
     out = run(model, name, strategy, inputs, conditions, **options)
@@ -146,18 +146,13 @@ def run_alike(
 
 
 def context(
-    rows: int = 1,
-    *,
-    model: PreTrainedModel | None = None,
-    slots: int = 256,
-    vocab_size: int | None = None,
-    device: torch.device | str | None = None,
-    **more: Any,
-) -> Context:
-    """A :class:`~decoders.Context` as ``Strategy.start`` takes it, without a call and, unless one is given, without a model.
+    rows: int = 1, *, model: PreTrainedModel | None = None, slots: int = 256, vocab_size: int | None = None,
+    device: torch.device | str | None = None, **more: Any,
+) -> Context:  # fmt: skip
+    """A :class:`~decoders.Context` for ``Strategy.start`` outside of a call, to test a strategy's proposals.
 
-    Draft models, strategies by name, and the target's embedding and head exist only in a call: using them raises UnsupportedError.
-    Nothing is compiled. This is for tests of what a strategy proposes; :func:`~decoders.testing.check_strategy` checks the tokens.
+    Draft models, strategies by name, and the target's embedding and output head exist only in a call: their use raises
+    UnsupportedError. Functions are not compiled. :func:`~decoders.testing.check_strategy` checks the tokens of whole calls.
 
     Args:
         rows: number of rows ``B``.
@@ -165,7 +160,7 @@ def context(
         slots: capacity of each row in tokens, prompt included.
         vocab_size: ``V``; default: the model's, or 1000 without a model.
         device: device of the strategy's tensors; default: the model's, or the CPU.
-        more: other attributes of the context: ``clock=``, ``costs=``, ``memory=``, ``assistant_model=`` …
+        more: other attributes of the context, such as ``clock=``, ``costs=``, ``memory=`` or ``assistant_model=``.
 
     Raises:
         TypeError: a context has no such attribute.

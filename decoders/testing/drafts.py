@@ -1,4 +1,4 @@
-"""Checks that some draft tokens are accepted, and that draft tokens are drawn from the scores that verifiers use."""
+"""Checks that some draft tokens are accepted, and that draft tokens are drawn from the scores that the draft states."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 from .toy_grammar import TokenAutomaton
 
-#: A strategy that drafts fewer tokens than this passes.
+#: A strategy that drafts fewer tokens than this passes without an accepted token.
 FEWEST_DRAFTED = 64
-#: Out of so many steps with a draft, at least one must have a token accepted.
+#: Of so many steps with a draft, at least one must have an accepted token.
 STEPS_PER_HIT = 50
 #: Periods of the rows' texts, in tokens.
 PERIODS = (1, 2, 3, 5)
-#: Length of these prompts; a multiple of all periods, so that they continue with their first token.
+#: Length of the periodic prompts: a multiple of all periods, so that each continues with its first token.
 REPEATED = 30
 #: An end-of-sequence token that occurs in no text.
 STOP = 1
 
 
 def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """At least one in 50 steps with a draft has an accepted token, on periodic texts (forced by grammars) and on the kit's usual
-    texts.
+    """At least one in 50 steps with a draft has an accepted token, on periodic texts, which grammars force, and on the kit's texts.
 
-    A strategy that drafts fewer than 64 tokens there passes.
+    A strategy that drafts fewer than 64 tokens on these texts passes.
     """
     for part in parts_of(strategy):
         check_draft_tokens_are_accepted(part, conditions)
@@ -55,30 +54,30 @@ def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions =
         if hits * STEPS_PER_HIT > steps:
             return
     assert drafted < FEWEST_DRAFTED, (
-        f"{drafted} tokens were drafted in {steps} steps of the rows, of which {hits} had one accepted: {strategy.name!r} is "
-        "never right, not even where the text repeats itself"
+        f"{drafted} tokens were drafted in {steps} steps of rows, and {hits} of these steps had an accepted token: {strategy.name!r} "
+        "is hardly ever right, not even if the text repeats itself"
     )
 
 
 def _forever(tokens: list[int]) -> TokenAutomaton:
-    """The grammar of one text: `tokens`, over and over."""
+    """A grammar that forces one endless text: `tokens`, repeated."""
     states = [{token: 2 + (place + 1) % len(tokens)} for place, token in enumerate(tokens)]
     return TokenAutomaton(states, set(), VOCAB, [STOP])
 
 
-#: Greatest number of rows that draw side by side; of nodes in all rows; and tokens of each row.
+#: Most rows in a batch, most nodes in all rows of a step, and number of new tokens of each row.
 ROWS, NODES, TOKENS = 256, 4096, 6
 #: Number of bins of equal probability for the chi-square test of the draws.
 BINS = 24
-#: Standard deviations that occur by chance once in ten million cases.
+#: By chance, a result is this many standard deviations off once in ten million cases.
 MOST_DEVIATIONS = 5.2
 #: A verifier of chains and trees that uses scores; on a chain it equals "rejection".
 VERIFIER = "tree_rejection"
 
 
 def check_draft_scores(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Under a verifier that uses ``Draft.scores`` these are float32 ``[B, N-1, V]`` without NaN, draft tokens are drawn from them,
-    and the output follows the target's distribution. Strategies without scores, or that refuse such verifiers, pass.
+    """``Draft.scores`` are float32 ``[B, N-1, V]`` without NaN, draft tokens are drawn from them, and with a verifier that uses them
+    the output follows the target's distribution. Strategies without scores, or that refuse the verifier, pass.
     """
     for part in parts_of(strategy):
         check_draft_scores(part, conditions)
@@ -111,9 +110,9 @@ def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
-    """``[draws]``: the quantile of each drawn token within its distribution, see :func:`_ranks`.
+    """The quantile of each drawn token in its distribution, ``[draws]``, see :func:`_ranks`.
 
-    Only the root's children, the children of its first child, and so on are counted, since nodes elsewhere may repeat their draws.
+    Only children of the root, children of its first child, and so on are counted, because other nodes may repeat their draws.
     """
     draft = seen.draft
     if draft.scores is None:
@@ -125,7 +124,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     tokens, q = draft.tokens.cpu()[going], draft.scores.cpu()[going].softmax(-1)
     vocabulary = torch.arange(q.shape[-1])
     rows, ranks = torch.arange(len(tokens)), []
-    spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the first child, whose children come next
+    spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the node whose children are counted
     taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # tokens taken by earlier siblings
     eldest = torch.full_like(spine[:, 0], -1)
     for node in range(1, parents.shape[1]):
@@ -138,10 +137,10 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
         left = own.masked_fill(taken, 0.0)
         left = left / left.sum(-1, keepdim=True)
         mass = left[rows, token.clamp(min=0)]
-        # Not counted: a token that an earlier sibling has, and a token with probability 1.
+        # A token that an earlier sibling has, and a token with probability 1, are not counted.
         first = counted & ~taken[rows, token.clamp(min=0)]
         assert not (first & (mass == 0)).any(), (
-            "a draft token has no probability in Draft.scores: it was not drawn from them, and is never accepted"
+            "a draft token has probability 0 in Draft.scores: it was not drawn from them, and is never accepted"
         )
         told = first & (left.amax(-1) <= 0.999)
         if told.any():
@@ -152,7 +151,8 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
 
 
 def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Probability of likelier tokens plus a random share of the token's own: uniform in 0 … 1 if it was drawn from `distribution`.
+    """The total probability of likelier tokens plus a random share of the token's own probability. If the token was drawn from
+    `distribution`, this is uniform in 0 … 1.
 
     Args:
         distribution: ``[…, V]``. tokens: ``[…]`` int64.
@@ -165,17 +165,17 @@ def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> 
 
 
 def _assert_uniform(values: Tensor, otherwise: str) -> None:
-    """Chi-square over equal shares. values: ``[draws]`` in 0 … 1."""
+    """Raises AssertionError with the message `otherwise` if `values` (``[draws]`` in 0 … 1) fail a chi-square test of uniformity."""
     draws = len(values)
     if draws < 10 * BINS:
         return
     counts = torch.bincount((values.double() * BINS).long().clamp(0, BINS - 1), minlength=BINS).double()
     expected, free = draws / BINS, BINS - 1
     square = float(((counts - expected) ** 2).sum()) / expected
-    # Wilson & Hilferty: the cube root is nearly normal.
+    # The cube root of a chi-square is nearly normal (Wilson & Hilferty).
     deviations = ((square / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
     distance = float((counts / draws - 1 / BINS).abs().sum()) / 2
     chance = math.sqrt((BINS - 1) / (2 * math.pi * draws))
     assert deviations < MOST_DEVIATIONS, (
-        f"{otherwise}: total variation {distance:.3f} in {draws} draws, where chance gives {chance:.3f}"
+        f"{otherwise}: total variation is {distance:.3f} in {draws} draws, and {chance:.3f} by chance"
     )

@@ -1,4 +1,4 @@
-"""Comparing the tokens of two calls in a test, with failure messages that show the reason."""
+"""Compares the tokens of two calls in a test, with failure messages that show the reason."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..common.transformers_compat import CACHE, attention_of
-from ..engine.model.torch_compat import hooks_of
+from ..engine.model.modules_compat import hooks_of
 from .models import VOCAB
 from .toy_grammar import Matched, TokenAutomaton
 
-#: Gap between two logits, relative to the largest, below which rounding may decide (float32).
+#: If two float32 logits differ by less than this, relative to the largest logit, rounding may decide.
 NEAR_TIE = 1e-5
-#: References of models with more bytes of weights are not cached: comparing the weights would take as long as decoding.
+#: References are cached only for models with at most this many bytes of weights, because comparing weights takes time, too.
 MOST_BYTES = 4 * 2**20
 
 
 def prompts(rows: int = 1, length: int = 24, vocab: int = VOCAB, seed: int = 0) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` ``[rows, length]`` of texts that repeat themselves; rows are left-padded.
+    """Left-padded prompts: ``input_ids`` and ``attention_mask``, each ``[rows, length]``.
 
-    Row ``r`` is shorter than `length` by ``5·r``, and its first third is repeated at its end, so that strategies that look for
-    repetitions find some.
+    Row ``r`` is shorter than `length` by ``5·r``. Its first third is repeated at its end, so that strategies find a repetition.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -40,7 +39,7 @@ def prompts(rows: int = 1, length: int = 24, vocab: int = VOCAB, seed: int = 0) 
 
 
 def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
-    """``model.generate`` with an output object; greedy unless `options` say otherwise. None: transformers' own loop."""
+    """Calls ``model.generate``, greedily unless `options` say otherwise; returns the output. strategy: None: transformers' own loop."""
     options = dict(do_sample=False, return_dict_in_generate=True) | options
     if strategy is not None:
         options["strategy"] = strategy
@@ -51,11 +50,11 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = No
 def reference(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
     """The result of :func:`decode`, cached in the process for the same weights, inputs and options.
 
-    For the side of a comparison that is not under test: transformers' own loop, or plain decoding. Models with hooks, options that
-    may have state (processors, streamers) and large models are not cached.
+    Use it for the expected side of a comparison: transformers' own loop, or plain decoding. Results are not cached for models with
+    hooks, for large models, and with options that may have state (processors, streamers).
 
     Returns:
-        The output object, shared by all callers: do not write to it. It has no key-value cache.
+        The output object, without its KV cache. All callers share it: do not write to it.
     """
     try:
         key = (_fingerprint(model), _frozen(inputs), _frozen(strategy), _frozen(options))
@@ -72,11 +71,11 @@ _references: dict[tuple, Any] = {}
 
 
 class _NotComparable(Exception):
-    """Two calls cannot be compared."""
+    """A call has a part whose equality with another call's cannot be checked."""
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple:
-    """Equal for models that write the same text."""
+    """A value that is equal for two models only if they write the same text. Raises _NotComparable if there is none."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if sum(w.numel() * w.element_size() for w in weights.values()) > MOST_BYTES:
         raise _NotComparable
@@ -112,10 +111,11 @@ def _frozen(value: Any) -> Any:
 def assert_same_tokens(
     model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor, actual: Tensor, what: str
 ) -> None:
-    """Raises AssertionError at the first token that differs, with the target's logits of both candidates there.
+    """Raises AssertionError if two outputs differ. It shows the first different token, and the target's logits of both tokens there.
 
     Args:
-        expected, actual: ``[B, P + new]`` sequences, prompts ``[B, P]`` included. what: "greedy, batch 4", say.
+        expected, actual: ``[B, P + new]`` sequences, prompts ``[B, P]`` included.
+        what: description of the call, such as "greedy, batch 4".
     """
     prompt = inputs["input_ids"].shape[1]
     width = min(expected.shape[1], actual.shape[1])

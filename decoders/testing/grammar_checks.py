@@ -1,4 +1,4 @@
-"""Checks of a compiled grammar on random walks: the legal tokens at every position, and how matchers move."""
+"""Checks of a compiled grammar on random walks: the legal tokens at every position, and the moves of matchers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GrammarCase:
         return self.reference.automaton.start
 
     def legal(self, matcher: Matcher, state: Hashable) -> dict[int, Hashable]:
-        """The legal tokens under the policy, each with the state after it."""
+        """The tokens that are legal under the grammar's policy, each with the state after it."""
         legal = self.reference.legal(state)
         if self.grammar.policy == "canonical" and state != STOPPED:
             first = self.vocabulary.canonical(matcher.forced_bytes())[:1]
@@ -42,7 +42,7 @@ class GrammarCase:
         return legal
 
     def walks(self, count: int = WALKS, steps: int = STEPS) -> Iterator[tuple[Matcher, Hashable, list[int]]]:
-        """Every position of random walks, which end with a stop token or after `steps`: matcher, state, tokens taken."""
+        """Yields matcher, state and taken tokens at every position of random walks, which end at a stop token or after `steps`."""
         for _ in range(count):
             matcher, state = self.grammar.start(), self.start
             taken: list[int] = []
@@ -54,7 +54,7 @@ class GrammarCase:
                 yield matcher, state, taken
 
     def choose(self, legal: dict[int, Hashable]) -> tuple[int, Hashable]:
-        """A random legal token; long ones and stop tokens have more weight."""
+        """A random legal token and the state after it; long tokens and stop tokens are more likely."""
         options = list(legal.items())
         sample = self.chance.sample(options, min(3, len(options)))
         if self.chance.random() < 0.2:
@@ -62,13 +62,13 @@ class GrammarCase:
         return max(sample, key=lambda option: len(self.vocabulary.tokens[option[0]] or b""))
 
     def after(self, taken: Sequence[int]) -> Matcher:
-        """A second matcher after the same tokens."""
+        """A new matcher that has taken the same tokens."""
         matcher = self.grammar.start()
         assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
         return matcher
 
     def told(self, tokens: Sequence[int]) -> str:
-        """The tokens as text, for a message."""
+        """The tokens and their text, for a message."""
         return f"{list(tokens)} {self.vocabulary.spell([t for t in tokens if 0 <= t < len(self.vocabulary)])!r}"
 
 
@@ -76,7 +76,7 @@ Check = Callable[[GrammarCase], None]
 
 
 def mask(matcher: Matcher) -> set[int]:
-    """The tokens in a matcher's mask; bits behind the vocabulary must be zero or at least without effect."""
+    """The tokens in a matcher's mask; bits after the vocabulary's end are ignored."""
     out = torch.full((mask_words(len(matcher.grammar.vocabulary)),), 0x5A5A5A5A, dtype=torch.int32)
     matcher.fill_mask(out)
     bits = np.unpackbits(out.numpy().view(np.uint8), count=len(matcher.grammar.vocabulary), bitorder="little")
@@ -84,19 +84,19 @@ def mask(matcher: Matcher) -> set[int]:
 
 
 def takes(matcher: Matcher, token: int) -> bool:
-    """Whether a matcher takes a token; the matcher is not moved."""
+    """Whether a matcher takes a token. The matcher is moved back."""
     count = matcher.advance([token])
     matcher.rollback(count)
     return count == 1
 
 
 def observed(matcher: Matcher) -> tuple[object, ...]:
-    """Everything a matcher reports about its position."""
+    """All that a matcher reports about its position."""
     return mask(matcher), matcher.accepting, matcher.forced_bytes()
 
 
 def check_special_tokens(case: GrammarCase) -> None:
-    """Tokens without text are never legal, except stop tokens where the text may end."""
+    """Tokens without text are never legal, except stop tokens at positions at which the text may end."""
     silent = {token for token, text in enumerate(case.vocabulary.tokens) if text is None}
     for matcher, state, taken in case.walks():
         allowed = set(case.vocabulary.stops) if case.reference.ends(state) else set()
@@ -105,7 +105,7 @@ def check_special_tokens(case: GrammarCase) -> None:
 
 
 def check_masks(case: GrammarCase) -> None:
-    """Masks contain exactly the legal tokens, which advance() takes; after the end the stop tokens."""
+    """Masks contain exactly the legal tokens, which advance() takes; after the end they contain the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
         where = f"after {case.told(taken)}"
@@ -117,12 +117,12 @@ def check_masks(case: GrammarCase) -> None:
         assert not wrong, f"{where}: the mask lacks {case.told(missing)} and has {case.told(sorted(got - want)[:8])}"
         taken_alone = {token for token in everything if takes(matcher, token)}
         wrong = sorted(taken_alone ^ (set() if state == STOPPED else got))
-        assert not wrong, f"{where}: advance() and the mask say different things of {case.told(wrong[:8])}"
+        assert not wrong, f"{where}: advance() and the mask disagree about {case.told(wrong[:8])}"
         assert matcher.accepting == case.reference.ends(state), f"{where}: accepting is {matcher.accepting}"
 
 
 def check_ends(case: GrammarCase) -> None:
-    """No dead ends: some token is legal everywhere, and every text can be ended."""
+    """There are no dead ends: at every position a token is legal, and every text can be ended."""
     single = case.vocabulary.ids
     for matcher, state, taken in case.walks(steps=2 * STEPS):
         assert mask(matcher), f"after {case.told(taken)}: no token is legal"
@@ -137,12 +137,12 @@ def check_ends(case: GrammarCase) -> None:
 
 
 def check_forced(case: GrammarCase) -> None:
-    """Forced bytes are the longest common beginning of all continuations; forced tokens are the tokenizer's for them."""
+    """Forced bytes are the longest common beginning of all continuations, and forced tokens are the tokenizer's tokens for them."""
     for matcher, state, taken in case.walks():
         where, forced = f"after {case.told(taken)}", matcher.forced_bytes()
         want = case.reference.forced(state)
         assert want.startswith(forced), f"{where}: {forced!r} is not forced, only {want!r} is"
-        # Up to the end of a character, because a backend of characters may not see further.
+        # The last bytes may be missing if they are part of one character, because some backends work on characters.
         left = want[len(forced) :]
         assert len(left) < 4 and not any(byte < 0x80 for byte in left), (
             f"{where}: {want!r} is forced, not only {forced!r}"
@@ -156,7 +156,7 @@ def check_forced(case: GrammarCase) -> None:
         if tokens:
             rest = case.reference.ending(case.reference.after(state, text))
             whole = list(case.vocabulary.encode((text + rest).decode()))
-            # Some tokenizers add a blank in front, or see special tokens.
+            # Some tokenizers add a blank in front, or recognize special tokens; the texts then cannot be compared.
             if case.vocabulary.spell(whole) != text + rest:
                 continue
             assert whole[: len(tokens)] == tokens, (
@@ -165,7 +165,7 @@ def check_forced(case: GrammarCase) -> None:
 
 
 def check_tables(case: GrammarCase) -> None:
-    """A tabulated grammar has the matcher's masks and steps, also in its tensors."""
+    """A tabulated grammar has the same masks and steps as the matcher, by state number and in its tensors."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):
         return
@@ -190,7 +190,7 @@ def check_tables(case: GrammarCase) -> None:
 
 
 def check_advance(case: GrammarCase) -> None:
-    """advance() takes tokens up to the first illegal one, returns how many, and stays usable."""
+    """advance() takes tokens up to the first illegal token, and returns their number; the matcher can be used further."""
     strangers = [-1, len(case.vocabulary), 1 << 40]
     for matcher, state, taken in case.walks():
         legal = {} if state == STOPPED else case.legal(matcher, state)
@@ -206,12 +206,12 @@ def check_advance(case: GrammarCase) -> None:
             again = case.grammar.start()
             count = again.advance([*taken, token, *taken])
             assert count == len(taken), f"advance() takes {count} of {len(taken)} legal tokens before an illegal one"
-            assert observed(again) == before, f"{where}: taking the tokens at once comes to another place"
-        assert matcher.advance([]) == 0, f"{where}: no tokens, but some were taken"
+            assert observed(again) == before, f"{where}: taking the tokens at once leads to another position"
+        assert matcher.advance([]) == 0, f"{where}: advance([]) takes tokens"
 
 
 def check_rollback(case: GrammarCase) -> None:
-    """Rolling back undoes any number of tokens exactly, a stop token included; too many are an error."""
+    """rollback() undoes any number of tokens exactly, a stop token included; more tokens than were taken are an error."""
     seen: list[tuple[object, ...]] = []
     for matcher, state, taken in case.walks():
         seen[len(taken) :] = [observed(matcher)]
@@ -223,36 +223,38 @@ def check_rollback(case: GrammarCase) -> None:
             gone, taken = taken[-count:], taken[:-count]
             matcher.rollback(count)
             assert observed(matcher) == seen[len(taken)], (
-                f"rollback({count}) over {case.told(gone)} does not come back to where {case.told(taken)} led"
+                f"rollback({count}) over {case.told(gone)} does not lead back to the position after {case.told(taken)}"
             )
             assert matcher.advance(gone) == count, f"after rollback({count}) {case.told(gone)} is no longer taken"
-            assert observed(matcher) == seen[len(taken) + count], f"rollback({count}) and again: another place"
+            assert observed(matcher) == seen[len(taken) + count], (
+                f"after rollback({count}) the same tokens lead to another position"
+            )
             matcher.rollback(count)
-        _goes_back_no_further(matcher, "rollback() behind the beginning")
+        _goes_back_no_further(matcher, "rollback() of more tokens than were taken")
 
 
 def check_apart(case: GrammarCase) -> None:
-    """Matchers of one grammar, as of two rows, are independent."""
+    """Matchers of one grammar, such as the matchers of two rows, are independent."""
     for matcher, state, taken in case.walks():
         before, where = observed(matcher), f"after {case.told(taken)}"
         other = case.after(taken)
-        assert observed(other) == before, f"{where}: another matcher stands elsewhere"
-        assert observed(matcher) == before, f"{where}: another matcher that comes here moves the first"
+        assert observed(other) == before, f"{where}: another matcher is at another position"
+        assert observed(matcher) == before, f"{where}: moving another matcher to this position moves the first"
         if state == STOPPED:
             continue
         token, _ = case.choose(case.legal(matcher, state))
         assert other.advance([token]) == 1, f"{where}: another matcher refuses {case.told([token])}"
         assert observed(matcher) == before, f"{where}: advancing another matcher moves the first"
         moved = observed(other)
-        assert matcher.advance([token]) == 1 and observed(matcher) == moved, f"{where}: two matchers come apart"
+        assert matcher.advance([token]) == 1 and observed(matcher) == moved, (
+            f"{where}: two matchers differ after the same tokens"
+        )
         matcher.rollback(1)
         assert observed(other) == moved, f"{where}: rolling one matcher back moves another"
 
 
 def check_tree(case: GrammarCase) -> None:
-    """A matcher that is moved between the nodes of a tree, as the loop does, reports the same as a matcher that went to the node
-    directly.
-    """
+    """A matcher that the loop moves between the nodes of a tree reports the same as a matcher that goes to each node directly."""
     for matcher, state, taken in case.walks():
         parents, tokens = _tree(case, state, taken)
         before, where = observed(matcher), f"after {case.told(taken)}, parents {parents}, tokens {tokens}"
@@ -270,9 +272,11 @@ def check_tree(case: GrammarCase) -> None:
             assert len(path) == reached, (
                 f"{where}: {len(path)} tokens down to node {node} are legal, {reached} directly"
             )
-            assert observed(matcher) == observed(direct), f"{where}: node {node} says something else than directly"
+            assert observed(matcher) == observed(direct), (
+                f"{where}: node {node} reports otherwise than when it is reached directly"
+            )
         matcher.rollback(len(path))
-        assert observed(matcher) == before, f"{where}: the matcher does not come back from the tree"
+        assert observed(matcher) == before, f"{where}: after the tree the matcher is at another position"
 
 
 def _goes_back_no_further(matcher: Matcher, what: str) -> None:
@@ -284,7 +288,7 @@ def _goes_back_no_further(matcher: Matcher, what: str) -> None:
 
 
 def _tree(case: GrammarCase, state: Hashable, taken: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Random draft tokens. Most are legal; some are missing (-1), have no parent, or follow an illegal token or a stop token."""
+    """A random tree: parents and tokens. Some tokens are missing (-1), illegal, without a parent, or after a stop token."""
     parents, tokens = [NO_PARENT], [case.chance.randrange(len(case.vocabulary))]
     states: list[Hashable | None] = [state]
     paths: list[list[int]] = [[]]
@@ -307,7 +311,7 @@ def _tree(case: GrammarCase, state: Hashable, taken: Sequence[int]) -> tuple[lis
 
 
 def _path(parents: Sequence[int], node: int) -> list[int] | None:
-    """Nodes from below the root down to `node`; None if it is never accepted."""
+    """The nodes of the path to `node`, without the root; None if the path does not begin at the root."""
     path: list[int] = []
     while node:
         path.insert(0, node)

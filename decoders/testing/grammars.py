@@ -1,8 +1,7 @@
 """The check that every grammar backend must pass: its masks, steps and rollbacks agree with the language.
 
-On small regular languages and a recursive one (:mod:`.languages`), over one token per byte and over merged tokens, everything that
-a matcher reports along random walks is compared with an automaton that shares no code with a backend.
-The checks: :mod:`.grammar_checks`.
+The languages are small regular languages and a recursive one (:mod:`.languages`), with one token per byte and with merged tokens. All
+that a matcher reports along random walks is compared with an automaton that shares no code with a backend, by :mod:`.grammar_checks`.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ CHECKS: tuple[Check, ...] = (
 def check_backend(
     backend: Backend | type[Backend], *, policies: Sequence[Policy] = ("full", "canonical"), seed: int = 0
 ) -> None:
-    """Compiles every language that the backend reads, in every notation it reads, and runs all checks on it.
+    """Compiles every language in every notation that the backend reads, and runs all checks on it.
 
     Raises:
-        AssertionError: the first check that failed, for which language, and why.
+        AssertionError: a check failed. The message names the first that failed, the language and the reason.
     """
     backend = backend() if isinstance(backend, type) else backend
     check_name_and_summary(type(backend))
@@ -64,10 +63,10 @@ def check_backend(
 def check_grammar(
     grammar: CompiledGrammar, reference: Reference, *, checks: Iterable[Check] | None = None, seed: int = 0
 ) -> None:
-    """All checks, or `checks`, on one compiled language.
+    """Runs all checks, or `checks`, on one compiled language.
 
     Raises:
-        AssertionError: the first check that failed and why.
+        AssertionError: a check failed. The message names the first that failed, and the reason.
     """
     for check in CHECKS if checks is None else checks:
         try:
@@ -81,7 +80,7 @@ def check_grammar(
 
 
 def _reads(backend: Backend, notation: str) -> bool:
-    """Whether the backend compiles a language that is given in one notation."""
+    """Whether the backend compiles a language that is given only in this `notation`."""
     languages = {"regex": Language("a", regex="a"), "lark": Language("a", lark='start: "a"\n')}
     try:
         backend.compile(languages[notation], byte_vocabulary())

@@ -1,4 +1,4 @@
-"""Tiny random models that see or hear, and prompts with images or sounds for them, made without a processor."""
+"""Tiny random models that read images or sounds, and prompts with images or sounds for them, made without a processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import UnknownNameError
 from .seeing import BEGIN, BLIND, END, HEARING, IMAGE, SEEING, SeeingArchitecture
 
-#: For each row the number of text tokens behind the last image.
+#: For each row the number of text tokens after the last image.
 QUESTIONS = (9, 6, 11, 7)
 
 
@@ -19,17 +19,18 @@ def tiny_seeing_model(name: str, seed: int = 0) -> PreTrainedModel:
     """The tiny random model `name` of :data:`SEEING`, :data:`HEARING` or :data:`BLIND`.
 
     Raises:
-        UnknownNameError: no such model.
+        UnknownNameError: there is no model `name`.
     """
     return _architecture(name)(seed)
 
 
 def image_prompts(name: str, images: Sequence[int] = (1,), seed: int = 0, question: int = 0) -> dict[str, Tensor]:
-    """Arguments of ``generate`` for a row of each number of `images`, or sounds: random text, the images, and a text about them.
+    """Arguments of ``generate`` for prompts of random text, images or sounds, and random text after them.
 
     Args:
-        seed: seed of the images and of the text in front of each image.
-        question: seed of the text behind the images.
+        images: for each row its number of images or sounds.
+        seed: seed of the images, and of the text before each image.
+        question: seed of the text after the images.
     """
     made, texts = _architecture(name), []
     for row, count in enumerate(images):
@@ -52,7 +53,7 @@ def image_prompts(name: str, images: Sequence[int] = (1,), seed: int = 0, questi
 
 
 def _words(count: int, seed: int) -> list[int]:
-    """Random text tokens; a few occur more than once."""
+    """Random text tokens; the first half is repeated."""
     half = torch.randint(5, 100, ((count + 1) // 2,), generator=torch.Generator().manual_seed(seed)).tolist()
     return (half * 2)[:count]
 

@@ -75,24 +75,20 @@ def checks_for(strategy: Strategy | type[Strategy]) -> tuple[Check, ...]:
 
 
 def check_strategy(
-    strategy: Strategy | type[Strategy],
-    *,
-    models: Iterable[str | PreTrainedModel] | None = None,
-    compile: bool = False,
+    strategy: Strategy | type[Strategy], *, models: Iterable[str | PreTrainedModel] | None = None, compile: bool = False,
     thorough: bool = False,
-) -> None:
-    """Runs every check that applies.
+) -> None:  # fmt: skip
+    """Runs all checks that apply to a strategy.
 
     Args:
         strategy: an instance, or a class that works with its default settings.
-        models: names of :data:`~decoders.testing.models.ARCHITECTURES` or models to decode with; by default one with
-            full and one with sliding-window attention.
-        compile: run the loop compiled; slower to start, and closer to real use.
-        thorough: try every combination of model, number of rows and kind of drawing, on longer texts; otherwise every pair
-            of them.
+        models: names of :data:`~decoders.testing.models.ARCHITECTURES`, or models; by default one with and one without sliding windows.
+        compile: whether the loop is compiled, which starts slower and is closer to real use.
+        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts; otherwise fewer
+            combinations are tried, in which every pair of values occurs.
 
     Raises:
-        AssertionError: the first check that failed and why.
+        AssertionError: a check failed. The message names the first that failed, and the reason.
     """
     strategy = instance(strategy)
     conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile, thorough)
@@ -105,12 +101,9 @@ def check_strategy(
 
 
 def parametrize_with_checks(
-    strategies: Sequence[Strategy | type[Strategy]],
-    *,
-    models: Iterable[str | PreTrainedModel] | None = None,
-    compile: bool = False,
-    thorough: bool = False,
-) -> Any:
+    strategies: Sequence[Strategy | type[Strategy]], *, models: Iterable[str | PreTrainedModel] | None = None,
+    compile: bool = False, thorough: bool = False,
+) -> Any:  # fmt: skip
     """A pytest decorator: the test is called once per strategy and check, as ``test(strategy, check)``."""
     import pytest
 
@@ -125,15 +118,13 @@ def parametrize_with_checks(
 
 
 def check_alone(check: Check, conditions: Conditions, strategy: Strategy) -> None:
-    """Runs `check` on a copy of the strategy, so that checks are independent, and restores the process's state (random states,
-    default dtype, …).
-    """
+    """Runs `check` on a copy of the strategy, and restores the state of the process (random states, default dtype and others)."""
     with kept():
         check(fresh(strategy), conditions)
 
 
 def fresh(strategy: Strategy) -> Strategy:
-    """A copy of `strategy` that shares the objects in its settings, such as models; `strategy` itself if it cannot be copied."""
+    """A copy of `strategy` that shares the settings' objects, such as models; if it cannot be copied, `strategy` itself."""
     memo = {id(s.settings): s.settings for s in (strategy, *parts_of(strategy)) if hasattr(s, "settings")}
     try:
         return copy.deepcopy(strategy, memo)
@@ -147,9 +138,9 @@ def instance(strategy: Strategy | type[Strategy]) -> Strategy:
 
 
 def label(strategy: Strategy) -> str:
-    """Name and the settings that differ from their defaults, for a test id.
+    """The name of a strategy and those of its settings that are not defaults, for a test id.
 
-    Numbers and words appear in full, other values by name alone, because a path may differ between workers of pytest-xdist.
+    Numbers and words are shown; of other values only the setting's name, because paths may differ between workers of pytest-xdist.
     """
     changed = strategy.settings.model_dump(exclude_defaults=True)
     shown = [f"{k}={v}" if isinstance(v, (int, float)) or str(v).isidentifier() else k for k, v in changed.items()]

@@ -1,7 +1,6 @@
-"""Small languages and vocabularies for checking grammar backends, with reference automata that share no code with backends.
+"""Small languages and vocabularies for checks of grammar backends, with reference automata that share no code with backends.
 
-A reference automaton is a function from a state and a byte to a state, built on Python's UTF-8 decoder and interegular, or written by
-hand: slow and simple.
+A reference automaton maps a state and a byte to the next state. It uses Python's UTF-8 decoder and interegular, or is hand-written.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 
 from ..constraints import Language, Vocabulary
 
-#: First bytes of characters of two, three and four bytes.
+#: Ranges of the first byte of UTF-8 characters with two, three and four bytes.
 _LEADS = ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4))
-#: A state of an automaton after a stop token.
+#: The state of every automaton after a stop token.
 STOPPED = "stopped"
 
 
@@ -34,12 +33,13 @@ class ToyAutomaton(ABC):
 
     @abstractmethod
     def ends(self, state: Any) -> bool:
-        """Whether the text may end here."""
+        """Whether the text may end in `state`."""
 
 
 class ToyRegex(ToyAutomaton):
-    """A regular expression that interegular and Rust's ``regex`` read alike. State: interegular's, and the bytes of an incomplete
-    character.
+    """The automaton of a regular expression that means the same to interegular and to Rust's ``regex``.
+
+    A state is interegular's state, and the bytes of an incomplete character.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -70,7 +70,7 @@ class ToyRegex(ToyAutomaton):
         return after if after is not None and self._fsm.islive(after) else None
 
     def _characters(self, begun: bytes) -> list[str]:
-        """Characters that begin with these bytes: those in the pattern, and one that is not."""
+        """Characters that begin with these bytes: all that the pattern names, and one other."""
         if begun not in self._begun:
             named = [s for s in self._symbols if s.encode().startswith(begun)]
             other = (chr(c) for c in _code_points(begun) if not 0xD800 <= c < 0xE000 and chr(c) not in named)
@@ -92,7 +92,7 @@ def _code_points(begun: bytes) -> range:
 
 
 class Nested(ToyAutomaton):
-    """Lists of lists of ``x``: ``[x,[x],[]]``. State: depth, and what came last."""
+    """The automaton of nested lists of ``x``, such as ``[x,[x],[]]``. A state is the depth and the last character."""
 
     start = (0, "")
 
@@ -119,7 +119,7 @@ class Reference:
     """A language over a vocabulary, with its reference automaton.
 
     Attributes:
-        language: in all of its notations.
+        language: the language in all its notations.
     """
 
     language: Language
@@ -131,7 +131,7 @@ class Reference:
     _successors: dict[Hashable, list[Hashable | None]] = field(default_factory=dict, repr=False)
 
     def legal(self, state: Hashable) -> dict[int, Hashable]:
-        """The tokens that may come next, each with the state after it."""
+        """The tokens that are legal in `state`, each with the state after it."""
         if state == STOPPED:
             return {}
         if state not in self._memo:
@@ -146,7 +146,7 @@ class Reference:
         return self._memo[state]
 
     def after(self, state: Hashable, text: bytes) -> Hashable | None:
-        """The state after some bytes."""
+        """The state after the bytes `text`; None if they are illegal."""
         for byte in text:
             after = self._steps(state)[byte]
             if after is None:
@@ -158,7 +158,7 @@ class Reference:
         return state == STOPPED or self.automaton.ends(state)
 
     def forced(self, state: Hashable) -> bytes:
-        """The bytes that every continuation begins with."""
+        """The bytes with which every continuation begins."""
         if state not in self._forced:
             self._forced[state] = b""
             if not self.ends(state):
@@ -168,7 +168,7 @@ class Reference:
         return self._forced[state]
 
     def ending(self, state: Any) -> bytes:
-        """Bytes that lead to an end of the text. The search tries few multi-byte characters, because there are too many."""
+        """Bytes after which the text may end. The search avoids characters of several bytes, because there are too many."""
         if state not in self._endings:
             self._endings[state] = self._search(state)
         return self._endings[state]
@@ -206,7 +206,7 @@ class Reference:
         return spellings
 
 
-#: Regular languages by name, written as interegular, Rust's ``regex`` and llguidance read them.
+#: Regular languages by name, in a notation that interegular, Rust's ``regex`` and llguidance share.
 REGEXES = {
     "choice": "yes|no|maybe",
     "one text": "constant",
@@ -225,7 +225,7 @@ REGEXES = {
 
 
 def languages() -> dict[str, tuple[Language, ToyAutomaton]]:
-    """Every language by name: regular ones in both notations, and one that only Lark can express."""
+    """All languages by name: regular languages in both notations, and a recursive language in Lark."""
     by_name: dict[str, tuple[Language, ToyAutomaton]] = {}
     for name, regex in REGEXES.items():
         language = Language(name, regex=regex, lark=f"start: TEXT\nTEXT: /{regex}/\n")
@@ -243,7 +243,7 @@ ye yes no may maybe con constant stant st ab aba aa abab 12 1. .5 00 000 3- -4 1
 
 
 def byte_vocabulary() -> Vocabulary:
-    """One token per byte, in shuffled order; two stop tokens, and logits with unused rows."""
+    """A vocabulary with one token per byte, in shuffled order, two stop tokens, and unused ids."""
     tokens: list[bytes | None] = [None] * 301
     for byte in range(256):
         tokens[byte * 5 % 256 + 3] = bytes([byte])
@@ -251,7 +251,7 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def merged_vocabulary() -> Vocabulary:
-    """Like byte-level BPE: every byte, longer tokens across quotes and within characters, duplicate spellings, unused ids."""
+    """A vocabulary like byte-level BPE: every byte, longer tokens that cross quotes or split characters, duplicates, and unused ids."""
     longer = [
         *WORDS.split(),
         '": "',
@@ -268,16 +268,16 @@ def merged_vocabulary() -> Vocabulary:
     ]
     texts = [text.encode() for text in longer]
     texts += ["é".encode()[1:] + "é".encode()[:1], "日".encode()[:2], "😀".encode()[1:], "😀".encode()[:3], b'"\xc3']
-    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four: twins
+    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four texts have two tokens
     tokens: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256)), None, None, *texts]
-    stop = 64  # in the middle, at the lowest bit of a word
+    stop = 64  # an id in the middle, whose bit is the lowest of a mask's word
     tokens.insert(stop, None)
     return Vocabulary(tokens + [None] * 40, stops=(stop, 0))
 
 
 @functools.cache
 def references() -> tuple[Reference, ...]:
-    """Every language over every vocabulary, with caches shared by all checks."""
+    """All languages over all vocabularies. They are created once, so that all checks share their caches."""
     vocabularies = byte_vocabulary(), merged_vocabulary()
     return tuple(
         Reference(language, automaton, vocabulary)

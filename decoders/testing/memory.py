@@ -1,4 +1,4 @@
-"""State that hooks must not change: their instance, settings, classes, the globals of their code, and the process."""
+"""Finds changes of state that hooks must not change: their instance, settings, classes, globals, and the process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from ..engine.model.torch_compat import float32_precision
 from ..settings import Settings
 from ..strategy import Strategy
 
-#: Greatest number of values that are compared under one name, and of bytes of one tensor; for larger ones only the size is
-#: compared.
+#: At most MOST_VALUES values are compared under one name. Of a tensor above MOST_BYTES, only shape, dtype and identity are compared.
 MOST_VALUES, MOST_BYTES = 20_000, 1 << 20
 
 Contents = dict[str, Any]
 
 
 def of_instance(strategy: Strategy) -> Contents:
-    """The values in a strategy's attributes and settings, by the path that leads to them."""
+    """The values in a strategy's attributes and settings, by their paths."""
     return _contents({"": strategy}, {owner.__module__ for owner in map(type, _strategies(strategy, set()))})
 
 
 def of_code(strategy: Strategy) -> Contents:
-    """The values in the attributes of a strategy's classes and in the globals, defaults and closures of their functions."""
+    """The values in the attributes of a strategy's classes, and in the globals, defaults and closures of their functions."""
     reached: dict[str, Any] = {}
     modules: set[str] = set()
     for owner in _strategies(strategy, set()):
@@ -42,7 +41,7 @@ def of_code(strategy: Strategy) -> Contents:
 
 
 def difference(before: Contents, after: Contents) -> str | None:
-    """The first difference, for a message; None if there is none."""
+    """Describes the first difference, for a message; None if there is none."""
     for path in sorted(before.keys() | after.keys()):
         old, new = before.get(path, _ABSENT), after.get(path, _ABSENT)
         if old != new:
@@ -58,7 +57,7 @@ _ABSENT = object()
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
-    """The parts of a merged strategy; empty for others."""
+    """The parts of a merged strategy; empty for other strategies."""
     parts = getattr(strategy, "parts", ())
     return tuple(p for p in parts if isinstance(p, Strategy)) if isinstance(parts, tuple | list) else ()
 
@@ -87,7 +86,7 @@ def _reached(cls: type) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, types.FunctionType):
             yield name, value
             continue
-        # Code in other modules of our own package belongs to the engine, and so does its state.
+        # Functions in other modules of `decoders` itself are left out: their state belongs to the engine.
         own = value.__module__ == cls.__module__ or (package != "decoders" and _package(value) == package)
         if id(value) in done or not own:
             continue
@@ -96,7 +95,7 @@ def _reached(cls: type) -> Iterator[tuple[str, Any]]:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 pending.append((f"{name} ({variable})", cell.cell_contents))
-            except ValueError:  # a closure's cell that is not filled yet
+            except ValueError:  # the closure's cell is not filled yet
                 continue
         where = value.__globals__.get("__name__", "")
         pending += [(f"{where}.{n}", value.__globals__[n]) for n in _names(value.__code__) if n in value.__globals__]
@@ -119,7 +118,7 @@ def _contents(named: Mapping[str, Any], modules: set[str]) -> Contents:
 
 
 def _values(value: Any, path: str, modules: set[str], above: set[int]) -> Iterator[tuple[str, Any]]:
-    """The mutable contents of `value`, by path. Objects of other modules' classes are compared by identity only."""
+    """The contents of `value`, by path. Objects whose class is not in `modules` are compared by identity only."""
     if id(value) in above:
         return
     above = above | {id(value)}
@@ -188,9 +187,9 @@ def _set_cuda_states(states: list[bytes]) -> None:
 
 
 def _float32() -> tuple[str | None, str, str]:
-    """The rounding of float32 matrix products: the setting for all devices, for CUDA and for the CPU."""
+    """The precision of float32 matrix products: torch's setting for all devices (None if unset), and those for CUDA and the CPU."""
     older = None
-    with suppress(RuntimeError):  # only CUDA was set
+    with suppress(RuntimeError):  # raised if only the setting for CUDA was changed
         older = torch.get_float32_matmul_precision()
     return older, float32_precision(torch.device("cuda")), float32_precision(torch.device("cpu"))
 
@@ -198,12 +197,12 @@ def _float32() -> tuple[str | None, str, str]:
 def _set_float32(precision: tuple[str | None, str, str]) -> None:
     older, cuda, cpu = precision
     if older is not None:
-        torch.set_float32_matmul_precision(older)  # this also sets the others
+        torch.set_float32_matmul_precision(older)  # set first, because it also sets the other two
     torch.backends.cuda.matmul.fp32_precision = cuda
     torch.backends.mkldnn.matmul.fp32_precision = cpu  # type: ignore[attr-defined]
 
 
-#: Name for messages → functions that read and restore a state of the process.
+#: For each state of the process its name in messages, and the functions that read it and restore it.
 STATES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's global random state": (lambda: torch.get_rng_state().numpy().tobytes(), _set_rng),
     "CUDA's global random state": (_cuda_states, _set_cuda_states),
@@ -223,12 +222,12 @@ RANDOM = "draw with decoders.sampling.gumbel_noise, or with a generator of the s
 
 
 def surroundings() -> dict[str, Any]:
-    """The process's present states, by the names of :data:`STATES`."""
+    """The present states of the process, by the names in :data:`STATES`."""
     return {name: look() for name, (look, _) in STATES.items()}
 
 
 def restore(before: Mapping[str, Any]) -> list[str]:
-    """Restores all states that differ from `before`; returns their names."""
+    """Restores all states that differ from `before`, and returns their names."""
     changed = [name for name, (look, _) in STATES.items() if look() != before[name]]
     for name in changed:
         STATES[name][1](before[name])
@@ -237,7 +236,7 @@ def restore(before: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def undisturbed(hook: str) -> Iterator[None]:
-    """Raises AssertionError, with the names, if the code inside changes the process's states, which are restored in any case."""
+    """Restores the states of the process after the block. Raises AssertionError, which names `hook`, if the block changed a state."""
     before = surroundings()
     try:
         yield
@@ -251,7 +250,7 @@ def undisturbed(hook: str) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Restores the process's states afterwards."""
+    """Restores the states of the process after the block."""
     before = surroundings()
     try:
         yield

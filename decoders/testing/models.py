@@ -1,7 +1,7 @@
-"""Tiny random models of many designs, built from transformers' own configs: no download, milliseconds to make.
+"""Tiny random models of many designs, built from transformers' own configs in milliseconds, without a download.
 
-The weights' spread makes greedy output vary with the context, and makes the best token win clearly: a test of token equality
-neither passes by luck nor fails because of rounding. Windows and chunks are a few tokens long, so that short texts exceed them.
+The weights are spread so that greedy output depends on the context, and the best token is best by far. So a test of equal tokens does
+not pass by luck, or fail by rounding. Sliding windows and chunks are a few tokens long, so that short texts exceed them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import UnknownNameError
 
 #: Vocabulary size of every tiny model.
 VOCAB = 128
-#: Sliding window, in tokens, of the models that have one. CHUNK: the same for chunked attention.
+#: WINDOW is the sliding window, and CHUNK the chunk of chunked attention, of the models that have them, in tokens.
 WINDOW = 8
 CHUNK = 12
 
@@ -35,14 +35,14 @@ _DROPLESS = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build one tiny model.
+    """Builds one tiny model.
 
     Attributes:
         model_type: transformers' name of the design.
         options: config values.
-        embedding: scale of the embeddings. It is small where they are tied to the head or scaled by the model; otherwise the
-            likeliest next token would always be the last one.
-        seq2seq: an encoder-decoder model.
+        embedding: scale of the embeddings. It is small if the embeddings are tied to the output head, or if the model scales them;
+            otherwise the likeliest next token would always be the text's last token.
+        seq2seq: whether it is an encoder-decoder model.
     """
 
     model_type: str
@@ -51,7 +51,7 @@ class Architecture:
     seq2seq: bool = False
 
     def __call__(self, seed: int = 0, **others: Any) -> PreTrainedModel:
-        """The model, in evaluation mode, the same weights for the same seed; the global generator is left alone.
+        """Creates the model, in evaluation mode. Equal seeds give equal weights. The global random generator is not changed.
 
         Args:
             others: config values that replace the design's own.
@@ -65,14 +65,14 @@ class Architecture:
             auto = AutoModelForSeq2SeqLM if self.seq2seq else AutoModelForCausalLM
             model = auto.from_config(config, dtype=torch.float32)
             _spread(model, self.embedding)
-        # No end-of-sequence token by default, so that texts are as long as a test needs.
+        # There is no end-of-sequence token by default, so that texts are as long as a test needs.
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
         return model.eval()
 
 
 @torch.no_grad()
 def _spread(model: PreTrainedModel, scale: float) -> None:
-    """Redraws matrices at ``1/√fan_in`` (times a gain), jitters vectors, and gives the logits a wide spread."""
+    """Draws matrices anew with a deviation of ``1/√fan_in`` times a gain, adds noise to vectors, and gives logits a wide spread."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     for name, parameter in model.named_parameters():
@@ -81,13 +81,13 @@ def _spread(model: PreTrainedModel, scale: float) -> None:
         elif parameter is head:
             parameter.normal_(0.0, 4.0 * parameter.shape[1] ** -0.5)
         elif parameter.dim() >= 2:
-            # Peaked attention makes the output depend on single distant tokens, which reveals wrong masks.
+            # With peaked attention the output depends on single distant tokens, so that wrong masks change it.
             gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "query")) else 1.0
             parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     if head is embedding:
-        # The last norm compensates for small embeddings in the logits.
+        # If embeddings are small, the last norm makes logits large again.
         outer = [(name, m) for name, m in model.named_modules() if not any(map(str.isdigit, name))]
         norm = [m for name, m in outer if ("norm" in name or "ln_f" in name) and hasattr(m, "weight")][-1]
         gain = scale**-1
@@ -109,7 +109,7 @@ def _other(model_type: str, embedding: float = 1.0, **options: Any) -> Architect
     return Architecture(model_type, options, embedding)
 
 
-#: Designs that the shared loop decodes: name → builder, called with an optional seed.
+#: Designs that the shared loop decodes: their builders by name. A builder takes an optional seed.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": _decoder("llama"),
@@ -124,7 +124,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma3": _decoder(
             "gemma3_text", 0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_SLIDING_FULL
         ),
-        # The last layers read the keys and values of those before them.
+        # The last layers read the keys and values of earlier layers.
         "gemma4": _decoder(
             "gemma4_text", 0.03, head_dim=8, global_head_dim=16, num_hidden_layers=4, sliding_window=WINDOW,
             layer_types=_SLIDING_FULL * 2, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8,
@@ -132,7 +132,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "phi": _decoder("phi"),
         "phi3": _decoder("phi3", sliding_window=WINDOW),
         "gpt2": _gpt("gpt2", 0.1),
-        # Its attention modules have masks of their own; every second one has a window.
+        # Its attention modules have their own masks; every second module has a sliding window.
         "gpt_neo": _other(
             "gpt_neo", 0.1, **_SMALL, intermediate_size=48, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
             window_size=WINDOW, max_position_embeddings=512,
@@ -184,7 +184,7 @@ _MAMBA2: dict[str, Any] = dict(
 )  # fmt: skip
 _MAMBA: dict[str, Any] = dict(mamba_d_state=8, mamba_d_conv=4, mamba_dt_rank=4, use_mamba_kernels=False)
 
-#: Designs with recurrent states beside attention that the shared loop decodes: linear attention, state space, short convolution.
+#: Designs with recurrent states beside attention that the shared loop decodes: linear attention, state spaces, short convolutions.
 RECURRENT: Mapping[str, Architecture] = MappingProxyType(
     {
         "qwen3_next": _decoder(
@@ -206,7 +206,7 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
             "zamba2", num_hidden_layers=3, num_key_value_heads=4, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8,
             mamba_d_conv=4, n_mamba_heads=4, mamba_ngroups=1, chunk_size=8, adapter_rank=8, hybrid_layer_ids=[1], num_mem_blocks=1,
         ),
-        # These process the beginning of a text in one pass and later tokens one at a time.
+        # Their recurrent layers read the beginning of a text in one pass, and later tokens one at a time.
         "jamba": _decoder(
             "jamba", num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
             num_experts=4, num_experts_per_tok=2, **_MAMBA,
@@ -230,7 +230,7 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
     }
 )  # fmt: skip
 
-#: Designs that the shared loop must refuse: position biases, nothing but recurrent states, encoders.
+#: Designs that the shared loop must refuse: models with position biases, models of recurrent states alone, and encoders.
 UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
     {
         "bloom": _other("bloom", **_SMALL, n_layer=2, n_head=4),
@@ -257,7 +257,7 @@ UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
 
 @torch.no_grad()
 def tiny_draft(name: str, seed: int = 0, noise: float = 0.05, **options: Any) -> PreTrainedModel:
-    """A draft for ``tiny_model(name, seed, **options)`` that often agrees with it: its weights with relative `noise`."""
+    """A draft model for ``tiny_model(name, seed, **options)`` that often agrees with it: the same weights with relative `noise`."""
     model = tiny_model(name, seed, **options)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
@@ -272,7 +272,7 @@ def tiny_model(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
         options: config values that replace the design's own, such as ``num_hidden_layers=1``.
 
     Raises:
-        UnknownNameError: no such model.
+        UnknownNameError: there is no model `name`.
     """
     every = {**ARCHITECTURES, **RECURRENT, **UNSUPPORTED}
     if name not in every:

@@ -1,4 +1,4 @@
-"""The designs of tiny random models that see or hear, and their inputs: random pixels and sounds."""
+"""Designs of tiny random models that read images or sounds, and their inputs: random pixels and sounds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from transformers import (
 
 from .models import VOCAB, WINDOW, _spread
 
-#: Placeholder token of a part of an image (in models that hear: of a sound), other placeholders, and the tokens around them, which
-#: are text.
+#: IMAGE is the placeholder token of a part of an image, or of a sound in models that read sounds. VIDEO and OTHER are further
+#: placeholders. BEGIN and END are the text tokens around them.
 IMAGE, VIDEO, OTHER, BEGIN, END = 120, 121, 122, 118, 119
-#: Auto classes, each with the config classes for which it has a model.
+#: Auto classes of transformers, each with the config classes for which it has a model.
 _MODELS = (
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
@@ -36,14 +36,14 @@ Pixels = Callable[[int, torch.Generator], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class SeeingArchitecture:
-    """How to build one tiny model that sees or hears.
+    """Builds one tiny model that reads images or sounds.
 
     Attributes:
         model_type: transformers' name of the design.
         options: config values.
-        tokens: the placeholder tokens of one image or sound.
-        pixels: makes the model's inputs for a number of images or sounds.
-        types: name of the argument that tells image tokens from text tokens, if there is one.
+        tokens: number of placeholder tokens of one image or sound.
+        pixels: takes a number of images or sounds, and returns the model's inputs for them.
+        types: name of the argument that marks image tokens; None if there is none.
         by_row: whether pixels are arranged by row of the batch and then by image.
         embedding: see :class:`~decoders.testing.models.Architecture`.
     """
@@ -57,7 +57,7 @@ class SeeingArchitecture:
     embedding: float = 1.0
 
     def __call__(self, seed: int = 0) -> PreTrainedModel:
-        """The model, in evaluation mode, the same weights for the same seed; the global generator is left alone."""
+        """Creates the model, in evaluation mode. Equal seeds give equal weights. The global random generator is not changed."""
         config = AutoConfig.for_model(self.model_type, **self.options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -100,7 +100,7 @@ def _of_any_size(count: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _patches(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Inputs in the form of the Qwen family: 4 x 6 patches, four of which make a token."""
+    """Inputs in the form of the Qwen family: images of 4 x 6 patches; four patches make a token."""
     grid = torch.tensor([[1, 4, 6]] * count)
     return {"pixel_values": torch.randn(24 * count, 3 * 2 * 4 * 4, generator=generator), "image_grid_thw": grid}
 
@@ -120,17 +120,14 @@ def _one_tile(count: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _sound(
-    frames: int = 40,
-    mask: str | None = "input_features_mask",
-    masked: int | None = None,
-    flags: bool = False,
+    frames: int = 40, mask: str | None = "input_features_mask", masked: int | None = None, flags: bool = False,
     last: bool = False,
-) -> Pixels:
-    """A function that makes sounds of `frames` frames with 8 features each.
+) -> Pixels:  # fmt: skip
+    """Returns a function that makes sounds of `frames` frames with 8 features each.
 
     Args:
-        mask: name of the argument that tells frames from padding, if there is one.
-        masked: the mask's length if it is not `frames`.
+        mask: name of the argument that distinguishes frames from padding; None if there is none.
+        masked: length of the mask; None: `frames`.
         flags: whether the mask has bools instead of numbers.
         last: whether the features are the last dimension.
     """
@@ -184,7 +181,7 @@ _GEMMA4 = _text(
     num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8,
 )  # fmt: skip
 
-#: Designs whose prompts with images the shared loop decodes: name → builder, called with an optional seed.
+#: Designs whose prompts with images the shared loop decodes: their builders by name. A builder takes an optional seed.
 SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "llava": _llava("llava", _text("llama"), _CLIP, 16, _square, image_seq_length=16),
@@ -205,7 +202,7 @@ SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
             dict(text_config=_text("qwen2"), vision_config=_tower(image_size=[28, 28], patch_size=[7, 7]), image_seq_length=4,
                  tie_word_embeddings=False, **_TOKEN), 4, _square,
         ),
-        # Tokens of an image see each other.
+        # The tokens of an image attend to each other.
         "gemma3": SeeingArchitecture(
             "gemma3",
             dict(text_config=_text("gemma3_text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_MIXED),
@@ -222,7 +219,7 @@ SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
                  boa_token_id=115, eoa_token_index=116, **_TOKEN),
             4, _placed_patches, "mm_token_type_ids", embedding=0.03,
         ),
-        # Images take fewer positions than tokens.
+        # An image takes fewer positions than it has tokens.
         "qwen2_vl": _qwen("qwen2_vl", {}, {"embed_dim": 32}),
         "qwen2_5_vl": _qwen("qwen2_5_vl", {}, _MLP | {"window_size": 16, "fullatt_block_indexes": [1]}),
         "qwen3_vl": _qwen(
@@ -276,7 +273,7 @@ def _hearing(
     return SeeingArchitecture(model_type, own | _AUDIO | others, tokens, sound)
 
 
-#: Designs whose prompts with sounds the shared loop decodes, likewise.
+#: Designs whose prompts with sounds the shared loop decodes: their builders by name. A builder takes an optional seed.
 HEARING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "qwen2_audio": SeeingArchitecture(
@@ -325,8 +322,8 @@ HEARING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     }
 )  # fmt: skip
 
-#: Designs whose prompts with images or sounds are refused: their text attends to later tokens, or their layers read the image or
-#: sound again in every step.
+#: Designs whose prompts with images or sounds are refused, because their text attends to later tokens, or because their layers read
+#: the image or sound again in every step.
 BLIND: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "paligemma": SeeingArchitecture(

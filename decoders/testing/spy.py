@@ -1,4 +1,4 @@
-"""A wrapper that inspects every draft of a strategy."""
+"""A wrapper of a strategy that checks every draft and every hook."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Reads:
-    """Refuses code that reads the device and, from the first recorded step on, code that uses data of the host."""
+    """Refuses code that reads the device. From the first recorded step on, it also refuses code that uses data of the host."""
 
     def __init__(self) -> None:
         self.modes: tuple[NoHostReads, NoWaiting] | tuple[()] = ()
@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """A guide whose `forced` may read the device: whether it does is the guide's own property."""
+    """A guide whose `forced` may read the device, because the guide itself declares whether it does."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
@@ -62,7 +62,7 @@ class _Exempt:
 
 @dataclass(frozen=True)
 class SpyLog:
-    """One step of the wrapped strategy: what it was shown and its draft; texts and lengths are those before the step."""
+    """One step of the wrapped strategy: each row's text and length before the step, whether it has finished, and the draft."""
 
     texts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -71,14 +71,14 @@ class SpyLog:
 
 
 class Spy(Wrapped):
-    """Forwards every call to `inner`, refuses drafts that break the contract, and logs the steps in `seen`.
+    """Forwards every call to `inner`, raises AssertionError for drafts that break the contract, and logs the steps in `seen`.
 
-    Hooks that write to the loop's tensors, change their own instance or settings, or change the process's state (random states,
-    default dtype, grad mode, …) are refused as well, by name.
+    It also raises for hooks that write to the loop's tensors, or that change their own instance, their settings, or the state of the
+    process (random states, default dtype, grad mode and others). The message names the hook.
 
     Args:
-        forbid_host_reads: also refuse hooks that read the device.
-        part: whether `inner` is a part of another strategy, to be named in messages.
+        forbid_host_reads: whether hooks that read the device are refused, too.
+        part: whether `inner` is a part of another strategy; messages then name it.
     """
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False, part: bool = False) -> None:
@@ -112,7 +112,7 @@ class Spy(Wrapped):
             inspect_draft(draft, sequences, self.vocab)
         except (AssertionError, DraftError) as error:
             raise AssertionError(f"propose of {self.name!r}: {error}") from error
-        # Copied, because the strategy may write the next draft to the same tensors.
+        # The draft is copied, because the strategy may write the next draft to the same tensors.
         kept, tree = draft.scores.clone() if draft.scores is not None else None, draft.topology
         tree = (
             tree if isinstance(tree, Topology) else TreeTensors(*(getattr(tree, f.name).clone() for f in fields(tree)))
@@ -152,19 +152,19 @@ class Spy(Wrapped):
                     f"{name} changed `tokens`, which belongs to the loop"
                 )
                 assert torch.equal(old, new), (
-                    f"{name} wrote into `tokens` behind the rows' lengths: all of it belongs to the loop, work on a copy"
+                    f"{name} wrote into `tokens` after the rows' lengths: the whole tensor belongs to the loop; work on a copy"
                 )
             assert torch.equal(old, new), f"{name} changed `{what}`, which belongs to the loop"
         changed = memory.difference(own, memory.of_instance(self.watched))
         assert changed is None, (
             f"{name} changed {'the settings' if changed.startswith('settings.') else 'its instance'}: {changed}; so state leaks "
-            "from call to call: an instance holds settings only; keep all other state in what start returns"
+            "from call to call. An instance may hold settings only: keep other state in the object that start returns"
         )
         return result
 
 
 def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
-    """`strategy` in a :class:`Spy`; the parts of a merged one in spies of their own, so that messages name the part."""
+    """`strategy` in a :class:`Spy`. Each part of a merged strategy gets its own spy, so that messages name the part."""
     if type(strategy) is Merged:
         parts = [Spy(part, forbid_host_reads, part=True) for part in strategy.parts]
         spy = Spy(Merged(parts, strategy.settings))
@@ -174,7 +174,7 @@ def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
 
 
 def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """Raises AssertionError or DraftError unless `draft` keeps the contract, values included."""
+    """Raises AssertionError or DraftError if `draft` breaks the contract. It also checks the values in tensors."""
     rows = sequences.length.shape[0]
     assert isinstance(draft, Draft), f"propose must return a Draft, not {type(draft).__name__}"
     draft.check(rows)
@@ -192,7 +192,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """Raises AssertionError unless the scores of a draft keep the contract."""
+    """Raises AssertionError if the scores of a draft break the contract."""
     scores = draft.scores
     assert scores is not None
     wanted = [*draft.tokens.shape, vocab]
@@ -208,7 +208,7 @@ def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_tree(tree: TreeTensors, rows: int) -> None:
-    """Raises AssertionError unless a topology that was created on the device keeps the contract."""
+    """Raises AssertionError if a tree of tensors breaks the contract."""
     n = len(tree)
     for name, shape, dtype in (
         ("parents", (rows, n), torch.int64), ("offsets", (rows, n), torch.int64),
@@ -226,18 +226,16 @@ def inspect_tree(tree: TreeTensors, rows: int) -> None:
         )
         for node in range(1, n):
             if not any(ancestors[node]):
-                continue  # no candidate: its visibility and offset are free
+                continue  # a node that is no candidate may have any visibility and offset
             parent = parents[node]
             assert 0 <= parent < node, f"node {node} has parent {parent}: a parent must come before its child"
             wanted = list(ancestors[parent])
             wanted[node] = True
             assert any(ancestors[parent]), f"node {node} continues node {parent}, which can never be accepted"
             assert ancestors[node] == wanted, (
-                f"ancestors of node {node} are not those of its parent {parent} and itself"
+                f"ancestors of node {node} are not the ancestors of its parent {parent} and itself"
             )
-            assert offsets[node] == offsets[parent] + 1, (
-                f"node {node} does not sit one position after its parent {parent}"
-            )
+            assert offsets[node] == offsets[parent] + 1, f"node {node} is not one position after its parent {parent}"
             assert visible[node] == wanted, (
                 f"node {node} may be accepted, so it must see its ancestors, itself, nothing else"
             )

@@ -1,7 +1,7 @@
 """A recorder for the CPU, and modes that detect reads of the device.
 
-The recorder logs operations once and runs them again, as a CUDA graph does with kernels. The modes detect, on any device,
-operations that make the host wait for the device or that use data of the host.
+The recorder logs operations once and runs them again, as a CUDA graph runs kernels. On any device, the modes detect operations that
+make the host wait for the device, or that use data of the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..engine.model.recordings import Recorder
 from ..engine.model.torch_compat import TorchDispatchMode, schema_of, waiting_operators
 
 aten = torch.ops.aten
-#: Functions that make the host wait for the device, or whose result has a size only the device knows.
+#: Functions that make the host wait for the device, or whose result has a size that only the device knows.
 HOST_READS = frozenset(
     {
         "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__",
@@ -28,8 +28,8 @@ HOST_READS = frozenset(
 )  # fmt: skip
 #: Functions that create tensors from data of the host.
 MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
-HOST_DATA = "it creates a tensor from data of the host, and the copy makes the host wait; create it in start"
-#: Operations that wait for the device, or whose result has a size that only the device knows.
+HOST_DATA = "it creates a tensor from data of the host, and the copy makes the host wait; create the tensor in start"
+#: The same as operations of torch's dispatcher.
 WAITING = frozenset(
     {
         *waiting_operators(), aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.unique_dim,
@@ -37,7 +37,7 @@ WAITING = frozenset(
     }
 )  # fmt: skip
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
-#: Operations behind ``torch.tensor`` and the like, which turn data of the host into a tensor.
+#: Operations that ``torch.tensor`` and similar functions dispatch, which turn data of the host into a tensor.
 FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
 
 
@@ -63,7 +63,7 @@ class NoHostReads(TorchFunctionMode):
 
 
 class NoHostData(NoHostReads):
-    """Also raises for functions that create tensors from data of the host."""
+    """Also raises RecordingError for functions that create tensors from data of the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not self.off and (func in MAKERS or any(isinstance(i, list) for i in _index(func, args))):
@@ -72,10 +72,10 @@ class NoHostData(NoHostReads):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises RecordingError for operations that wait for the device, whichever Python function calls them.
+    """Raises RecordingError for operations that wait for the device, whichever Python function dispatches them.
 
     Args:
-        host_data: allow operations that create tensors from data of the host.
+        host_data: whether operations that create tensors from data of the host are allowed.
     """
 
     off = False
@@ -93,7 +93,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def host_read(func: Any, args: tuple, kwargs: dict) -> str | None:
-    """How a call of PyTorch waits for the device, as text for a message; None if it does not wait."""
+    """Describes for a message how a call of PyTorch waits for the device; None if it does not wait."""
     name = getattr(func, "__name__", "")
     if name in HOST_READS:
         return f"{name}()"
@@ -118,21 +118,21 @@ def refuse_waiting(func: Any, args: tuple) -> None:
     packet = func.overloadpacket
     if packet in WAITING:
         raise RecordingError(f"{packet.__name__} waits for the device")
-    # Writing one value to all positions of a mask needs no count of them.
+    # One value can be written to all positions of a mask without counting the positions.
     counts = packet in INDEXING and not (len(args) > 2 and args[2].numel() == 1)
     if counts and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
         raise RecordingError("indexing with a bool mask waits for the device")
 
 
 def refuse_host_data(func: Any, args: tuple) -> None:
-    """Raises RecordingError if the operation `func` makes a tensor of data of the host."""
-    # A single number is passed to a kernel as an argument, without a copy.
+    """Raises RecordingError if the operation `func` creates a tensor from data of the host."""
+    # A single number is an argument of the kernel, so no copy is needed.
     if func.overloadpacket in FROM_HOST and args[0].dim():
         raise RecordingError(HOST_DATA)
 
 
 def _index(func: Any, args: tuple) -> Iterator[Any]:
-    """The parts of the index, if `func` reads or writes by one."""
+    """The parts of the index, if `func` is a read or write by index; otherwise nothing."""
     if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
         yield from args[1] if isinstance(args[1], tuple) else args[1:2]
 
@@ -140,13 +140,13 @@ def _index(func: Any, args: tuple) -> Iterator[Any]:
 class Tape(TorchDispatchMode):
     """Logs the operations that run inside; :meth:`replay` runs them again on the same tensors.
 
-    Python does not run again, values read from the host stay constant, and results are written to the same tensors as the first
-    time. On exit everything that was written is restored, so that recording by itself changes nothing.
+    In a replay no Python code runs, values of the host are those of the recording, and results are written to the recorded tensors. On
+    exit all tensors that were written are restored, so that recording by itself does not change them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: list[tuple[Callable, tuple, dict, list[Tensor]]] = []
+        self._operations: list[tuple[Callable, tuple, dict, list[tuple[int, Tensor]]]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -156,14 +156,14 @@ class Tape(TorchDispatchMode):
         written = list(_masks_of(func, args, kwargs))
         self._before += [(tensor, tensor.clone()) for tensor in written]
         result = func(*args, **kwargs)
-        outputs = [] if written else _new_tensors(result, (*args, *kwargs.values()))
+        outputs = _new_tensors(result, (*args, *kwargs.values()))
         if written or outputs:  # views need not be replayed
             self._operations.append((func, args, kwargs, outputs))
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # Inference tensors, which passes of a model may have created, can be written only in inference mode.
+        # Passes of a model may have created inference tensors, which can be written only in inference mode.
         with torch.inference_mode():
             for tensor, before in reversed(self._before):
                 tensor.copy_(before)
@@ -172,10 +172,9 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         with torch.inference_mode():
             for func, args, kwargs, outputs in self._operations:
-                result = func(*args, **kwargs)
-                if outputs:
-                    for output, new in zip(outputs, _new_tensors(result, (*args, *kwargs.values())), strict=True):
-                        output.copy_(new)
+                results = _flat(func(*args, **kwargs))
+                for index, output in outputs:
+                    output.copy_(results[index])
 
 
 def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
@@ -185,12 +184,16 @@ def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
             yield from (t for t in _flat(value) if isinstance(t, Tensor))
 
 
-def _new_tensors(result: Any, given: Sequence[Any]) -> list[Tensor]:
-    """The tensors of `result` that are no views of `given`. In inference mode ``reshape`` and similar functions, which may return
-    views or copies, are dispatched, too.
+def _new_tensors(result: Any, given: Sequence[Any]) -> list[tuple[int, Tensor]]:
+    """The tensors of `result` that are no views of `given`, as the results of ``reshape`` and similar functions may be, each with its
+    index.
     """
     places = {t.untyped_storage().data_ptr() for value in given for t in _flat(value) if isinstance(t, Tensor)}
-    return [t for t in _flat(result) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places]
+    return [
+        (index, t)
+        for index, t in enumerate(_flat(result))
+        if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places
+    ]
 
 
 def _flat(value: Any) -> list:
@@ -198,15 +201,15 @@ def _flat(value: Any) -> list:
 
 
 class TapeRecorder(Recorder):
-    """A recorder of tapes that counts its uses, for tests of everything around a recording.
+    """A recorder that uses tapes and counts its calls, for tests of the code around a recording.
 
     Args:
-        late: delay all work until the host waits for it, as on a slow device.
+        late: whether all work is delayed until the host waits for it, as on a slow device.
 
     Attributes:
         recorded: number of recordings.
         replayed: number of replays.
-        waited: how often the host has waited.
+        waited: number of times that the host has waited.
     """
 
     def __init__(self, late: bool = False) -> None:
@@ -226,7 +229,10 @@ class TapeRecorder(Recorder):
     def record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         self.settle()  # recording must begin with an idle device
         tape = Tape()
-        with NoHostData(), tape:  # some reads do not dispatch an operation
+        with (
+            NoHostData(),
+            tape,
+        ):  # some reads of the device dispatch no operation, so that the tape alone would miss them
             output = body()
         self.recorded += 1
         return _Graph(self, tape), output
@@ -275,7 +281,7 @@ class _Event:
         self._passed = True
 
     def synchronize(self) -> None:
-        """Runs the pending work before this event."""
+        """Runs all pending work up to this event."""
         self.recorder.waited += 1
         while not self._passed:
             self.recorder._pending.pop(0)()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..constraints import CompiledGrammar, Language, Matcher, Tables, Tabulated, Vocabulary, pack
 
-#: State after a stop token.
+#: The state after a stop token.
 ENDED = 1
 
 
@@ -18,8 +18,8 @@ class TokenAutomaton(Tabulated):
     """An automaton over token ids.
 
     Args:
-        following: for each state from 2 on, its successor by token.
-        accepting: states where the text may end.
+        following: for each state from 2 on, the next state by token.
+        accepting: states in which the text may end.
         vocabulary: size of the model's logits.
         stops: tokens that end a text.
     """
@@ -46,12 +46,12 @@ class TokenAutomaton(Tabulated):
 
     @staticmethod
     def anything(vocabulary: int, stops: Sequence[int] = ()) -> TokenAutomaton:
-        """All texts."""
+        """The automaton that allows all texts."""
         return TokenAutomaton([dict.fromkeys(set(range(vocabulary)) - set(stops), 2)], {2}, vocabulary, stops)
 
     @staticmethod
     def random(seed: int, vocabulary: int, stops: Sequence[int], states: int = 12) -> TokenAutomaton:
-        """An automaton that forces one token in some states and leaves a few or many in others; texts of any length."""
+        """A random automaton: some states force one token, and others allow a few or many. Texts can have any length."""
         chance = random.Random(seed)
         tokens = [token for token in range(vocabulary) if token not in stops]
         following = []
@@ -67,14 +67,14 @@ class TokenAutomaton(Tabulated):
         return self.following[state].get(token, 0)
 
     def forced_bytes(self, state: int) -> bytes:
-        run: list[int] = []  # some automata force text without an end
+        run: list[int] = []  # limited, because some automata force endless text
         while len(run) < 64 and len(self.following[state]) == 1 and state not in self.accepting:
             token, state = next(iter(self.following[state].items()))
             run.append(token)
         return self.vocabulary.spell(run)
 
     def tables(self) -> Tables:
-        """The automaton over the two bytes of each token's name, with intermediate states where no text may end."""
+        """Tables of the automaton over the two bytes of each token's name. In the state between them no text may end."""
         halves = {(state, token >> 7) for state, after in enumerate(self.following) for token in after}
         between = {half: len(self.following) + place for place, half in enumerate(sorted(halves))}
         following = torch.zeros(len(self.following) + len(between), 256, dtype=torch.int32)
@@ -95,7 +95,7 @@ class TokenAutomaton(Tabulated):
 
 
 class Matched(CompiledGrammar):
-    """A grammar with matchers only, as of backends without tables."""
+    """A grammar without tables, which has matchers only."""
 
     def __init__(self, inner: CompiledGrammar) -> None:
         self.inner, self.backend, self.policy = inner, inner.backend, inner.policy
@@ -128,7 +128,7 @@ class _Walker(Matcher):
 
     def rollback(self, count: int) -> None:
         if count >= len(self.states):
-            raise ValueError(f"{len(self.states) - 1} tokens have been taken, {count} cannot be given back")
+            raise ValueError(f"{len(self.states) - 1} tokens have been taken, so {count} cannot be rolled back")
         del self.states[len(self.states) - count :]
 
     def fill_mask(self, out: Tensor) -> None:

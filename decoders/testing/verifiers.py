@@ -1,4 +1,4 @@
-"""The check that every verifier must pass: over all drafts, the output has the target's distribution."""
+"""The check that every verifier must pass: averaged over all drafts, its output has the target's distribution."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..tree import Topology, TreeTensors, parents_by_row
 from ..verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from .checks import check_name_and_summary
 
-#: A model as conditional tables: entry ``d`` is ``[V**d, V]``, the next token's distribution after each ``d`` tokens.
+#: A model as tables: entry ``d`` is ``[V**d, V]``, the next token's distribution after every sequence of ``d`` tokens.
 Tables = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Enumeration:
-    """All drafts of one drafter on one tree, as the rows of one block.
+    """All drafts that a drafter can make for one tree, as the rows of one block.
 
     Attributes:
         block: ``R`` rows, one per draft.
-        weight: ``[R]``, probability of each draft; sums to 1.
-        prefix: ``[R, N]`` int64, the tokens down to each node as one number in base V; -1 where a draft token is missing.
+        weight: ``[R]``, the probability of each draft; the sum is 1.
+        prefix: ``[R, N]`` int64, the tokens of each node's path as one number in base V; -1 if a draft token of the path is missing.
     """
 
     block: Block
@@ -39,12 +39,12 @@ class EnumerationCase:
     """A target, a drafter and a tree.
 
     Attributes:
-        name: for messages.
-        parents: parent of each node; -1 for the root and for nodes that are no candidates.
+        name: the case's name, for messages.
+        parents: parent of each node; -1 for the root and for nodes that are no draft tokens.
         target: the target's tables, one more than the tree's depth.
-        draft: the draft's tables.
-        sure: nodes that take the likeliest remaining token instead of drawing one.
-        silent: nodes that propose only after some prefixes (those with odd numbers).
+        draft: the draft model's tables.
+        sure: nodes whose token is the likeliest remaining token, not a drawn one.
+        silent: nodes that propose a token only after prefixes with odd numbers.
     """
 
     name: str
@@ -60,14 +60,14 @@ class EnumerationCase:
 
     @cached_property
     def depths(self) -> list[int]:
-        """The depth of each node; -1 for nodes that are no candidates."""
+        """The depth of each node; -1 for nodes that are no draft tokens."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1 if parent >= 0 else -1)
         return depths
 
     def drafts(self) -> Enumeration:
-        """Draws the nodes in order, following every possible token at once."""
+        """Enumerates all drafts: goes through the nodes in order, and makes a row for every token that a node can draw."""
         weight = torch.ones(1, dtype=self.target[0].dtype)
         nodes = torch.zeros(1, 1, dtype=torch.int64)
         prefix = torch.zeros(1, 1, dtype=torch.int64)
@@ -88,7 +88,7 @@ class EnumerationCase:
         return Enumeration(Block(nodes, tree, target, draft), weight, prefix)
 
     def _proposal(self, node: int, nodes: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
-        """``q [R, V]`` in the block for a node, and the probabilities ``[R, V+1]`` of its tokens and (last) of no token."""
+        """A node's ``q [R, V]`` in the block, and the probabilities ``[R, V+1]`` of each token and, in the last column, of no token."""
         parent = self.parents[node]
         rows, vocab = len(nodes), self.vocab
         if parent < 0:
@@ -106,7 +106,7 @@ class EnumerationCase:
             left = torch.where(total > 0, q, left)
         else:
             left = torch.where(total > 0, left / total, left)
-        # Children of a missing draft token still get a token, to check that it is not accepted.
+        # Children of a missing draft token still get a token, so that the check sees whether it is accepted.
         orphan = prefix[:, parent, None] < 0
         left = torch.where(orphan, self._one_hot(torch.zeros(rows, dtype=torch.int64)), left)
         nothing = (total <= 0) & ~orphan
@@ -115,7 +115,7 @@ class EnumerationCase:
         return q, torch.cat([torch.where(nothing, 0.0, left), nothing.to(q.dtype)], 1)
 
     def _after(self, tables: Tables, node: int, prefix: Tensor) -> Tensor:
-        """``[R, V]``: the distribution after `node`, uniform where it is undefined."""
+        """The distribution after `node`, ``[R, V]``; uniform if it is not defined."""
         depth = self.depths[node]
         uniform = torch.full_like(tables[0], 1 / self.vocab)
         return uniform.expand(len(prefix), -1) if depth < 0 else torch.where(
@@ -126,18 +126,18 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """Extends weights ``[V**depth, V]`` of sequences of ``depth + 1`` tokens to full length, by the target's distribution."""
+        """Continues sequences of ``depth + 1`` tokens with the weights ``[V**depth, V]`` to full length, as the target draws them."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
         return joint
 
     def wanted(self) -> Tensor:
-        """The target's joint distribution of as many tokens as a step can emit."""
+        """The target's joint distribution of the most tokens that a step can emit."""
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
-        """The joint distribution of the same number of tokens if the step follows `outcomes` and the target continues."""
+        """The joint distribution of as many tokens, if a step follows `outcomes` and the target draws the tokens after it."""
         joint = torch.zeros_like(self.wanted())
         for node, depth in enumerate(self.depths):
             reached = (drafts.prefix[:, node] >= 0).to(drafts.weight.dtype)
@@ -148,7 +148,7 @@ class EnumerationCase:
         return joint
 
     def accepted(self, drafts: Enumeration, outcomes: Outcomes) -> float:
-        """How many draft tokens a step accepts on average."""
+        """The mean number of draft tokens that a step accepts."""
         depths = torch.tensor(self.depths).clamp(min=0).to(drafts.weight.dtype)
         return float((drafts.weight @ outcomes.end) @ depths)
 
@@ -169,19 +169,19 @@ TREES = {
     "three, then two, then one": (-1, 0, 0, 0, 2, 2, 4),
     "window before draft tokens": (-1, -1, 0, 0, -1, 2),
 }
-#: Largest deviation of a probability, and of a sum from 1.
+#: Largest allowed error of a probability, and of a sum that should be 1.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> None:
     """Computes the distribution of a verifier's output, and compares it with the target's.
 
-    With four tokens, on chains and small trees, every draft is enumerated with its probability, and the target continues the
-    verifier's outcome. In double precision the result must equal the target's joint distribution to 1e-9, in single
-    precision to 1e-5. For a lossy verifier (``exact = False``) only the contract is checked.
+    With a vocabulary of four tokens, on chains and small trees, every draft is enumerated with its probability, and the target draws
+    the tokens after the accepted ones. The result must equal the target's joint distribution to 1e-9 in double precision, and to 1e-5
+    in single precision. For a lossy verifier (``exact = False``) only the contract is checked.
 
     Raises:
-        AssertionError: what is wrong, and for which drafts.
+        AssertionError: says what is wrong, and for which drafts.
     """
     verifier = verifier() if isinstance(verifier, type) else verifier
     check_name_and_summary(type(verifier))
@@ -198,7 +198,7 @@ def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> Non
 
 
 def check_case(verifier: Verifier, case: EnumerationCase, drafts: Enumeration) -> None:
-    """One target, drafter and tree, in both precisions."""
+    """Checks a verifier on one case, in both precisions."""
     double = replace(drafts.block, siblings=Topology.from_parents(case.parents).max_siblings)
     single = replace(drafts.block, target=double.target.float(), draft=double.draft.float())
     for block in (double, single):
@@ -219,7 +219,7 @@ def check_case(verifier: Verifier, case: EnumerationCase, drafts: Enumeration) -
 
 
 def check_contract(block: Block, outcomes: Outcomes) -> None:
-    """Checks values and sums, and that no node without a draft token is accepted."""
+    """Checks that probabilities are valid and have a sum of 1, and that no node without a draft token is accepted."""
     end, after, dtype = outcomes.end, outcomes.next, block.target.dtype
     assert end.isfinite().all() and after.isfinite().all(), "end or next is not finite"
     assert (end >= 0).all() and (after >= 0).all(), "a probability in end or next is negative"
@@ -230,11 +230,13 @@ def check_contract(block: Block, outcomes: Outcomes) -> None:
     missing[:, 0] = False
     on_path = block.tree.ancestors
     possible = block.tree.candidates & ~(on_path & missing[:, None]).any(-1)
-    _refuse(block, ~possible & (end > 0), end, "a node without a draft token, behind one, or no candidate is accepted")
+    _refuse(
+        block, ~possible & (end > 0), end, "a node without a draft token, a node below it, or no candidate is accepted"
+    )
 
 
 def cases(*, trees: bool, seed: int = 0) -> Iterator[EnumerationCase]:
-    """Targets and drafts of several kinds, on chains and (if `trees`) trees, drawn and sure, with and without missing tokens."""
+    """The cases: targets and drafts of several kinds, on chains and, if `trees`, on trees; tokens are drawn, sure or missing."""
     shapes = CHAINS | (TREES if trees else {})
     generator = torch.Generator().manual_seed(seed)
     for (shape, parents), kind in itertools.product(shapes.items(), KINDS):
@@ -263,7 +265,7 @@ KINDS = (
 
 
 def _models(kind: str, depths: list[int], generator: torch.Generator) -> tuple[Tables, Tables]:
-    """Tables of a target and a draft."""
+    """The tables of a target and of a draft model."""
     levels = max(depths) + 1
 
     def random(sharpness: float = 1.0) -> Tables:
@@ -294,7 +296,7 @@ def _models(kind: str, depths: list[int], generator: torch.Generator) -> tuple[T
 
 
 def rows_of(block: Block, rows: slice) -> Block:
-    """Some rows of a block, as a block."""
+    """The block with some of its rows."""
     tree = block.tree
     tree = type(tree)(tree.parents[rows], tree.offsets[rows], tree.visible[rows], tree.ancestors[rows])
     return Block(block.nodes[rows], tree, block.target[rows], block.draft[rows], block.siblings)
@@ -305,12 +307,12 @@ def _compare(case: EnumerationCase, got: Tensor, tolerance: float) -> None:
     worst = int((got - want).abs().argmax())
     digits = [(worst // case.vocab**d) % case.vocab for d in reversed(range(len(case.target)))]
     assert abs(got[worst] - want[worst]) <= tolerance, (
-        f"tokens {digits} come out with probability {float(got[worst]):.9f}, the target says {float(want[worst]):.9f}"
+        f"tokens {digits} are written with probability {float(got[worst]):.9f}, and the target's is {float(want[worst]):.9f}"
     )
 
 
 def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
-    """Raises AssertionError with the first row in which `wrong` (``[R, N]`` or ``[R, 1]``) is true."""
+    """Raises AssertionError that shows the first row with a true value in `wrong` (``[R, N]`` or ``[R, 1]``), if there is one."""
     if wrong.any():
         row = int(wrong.any(1).nonzero()[0])
         parents = parents_by_row(block.tree, len(block.nodes))[row]
@@ -320,7 +322,7 @@ def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
 
 
 def _check_no_graph_break(verifier: Verifier, block: Block) -> None:
-    """Traces the rule as the compiled core does; nothing is compiled."""
+    """Traces the rule as the compiled core does, without generating code."""
     try:
         traced = torch.compile(verifier.outcomes, fullgraph=True, backend="eager")(block)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Strategies for tests: one forwards to another, one also replays its hooks as a CUDA graph would, one proposes a known text."""
+"""Strategies for tests: `Wrapped` forwards to another, `Replayed` replays its hooks like CUDA graphs, `Replay` proposes a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOOKS = [
 class Wrapped(Strategy):
     """Declares the traits of `inner` and forwards every hook to it.
 
-    It never rests: it is asked in every step, whatever steps cost on the machine.
+    It never rests: it is asked in every step, however much steps cost on the machine.
     """
 
     def __init__(self, inner: Strategy) -> None:
@@ -62,16 +62,16 @@ for _hook in HOOKS:
 
 
 class Replayed(Wrapped):
-    """Forwards calls to `inner` with tensors that are never replaced, and logs every draft.
+    """Forwards calls to `inner` with tensors that are written in place and never replaced, and logs every draft.
 
-    After the steps before a recording, shapes and the state's tensors must stay the same.
+    After the first steps, shapes and the state's tensors must stay the same, as a recording needs.
 
     Args:
-        record: after the first steps, record each hook and replay it from then on.
+        record: whether each hook is recorded after the first steps, and replayed from then on.
 
     Attributes:
         drafts: the draft tokens of every step, as lists.
-        rebound: the first value in the state that changed and was no tensor; None if there was none.
+        rebound: path of the first value in the state that changed and is no tensor; None if no value did.
     """
 
     def __init__(self, inner: Strategy, record: bool) -> None:
@@ -114,8 +114,8 @@ class Replayed(Wrapped):
         return len(self.drafts) >= WARM_UP_STEPS
 
     def _run(self, hook: str, call: Any) -> Any:
-        """The result of `call`, or of its replay."""
-        # `observe` comes after the draft of its step was logged; it is recorded in the same step as `propose`.
+        """Calls `call`, or replays its recording, and returns the result."""
+        # `observe` is recorded in the same step as `propose`, but comes after the step's draft was logged: hence the difference.
         if not self.record or not self._recordable or len(self.drafts) - (hook == "observe") < WARM_UP_STEPS:
             return call()
         if hook not in self._tapes:
@@ -128,7 +128,7 @@ class Replayed(Wrapped):
         return result
 
     def _sequences(self, sequences: Sequences) -> Sequences:
-        """The rows, copied to tensors that are never replaced and have room for the whole call, as on CUDA."""
+        """The rows, copied to tensors that are never replaced and have slots for the whole call, as on CUDA."""
         parts = tensors_of(sequences)
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])
@@ -138,7 +138,7 @@ class Replayed(Wrapped):
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         own = self._static.get(name)
-        # Shapes may change up to the recorded step.
+        # Shapes may change until the recorded step.
         if own is None or (own.shape != tensor.shape and len(self.drafts) <= WARM_UP_STEPS + 1):
             self._static[name] = own = tensor.clone()
         if own.shape != tensor.shape:
@@ -155,8 +155,8 @@ class Replayed(Wrapped):
         self._shape = shape
 
     def _compare_places(self, state: Any) -> None:
-        """Checks that the state has the same tensors as a step ago, which a recording reads and writes."""
-        # The tensors of the previous step are kept alive, so that a new one cannot get their addresses.
+        """Checks that the state still has the tensors of the step before, because a recording reads and writes these."""
+        # The tensors of the step before are kept alive, so that a new tensor cannot get the address of an old one.
         tensors, others = find_tensors(state)
         for path, tensor in tensors.items() if self._places is not None else ():
             before = self._places.get(path, tensor)  # type: ignore[union-attr]
@@ -178,23 +178,23 @@ def _equal(own: Any, other: Any) -> bool:
 
 
 class ShapeError(AssertionError):
-    """A shape or tensor changed between steps that a recording needs constant."""
+    """A shape or tensor changed between steps, and a recording needs it unchanged."""
 
 
 class ReplaySettings(Settings):
-    """The text and how to spoil it."""
+    """The text to propose, and its wrong tokens."""
 
     texts: tuple[tuple[int, ...], ...] = Field((), description="Prompt and output of every row, without padding.")
     length: int = Field(6, ge=1, description="Tokens proposed per branch.")
-    branches: int = Field(1, ge=1, description="Branches; the right one changes place from step to step.")
-    wrong_every: int = Field(5, ge=0, description="Spoils the token at every such position; 0 spoils none.")
+    branches: int = Field(1, ge=1, description="Number of branches; the right branch changes place from step to step.")
+    wrong_every: int = Field(5, ge=0, description="Every so many positions the token is wrong; 0: no token is wrong.")
 
 
 class Replay(Strategy):
-    """Proposes the next tokens of a known text, some of them wrong, so that acceptance lengths of all sizes occur."""
+    """Proposes the next tokens of a known text, some of them changed, so that all acceptance lengths occur."""
 
     name = "replay"
-    summary = "Proposes a known text, wrong here and there (for tests)."
+    summary = "Proposes a known text with some wrong tokens (for tests)."
     settings_class = ReplaySettings
     on_device = True
     rows_apart = False  # texts belong to positions in the batch
@@ -212,7 +212,7 @@ class Replay(Strategy):
         at = sequences.length[:, None] + torch.arange(s.length, device=state.device)
         draft_token = state.gather(1, at.clamp(max=state.shape[1] - 1))
         if s.wrong_every:
-            # Rows have errors at different places, so that they advance unevenly.
+            # Each row has its wrong tokens at other positions, so that rows advance unevenly.
             row = torch.arange(state.shape[0], device=state.device)[:, None]
             draft_token = torch.where((at + 2 * row) % s.wrong_every == 0, (draft_token - 1).clamp(min=-1), draft_token)
         branch = torch.arange(s.branches, device=state.device)

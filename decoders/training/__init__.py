@@ -1,5 +1,5 @@
-"""Everything that is trained here besides the demo models: Medusa heads, EAGLE-3 heads and draft models, by one trainer.
+"""Training of drafters by one trainer: Medusa heads, EAGLE-3 heads, DFlash block draft models, and draft models.
 
-:mod:`.recipes` has the settings, :mod:`.trainer` the loop, :mod:`.texts` the training text; each other file trains one kind of
-network. Nothing is imported here, because the command line reads the recipes before it needs torch. Decoding needs none of this.
+:mod:`.recipes` has the settings, :mod:`.trainer` the loop, :mod:`.texts` the training text; each other file trains one kind of network.
+This file imports nothing, because the command line reads the recipes before it needs torch. Decoding does not use this package.
 """

@@ -1,4 +1,4 @@
-"""The model cards (README.md) of what was trained."""
+"""The model cards (README.md) of trained heads and draft models."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ NAMES = {
 
 
 def medusa_card(config: HeadsConfig, model: PreTrainedModel, training: HeadsTraining | None) -> str:
-    """The card of Medusa heads for `model`. training: None if the heads were trained elsewhere and only their tree was searched
-    here.
-    """
+    """The card of Medusa heads for `model`. training: None if the heads were trained elsewhere, and only their tree was searched."""
     figures = config.figures
     projection = {
         "tied": "the model's own output head",
         "low_rank": f"the model's own output head plus a difference of rank {config.rank}",
-        "full": "one of each head's own",
+        "full": "each head has its own",
     }[config.projection]
     parameters = sum(_sizes(config))
     return f"""---
@@ -38,17 +36,17 @@ tags: [medusa, speculative-decoding]
 
 {config.heads} heads of {config.layers} residual block(s) for a {type(model).__name__} of hidden size {config.hidden_size} and
 {config.vocab_size:,} tokens: {parameters:,} parameters. Vocabulary projection: {projection}. Head k predicts the token k places
-behind the next one. Used by `strategy="medusa"` of hf-decoders; they change no output, only how fast it comes.
+after the next token. `strategy="medusa"` of hf-decoders uses the heads; they change the speed of decoding, not its output.
 
 ## Training
 {_training(training, figures)}
 
 ## Held-out figures
-How often the right token is a head's best draft token (among its five best):
+How often the right token is a head's best draft token (in parentheses: among its five best):
 
 {_accuracies(figures)}
 
-"files" is the text of the files, "own" is what the model itself writes (greedily) after their beginnings.
+"files" is the text of the files, "own" is the text that the model itself writes (greedily) after their beginnings.
 {_trees(figures)}"""
 
 
@@ -76,7 +74,7 @@ def _trees(figures: Mapping[str, Any]) -> str:
         return ""
     return f"""
 ## Tree
-Searched on the held-out text: {trees["nodes"]} nodes, {trees["searched"]:.3f} tokens a step there, where the first
+Searched on the held-out text: {trees["nodes"]} nodes, {trees["searched"]:.3f} tokens per step on this text. The first
 {trees["nodes"]} nodes of the default tree give {trees["default"]:.3f}.
 """
 
@@ -99,13 +97,13 @@ tags: [eagle3, speculative-decoding]
 # EAGLE-3 head
 
 One decoder layer for a {type(model).__name__} of hidden size {config.target_hidden_size} and {layer.vocab_size:,} tokens:
-{figures["parameters"]:,} parameters. It reads what the model's layers {layers} give (counted from 0) and can propose
-{config.draft_vocab_size:,} of the model's tokens. Used by `strategy="eagle3"` of hf-decoders; it changes no output, only how fast
-it comes.
+{figures["parameters"]:,} parameters. It reads the outputs of the model's layers {layers} (counted from 0) and can propose
+{config.draft_vocab_size:,} of the model's tokens. `strategy="eagle3"` of hf-decoders uses the head; it changes the speed of decoding,
+not its output.
 
 ## Training
-Training-time test (Li et al. 2025, arXiv 2503.01840) with the model frozen: {run.depth} tokens are drafted at every position, each on
-what the head gave for the one before; cross entropy against the model's distribution, weighted {run.decay:g}^k.
+Training-time test (Li et al. 2025, arXiv 2503.01840) with the model frozen: {run.depth} tokens are drafted at every position, each from
+the head's output for the token before; cross entropy against the model's distribution, weighted {run.decay:g}^k.
 {figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the rows continued by the model itself (greedily);
 {figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
 acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps.
@@ -119,7 +117,7 @@ def dflash_card(
     """The card of a block draft model for `model`. command: the command line that trained it."""
     layer = config.layer
     layers = ", ".join(map(str, config.layers))
-    bias = f"and a head ({run.head}) adds a bias of rank {run.rank} by the tokens before (DSpark, arXiv 2607.05147)"
+    bias = f"and a head ({run.head}) adds a bias of rank {run.rank} that depends on the tokens before (DSpark, arXiv 2607.05147)"
     head = bias if run.rank else "without a head"
     return f"""---
 library_name: hf-decoders
@@ -128,10 +126,9 @@ tags: [dflash, speculative-decoding]
 # Block draft model
 
 {layer.num_hidden_layers} decoder layers for a {type(model).__name__} of hidden size {layer.hidden_size} and {layer.vocab_size:,}
-tokens: {figures["parameters"]:,} parameters. It reads what the model's layers {layers} give (counted from 0) and can propose
+tokens: {figures["parameters"]:,} parameters. It reads the outputs of the model's layers {layers} (counted from 0) and can propose
 {config.draft_vocab_size:,} of the model's tokens. {config.places} tokens are drafted in one pass (DFlash, arXiv 2602.06036),
-{head}. Used by `strategy="dflash"` of hf-decoders; it changes no output, only how fast it
-comes.
+{head}. `strategy="dflash"` of hf-decoders uses the draft model; it changes the speed of decoding, not its output.
 
 ## Training
 The model stays frozen. Blocks begin at {run.blocks:.1%} of the positions; cross entropy against the model's distribution, weighted
@@ -144,18 +141,18 @@ acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of s
 
 
 def _chains(figures: Mapping[str, Any], depth: int) -> str:
-    """Markdown tables: how far chains of `depth` draft tokens were accepted."""
+    """Markdown tables of the acceptance of chains of `depth` draft tokens."""
     return f"""## Held-out figures
-Of chains that are drafted all over the text: the share whose first tokens are all accepted when greedy, up to the token named.
+Chains are drafted at positions all over the text. The share of chains whose tokens are all accepted up to token k, in greedy decoding:
 
 {_shares(figures, depth, "reached", sums=True)}
 
-How likely a drafted token is accepted when sampling at temperature 1 with the best coupling (1 - total variation):
+The probability that a drafted token is accepted when sampling at temperature 1 with the best coupling (1 - total variation):
 
 {_shares(figures, depth, "overlaps")}
 
-"files" is the text of the files, "own" is what the model itself writes (greedily) after their beginnings. Only there are the
-chains those of decoding; in other text a draft is judged after tokens that the model would not have written.
+"files" is the text of the files, "own" is the text that the model itself writes (greedily) after their beginnings. Only "own" shows
+the acceptance of decoding; "files" has tokens that the model would not have written.
 """
 
 
@@ -190,7 +187,7 @@ tags: [speculative-decoding, draft-model]
 
 For a {type(model).__name__} of {figures["target_parameters"]:,} parameters, {target.num_hidden_layers} layers and hidden size
 {target.hidden_size}: {figures["parameters"]:,} parameters, {config.num_hidden_layers} layers, {origin}. Same tokenizer. Pass it as
-`assistant_model=`; it changes no output of hf-decoders, only how fast it comes.
+`assistant_model=` to hf-decoders; it changes the speed of decoding, not its output.
 
 ## Training
 Distillation: cross entropy against the target's distribution after every token. {figures["tokens"]:,} tokens in rows of
@@ -206,7 +203,7 @@ rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the
 
 {_agreement(figures["agreement"])}
 
-Before training the same token was chosen {figures["agreement_before"]:.1%} of the time.
+Before training, both chose the same token {figures["agreement_before"]:.1%} of the time.
 """
 
 
@@ -225,7 +222,7 @@ def _agreement(agreement: Mapping[str, Any]) -> str:
 
 
 def _by_text(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Title and figures of each held-out text."""
+    """The title and the figures of each held-out text that was measured."""
     found = ((title, figures.get(which, {}).get(kind)) for (which, kind), title in NAMES.items())
     return [(title, facts) for title, facts in found if facts]
 
@@ -237,5 +234,5 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _command_lines(command: str | None) -> str:
-    """The training command as a shell block in Markdown; "" if the training was not started by a command."""
+    """The training command as a shell block in Markdown; "" if no command started the training."""
     return f"\n```sh\n{command}\n```\n" if command else ""

@@ -1,10 +1,10 @@
-"""`train_dflash`: a draft model of the DFlash family for a model, which stays frozen, in one resumable run.
+"""`train_dflash` trains a draft model of the DFlash family for a frozen target, in one resumable run.
 
-A block begins at an anchor, a position of the text. The anchor's token plays the last committed token, and the tokens in front of
-it are the context. One pass over a row drafts the blocks of many anchors. A block sees the context in front of its anchor and its
-own nodes. Its head scores each place given the text's token before it, and learns the distribution that the target has there.
+A block begins at an anchor, a position of the text. The anchor's token stands for the last committed token, and the tokens before it
+are the context. One pass over a row drafts the blocks of many anchors. A block sees the context before its anchor and its own nodes.
+The head scores each place, given the text's token before it, and learns the target's distribution at this place.
 
-Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` tokens that can be drafted.
+Letters: ``B`` rows, ``A`` anchors of a row, ``K`` places of a block, ``D`` tokens that can be drafted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .trainer import soft_cross_entropy
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Rows of text for the least-squares fit of a new draft model's keys and values (:func:`fit_context`).
+#: Number of text rows from which :func:`fit_context` fits the keys and values of a new draft model.
 FITTED = 64
 
 
@@ -64,21 +64,20 @@ def train_dflash(
     checkpoint_minutes: float = 1.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains a block draft model with the model frozen, and writes it to `out` in the format of `speculators`, with a card.
+    """Trains a block draft model for the frozen target `model`, and writes it to `out` in the format of `speculators`, with a card.
 
-    Arguments that are not listed are those of :func:`~decoders.training.draft_model.train_draft`.
+    Arguments that are not listed here are as in :func:`~decoders.training.draft_model.train_draft`.
 
     Args:
-        test: text on which acceptance is measured at the end, for the card.
+        test: texts on which acceptance is measured at the end, for the card.
         start: folder of a draft model whose training continues; its mask and draft vocabulary are kept. None: a new draft model.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
-        TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
-        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a draft model at `start`
-            that has another shape.
+        TrainingError: there is too little text, the checkpoint is of another run, or the target has no list of decoder layers.
+        SettingsError: a layer does not exist, the draft vocabulary is larger than the target's, or `start` has another shape.
     """
     layers = layers_read(model, run)  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
@@ -111,12 +110,12 @@ def train_dflash(
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
-    """The config of a draft model. shape: config of its layers. mask: the token that is embedded at places to be drafted."""
+    """The config of a draft model. shape: config of its layers. size: ``D``. mask: the token that is embedded at places to draft."""
     markov = {
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     }  # fmt: skip
-    # With a head the first token is drafted at the place of the last one, as DSpark does; without, at the first mask, as DFlash does.
+    # With a head, the last token's place drafts the first token, as in DSpark. Without, the first mask does, as in DFlash.
     from_last = run.rank > 0
     nodes = run.block + (not from_last)
     fields = HeadFields(markov if run.rank else {}, "dflash", shape, run.block, size)
@@ -134,9 +133,9 @@ class BlockDraft(nn.Module):
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
     """A new draft model, initialized from the target.
 
-    `fc` passes on the highest of the target's features, and the head adds nothing yet. Each layer copies the weights of a target
-    layer that have the same names and shapes: the first layer copies the target's first, which also reads embeddings, the last the
-    last, and the others layers spread between.
+    `fc` returns the features of the highest layer that is read, and the head's bias is zero. Each layer copies weights of equal name
+    and shape from a layer of the target: the first from the first, which also reads embeddings, the last from the last, and the others
+    from layers spread evenly between.
     """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
@@ -156,7 +155,7 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
         _copy({name: norm for name, norm in norms.items() if norm is not None}, network.state_dict())
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
-            if draft.head.kind == "rnn":  # its unit reads numbers of the states' size
+            if draft.head.kind == "rnn":  # the recurrent unit expects inputs as large as hidden states
                 joint = draft.head.markov_head.joint_proj.weight
                 nn.init.normal_(draft.head.markov_head.markov_w1.weight)
                 nn.init.normal_(joint, std=joint.shape[1] ** -0.5)
@@ -164,7 +163,7 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
 
 
 def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
-    """For each layer of the draft model, the target layer whose weights it copies."""
+    """For each layer of the draft model, the layer of the target from which it copies weights."""
     decoder = decoder_layers(model)
     top, above = len(decoder) - 1, len(network.layers) - 1
     return [decoder[round(top * index / above) if above else top] for index in range(above + 1)]
@@ -172,15 +171,14 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Fits the keys and values of the context to those of the target layers that :func:`_origins` names.
+    """Fits the context's keys and values in each layer to the keys and values of its target layer (:func:`_origins`).
 
-    `fc` keeps the directions of the features that predict all of these keys and values best (reduced-rank regression). Each key and
-    value matrix is then the least-squares fit over `texts`. Layers whose keys or values have other shapes are not changed. Where
-    the target does not normalize queries and keys, the network's norms begin with the mean size that queries and keys have in the
-    target.
+    `fc` becomes the projection of the features that predicts all these keys and values best (reduced-rank regression). Each key and
+    value matrix is then the least-squares fit over `texts`. Layers whose keys or values have other shapes are not changed. If the
+    target does not norm queries and keys, the network's norms begin with the mean size of queries and keys in the target.
 
     Args:
-        rows: how many rows of `texts` are read at once.
+        rows: number of rows of `texts` that one pass reads.
     """
     pairs, norms = list[tuple[nn.Linear, nn.Linear]](), list[tuple[Tensor, nn.Linear]]()
     for layer, origin in zip(network.layers, _origins(network, teacher.model), strict=True):
@@ -194,8 +192,8 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
                     norms.append((cast(Tensor, parts[f"self_attn.{part}_norm"].weight), given))
 
     def sums(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor], dict[nn.Module, Tensor]]:
-        """Sums over all texts: the Gram matrix of `read` features, its products with each layer's keys and values, and their mean
-        squares.
+        """Sums over all texts: the Gram matrix of the features after `read`, their products with each layer's keys and values, and
+        the mean squares of queries, keys and values.
         """
         outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
         gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
@@ -214,7 +212,7 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
         finally:
             for hook in hooks:
                 hook.remove()
-        # A ridge: there may be few texts, or features that are nearly equal.
+        # The ridge keeps the matrix invertible if there are few texts, or if features are nearly equal.
         return gram + 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype), products, squares
 
     if not pairs:
@@ -235,13 +233,13 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:
-    """The draft model in `given`, to continue its training.
+    """The draft model in `given` as a trainable module, to continue its training.
 
     Args:
-        output: ``[D, H]``, rows of the target's output matrix for the tokens that are drafted.
+        output: ``[D, H]``, the rows of the target's output matrix that belong to the tokens that can be drafted.
 
     Raises:
-        SettingsError: its config differs from `config`, or its embedding or output matrix is not the target's.
+        SettingsError: the draft model's config differs from `config`, or its embedding or output matrix is not the target's.
     """
     layer, vocab = copy.deepcopy(given.config.layer), config.layer.vocab_size
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # checkpoints may leave these out
@@ -271,12 +269,12 @@ def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> Bloc
 
 
 def _same(matrix: Tensor, other: Tensor) -> bool:
-    """Whether two matrices are equal up to the rounding of a checkpoint."""
+    """Whether two matrices are equal, up to the rounding in a checkpoint."""
     return matrix.shape == other.shape and torch.allclose(matrix, other, rtol=1e-2, atol=1e-4)
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's weight matrices, and the weights of norms that only scale, by name."""
+    """The layer's weight matrices, and the weights of those norms that only scale, by name."""
     parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
     return {
         f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
@@ -285,7 +283,7 @@ def _weights(layer: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _scale(norm: Any) -> Tensor | None:
-    """The norm's output for a vector of ones, which is its scale; None if the norm does more than scale."""
+    """The weight of a norm that only scales, so that its output for a vector of ones is the weight; None for any other module."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
         return None
@@ -299,12 +297,11 @@ def _copy(weights: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
 
 
 class BlockLearner(FeatureLearner):
-    """Teaches a block draft model, see :class:`FeatureLearner`.
+    """A :class:`FeatureLearner` of a block draft model.
 
     Attributes:
-        own_output: whether the draft model stores an output head of its own, a copy of rows of the target's output matrix without a
-            bias. It does if it drafts a reduced vocabulary, or if the target scales or bounds its logits, since training computes
-            scores with the bare matrix.
+        own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias. It
+            does if it drafts a reduced vocabulary, or if the target scales or bounds its logits, because training uses the bare matrix.
     """
 
     model: BlockDraft
@@ -326,8 +323,8 @@ class BlockLearner(FeatureLearner):
         fit_context(self.model.network, self.teacher, self.train.part(0, FITTED), self.rows)
 
     def learn(self, step: int) -> Tensor:
-        """The gradients are those of ``Σ_k decay^k · CE_k``, against the target's distribution over the tokens that can be drafted,
-        where the target's best token is one of them.
+        """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy at place ``k`` against the
+        target's distribution over the draft vocabulary; it counts if this vocabulary has the target's best token.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)
@@ -344,9 +341,7 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """``[B, A]`` int64, ascending: the anchors of a step, at positions whose first draft token counts, if the row has enough of
-        them.
-        """
+        """The anchors of a step, ``[B, A]`` int64, ascending. Positions whose first draft token counts are taken first."""
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
@@ -354,13 +349,11 @@ class BlockLearner(FeatureLearner):
         return torch.multinomial(chances, count, generator=generator).sort(1).values.to(self.ids.device)
 
     def _places_of(self, anchors: Tensor) -> Tensor:
-        """``[B, A, K]``: for each place of a block the position of the token before it, after which the target's distribution is
-        the label.
-        """
+        """The position of the token before each place of a block, ``[B, A, K]``. The target's distribution there is the label."""
         return anchors[..., None] + self.places
 
     def drafted(self, lesson: Lesson, ids: Tensor, anchors: Tensor) -> DraftedBlock:
-        """The network's output for the blocks at `anchors` ``[B, A]``, one row per block. ids: ``[B, T]``."""
+        """The network's output for the blocks at `anchors` ``[B, A]``, one row per block. ids: ``[B, T]``, the text."""
         network, config, device = self.model.network, self.model.config, ids.device
         slots, blocks, nodes = ids.shape[1], anchors.shape[1], config.block_size
         read = ids.new_full((*anchors.shape, nodes), config.mask_token_id)
@@ -381,11 +374,11 @@ class BlockLearner(FeatureLearner):
         return self._embedding(tokens).float()
 
     def _scores(self, block: DraftedBlock, tokens: Tensor) -> Iterator[Tensor]:
-        """Yields the logits ``[B·A, D]`` of one place after the other.
+        """Yields the logits ``[B·A, D]`` of each place in turn.
 
         Args:
-            tokens: ``[B·A, K]``, the token before each place; or ``[B·A, 1]``, the first token of a chain, which then follows its
-                own draft.
+            tokens: ``[B·A, K]``, the token before each place; or ``[B·A, 1]``, the token before the first place, and each further place
+                follows the token drafted before it.
         """
         head, above = self.model.head, None
         if head is None:
@@ -403,10 +396,10 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """How far chains are accepted that are drafted one behind the other over all of `texts`.
+        """The acceptance of chains that are drafted one after another over all of `texts`.
 
-        In the model's own greedy text this is the acceptance of decoding. In other text a draft is judged after the text's tokens,
-        which the target may not have chosen.
+        In text that the target wrote greedily this is the acceptance of decoding. In other text the target's choices after the text's
+        own tokens are compared, even if the target would not have written these tokens.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
@@ -425,7 +418,7 @@ class BlockLearner(FeatureLearner):
 
 
 def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
-    """``[B, A·nodes, slots + A·nodes]`` bool: which context slots and which nodes of all blocks each node sees.
+    """Which context slots, and which nodes of all blocks, each node sees: ``[B, A·nodes, slots + A·nodes]`` bool.
 
     Args:
         anchors: ``[B, A]``, positions where blocks begin.
@@ -438,6 +431,6 @@ def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
 
 
 def _rows_at(values: Tensor, at: Tensor) -> Tensor:
-    """``[B·A, K, …]``: ``values[b, at[b, a, k]]`` of values ``[B, T, …]``."""
+    """Selects ``values[b, at[b, a, k]]`` from values ``[B, T, …]``, as ``[B·A, K, …]``."""
     rows = torch.arange(len(values), device=values.device)[:, None, None]
     return values[rows, at].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""`train_draft`: a small model that drafts for a target, taught by the target's texts and distributions, in one resumable run."""
+"""`train_draft` trains a small draft model on a target's texts and distributions, in one resumable run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
-#: Number of held-out rows on which agreement is measured between steps.
+#: Most held-out rows on which agreement is measured between steps.
 WATCHED = 16
 
 
@@ -49,21 +49,20 @@ def train_draft(
     checkpoint_minutes: float = 1.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains a draft model for `model`, which stays as it is, and writes it to `out` with the tokenizer and a card.
+    """Trains a draft model for the frozen target `model`, and writes it to `out` with the tokenizer and a card.
 
-    ``out/training`` holds checkpoints and the text that the target writes until the run is complete. With `resume` an interrupted
-    run continues from there, and gives the weights of a run without interruption.
+    Until the run is complete, ``out/training`` holds checkpoints and the text that the target has written. With `resume` an interrupted
+    run continues from there, and its weights are those of a run without interruption.
 
     Args:
         texts: training texts.
         run: shape of the draft model, and settings of the training.
-        held: held-out texts for early stopping, preferably texts that the target was not trained on. None: a twentieth of `texts`
-            is held out.
-        test: texts on which ``speculative`` is measured at the end, for the card. None: `held`.
-        measurement: settings of that measurement.
-        dtype: of the weights that are written.
+        held: held-out texts for early stopping, preferably texts new to the target. Empty: a twentieth of `texts` is held out.
+        test: texts on which ``speculative`` is measured at the end, for the card. Empty: `held`.
+        measurement: settings of the measurement on `test`.
+        dtype: dtype of the written weights.
         command: the command line that started the training, for the card.
-        resume: continue from the checkpoint in ``out/training``.
+        resume: whether to continue from the checkpoint in ``out/training``.
         checkpoint_minutes: minutes between checkpoints.
         console: where progress is shown; None: nowhere.
 
@@ -71,8 +70,8 @@ def train_draft(
         The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and tokens per step of ``speculative``.
 
     Raises:
-        TrainingError: too little text, a checkpoint of another run, or a target whose layers cannot be told.
-        SettingsError: layers that the target does not have, or no such size.
+        TrainingError: there is too little text, the checkpoint is of another run, or the target has no list of decoder layers.
+        SettingsError: the target lacks one of the layers, or cannot have this size.
     """
     draft = new_draft(model, run)
     work = workplace(out, resume)
@@ -81,12 +80,12 @@ def train_draft(
     train, judged = store.learnt_and_held(texts, held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
     trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
-    # Measured before training, so that the card shows what training gained. A resumed run has its starting weights here, too.
+    # The card shows the agreement before training, too. A resumed run has its starting weights here, before its checkpoint is loaded.
     before = agreement(learner, judged.part(0, learner.training.rows))
     checkpoint = work / "checkpoint.pt"
     trainer.train("draft", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
     _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
-    draft.float()  # figures are measured with the rounded weights that are written
+    draft.float()  # the weights stay rounded to `dtype`, so the figures are those of the written weights
     prompted = store.texts(test, held_out_rows(rows)) if test else judged.ids
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
@@ -100,7 +99,7 @@ def train_draft(
 
 
 def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: torch.dtype) -> None:
-    """Writes everything that ``from_pretrained`` reads, into a temporary folder first, so that nobody reads half a model."""
+    """Writes all files that ``from_pretrained`` reads, into a temporary folder first, so that nobody reads an incomplete model."""
     partial_folder = out / ".partial"
     shutil.rmtree(partial_folder, ignore_errors=True)
     draft.config.dtype = dtype
@@ -118,11 +117,11 @@ def _agreement(learner: DraftLearner, texts: Texts) -> dict[str, float]:
 
 
 def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedModel:
-    """A draft model for `model`, float32, on its device.
+    """A new draft model for the target `model`, in float32, on the target's device.
 
     Raises:
-        TrainingError: no list of decoder layers is found in the target. SettingsError: the target lacks one of the layers, or
-            cannot have this size.
+        TrainingError: the target has no list of decoder layers. SettingsError: the target lacks one of the layers, or cannot have
+            this size.
     """
     count = len(decoder_layers(model))
     if not count:
@@ -135,10 +134,10 @@ def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedMode
 
 
 def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """`model` with some of its decoder layers, in that order; everything else is the same.
+    """A float32 copy of `model` with only the decoder layers `layers`, in this order.
 
     Raises:
-        TrainingError: a parameter outside of the layers has a part for each layer.
+        TrainingError: a parameter outside of the layers has a part for each layer, and cannot be copied.
     """
     own = decoder_layers(model)
     name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
@@ -162,24 +161,25 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     return draft.to(model.device)  # type: ignore[arg-type]
 
 
-#: Config fields that are scaled down in a smaller model; the size of an attention head stays.
+#: Config fields that shrink with the width of a smaller model; the size of an attention head stays.
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
 _SCALED = ("head_dim", "num_key_value_heads", *_WIDTHS)
 
 
 def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -> PreTrainedModel:
-    """A model of the same class with `count` layers and random weights; heads keep their size, and their groups if they can.
+    """A model of the same class with `count` layers and random weights. Attention heads keep their size, and if possible also the
+    number of query heads per key head.
 
     Raises:
-        SettingsError: `hidden` is no multiple of the head size, or the target's layers differ in a field that would be scaled down.
+        SettingsError: `hidden` is no multiple of the head size, or the target's layers differ in a field that would shrink.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     differ = [name for name in _SCALED if isinstance(config_value(text, name), tuple)]
     if differ:
         raise SettingsError(
-            f"the layers of {type(text).__name__} differ in {', '.join(differ)}, so no smaller model has their shape. "
-            "Make the draft model of some of the layers, with origin='layers'"
+            f"the layers of {type(text).__name__} differ in {', '.join(differ)}, so no smaller model has their shape. Make the draft "
+            "model from some of the target's layers, with origin='layers'"
         )
     width, heads = text.hidden_size, text.num_attention_heads
     head = getattr(text, "head_dim", None) or width // heads
@@ -187,7 +187,7 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
     size = own * width // heads if hidden is None else hidden
     if own < 1 or size * heads != own * width or size > width:
         raise SettingsError(
-            f"hidden must be a multiple of {width // heads}, the width of one of the target's heads, and at most {width}, not {hidden}"
+            f"hidden must be a multiple of {width // heads}, the width of each of the target's heads, and at most {width}, not {hidden}"
         )
     groups = getattr(text, "num_key_value_heads", None)
     text.num_attention_heads = own
@@ -204,14 +204,14 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
 
 
 def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
-    """Changes the config to one with only these of `count` layers: lists with an entry per layer keep the entries of `layers`."""
+    """Reduces a config of `count` layers to `layers`: a list with one entry per layer keeps the entries of `layers`."""
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, name, [value[layer] for layer in layers])
     text.num_hidden_layers = len(layers)
     own = {int(layer): values for layer, values in text.to_dict().get("per_layer_config", {}).items()}
-    if own:  # layers may differ in more than such lists
+    if own:  # some configs keep further differences between layers here
         text.per_layer_config = {place: own[layer] for place, layer in enumerate(layers) if layer in own} or None
 
 
@@ -228,9 +228,9 @@ class DraftLearner(EpochLearner):
     """A draft model and its optimizers.
 
     Args:
-        target: the frozen target; its logits are computed when a step needs them.
+        target: the frozen target; each step computes the target's logits that it needs.
         train: training text.
-        held_out: held-out text; scores are computed on at most :data:`WATCHED` rows of it, rows that the target wrote first.
+        held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
     """
 
     model: PreTrainedModel
@@ -246,7 +246,7 @@ class DraftLearner(EpochLearner):
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this draft model. identity: fingerprints of text and target, which a checkpoint must have as well."""
+        """The :class:`Run` of this draft model. identity: fingerprints of text and target, which a checkpoint must have, too."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
@@ -260,7 +260,7 @@ class DraftLearner(EpochLearner):
         return loss
 
     def scores(self) -> list[float]:
-        """How often draft and target choose the same token, and the overlap of their distributions."""
+        """The share of positions at which draft model and target choose the same token, and the overlap of their distributions."""
         return list(agreement(self, self._watched))
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -268,7 +268,7 @@ class DraftLearner(EpochLearner):
         return f"same token {same:.1%}, overlap {overlap:.1%}"
 
     def _taught(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """The target's logits ``[B, T, V]`` float32, and the weight ``[B, T]`` float32 of each position: 1 where it counts, else 0."""
+        """The target's logits ``[B, T, V]`` float32, and the weight ``[B, T]`` float32 of each position: 1 if it counts, else 0."""
         with torch.no_grad():
             logits = self._scores(self.target, texts).float()
         return logits, counted(texts, self.stops).to(logits.device).float()
@@ -281,8 +281,8 @@ class DraftLearner(EpochLearner):
 
 @torch.no_grad()
 def agreement(learner: DraftLearner, texts: Texts) -> tuple[float, float]:
-    """How often both choose the same token greedily, and the overlap (1 - TV) of their distributions, over the positions that
-    count.
+    """The share of positions at which draft model and target choose the same token greedily, and the mean overlap of their
+    distributions (1 - total variation), over the positions that count.
     """
     training, sums, count = learner.model.training, torch.zeros(2, dtype=torch.float64), 0.0
     learner.model.eval()

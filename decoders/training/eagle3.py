@@ -1,9 +1,9 @@
-"""`train_eagle3`: an EAGLE-3 head for a model, which stays frozen, in one resumable run.
+"""`train_eagle3` trains an EAGLE-3 head for a frozen target, in one resumable run.
 
-It learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at every position, all
-positions at once. The draft of index ``t`` begins at slot ``t`` with the target's feature. Simulated token ``k`` sits at slot ``t +
-k``, and its feature is the head's output for token ``k - 1`` of the same index. Its attention sees the slots up to ``t`` as read
-with the target's features, and behind them only the simulated tokens of index ``t``. A chain sees the same in decoding.
+The head learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at all positions at
+once. The draft of index ``t`` begins at slot ``t`` with the target's feature. Simulated token ``k`` is at slot ``t + k``, and its
+feature is the head's output for token ``k - 1`` of the same index. It attends to the slots up to ``t``, which were read with the
+target's features, and to the simulated tokens of index ``t`` before it. In decoding a chain attends to the same slots.
 
 Letters: ``B`` rows, ``S`` indices, ``C`` indices whose chains have more than one token, ``K`` simulated tokens, ``F`` width of the
 target's features.
@@ -65,12 +65,12 @@ def train_eagle3(
     checkpoint_minutes: float = 1.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains an EAGLE-3 head with the model frozen, and writes it to `out` with a card.
+    """Trains an EAGLE-3 head for the frozen target `model`, and writes it to `out` with a card.
 
-    Arguments that are not listed are those of :func:`~decoders.training.draft_model.train_draft`.
+    Arguments that are not listed here are as in :func:`~decoders.training.draft_model.train_draft`.
 
     Args:
-        test: text on which acceptance is measured at the end, for the card.
+        test: texts on which acceptance is measured at the end, for the card.
         start: folder of a head whose training continues, in either format; its draft vocabulary is kept. None: a new head.
         form: the format in which the head is written.
 
@@ -78,9 +78,8 @@ def train_eagle3(
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
-        TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
-        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a head at `start` that
-            has another shape.
+        TrainingError: there is too little text, the checkpoint is of another run, or the target has no list of decoder layers.
+        SettingsError: a layer does not exist, the draft vocabulary is larger than the target's, or `start` has another shape.
     """
     config = head_config(model, run, layers_read(model, run))  # wrong settings are reported before hours of work
     given = load_head(start, model.device, torch.float32) if start is not None else None
@@ -108,17 +107,17 @@ def train_eagle3(
 
 
 def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ...]) -> Eagle3Config:
-    """The shape of a head for `model`.
+    """The shape of a head for the target `model`.
 
     Raises:
-        SettingsError: a draft vocabulary larger than the model's.
+        SettingsError: the draft vocabulary is larger than the target's.
     """
     size, layer = drafted_size(model, run.draft_vocab, "eagle3"), layer_config(model, run.intermediate)
     return Eagle3Config(layer, size, layer.hidden_size, layers)
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. It predicts what the target's output head predicts from the highest feature: its layer adds nothing yet."""
+    """A new head. Because its layer adds nothing yet, it predicts what the target's output head would from the highest feature."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -135,14 +134,15 @@ def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: in
 
 
 def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[Eagle3Head, Tensor]:
-    """The head in `given`, to continue its training, and the tokens ``[D]`` that it can propose: `ids` if it has the whole
-    vocabulary.
+    """A copy of the head in `given`, and the tokens ``[D]`` that it can propose: `ids` if its checkpoint lists none.
 
     Raises:
-        SettingsError: its shape differs from `config`.
+        SettingsError: the head's shape differs from `config`, or the head has its own embedding or windows.
     """
     if not isinstance(given.head, Eagle3Head) or given.head.embed_tokens is not None:
-        raise SettingsError("eagle3: training goes on with EAGLE-3 heads that use the target's embedding")
+        raise SettingsError(
+            "eagle3: training can continue from EAGLE-3 heads only, and only if they use the target's embedding"
+        )
     other = given.head.head_config
     shapes = {name: list(tensor.shape) for name, tensor in Eagle3Head(config).state_dict().items()}
     if (
@@ -163,7 +163,7 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
 
 
 class HeadLearner(FeatureLearner):
-    """Teaches a head, see :class:`FeatureLearner`."""
+    """A :class:`FeatureLearner` of an EAGLE-3 head."""
 
     model: Eagle3Head
 
@@ -177,7 +177,7 @@ class HeadLearner(FeatureLearner):
         return self.backward(self.lesson(step)[1], self._chains(step))
 
     def _chains(self, step: int) -> Tensor | None:
-        """``[C]`` int64, ascending, the positions at which a step simulates whole chains; None: all."""
+        """The positions at which a step simulates whole chains, ``[C]`` int64, ascending; None: all positions."""
         slots = self.training.length - self.training.depth
         count = max(1, round(self.training.chains * slots))
         if count >= slots:
@@ -188,8 +188,8 @@ class HeadLearner(FeatureLearner):
     def backward(self, lesson: Lesson, chains: Tensor | None = None) -> Tensor:
         """Adds the gradients of ``Σ_k decay^k · CE_k`` to the head's parameters, and returns the loss.
 
-        CE of simulated token k is taken against the target's distribution over the tokens that the head has, where the target's best
-        token is one of them.
+        ``CE_k`` is the cross entropy of simulated token k against the target's distribution over the tokens that the head can propose.
+        A position counts if the head can propose the target's best token there.
 
         Args:
             chains: ``[C]`` int64, ascending, the positions at which more than one token is simulated; None: all.
@@ -203,7 +203,7 @@ class HeadLearner(FeatureLearner):
         with self.teacher.precision():
             drafted = unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth, chains)
             for k, states in enumerate(drafted):
-                # Scores of one token at a time, since those of all tokens are large. The gradient is passed on to the states below.
+                # Computes the scores of one simulated token at a time, to save memory. `leaf` takes their gradient for the states.
                 leaf = states.detach().requires_grad_()
                 places = (every if k == 0 or chains is None else chains) + k + 1
                 scores = head.lm_head(head.norm(leaf))
@@ -218,17 +218,17 @@ class HeadLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """How far chains are accepted that are simulated at every position of `texts` that counts.
+        """The acceptance of chains that are simulated at every position of `texts` that counts.
 
-        In the model's own greedy text this is the acceptance of decoding, since its tokens are the target's choices. In other text
-        a draft is judged after the text's tokens, which the target may not have chosen.
+        In text that the target wrote greedily this is the acceptance of decoding. In other text the target's choices after the text's
+        own tokens are compared, even if the target would not have written these tokens.
         """
         head, depth, known = self.model, self.training.depth, self.ids
         sums = AcceptanceSums(depth)
         for _, lesson in self.lessons(texts):
             slots = lesson.features.shape[1] - depth
             best, target = lesson.best, lesson.probabilities
-            # A draft counts if each of its positions does.
+            # A draft counts if all its positions count.
             whole = torch.stack([lesson.counted[:, k + 1 : k + 1 + slots] for k in range(depth)]).all(0)
             sums.begin(whole)
             with self.teacher.precision():
@@ -242,8 +242,8 @@ class HeadLearner(FeatureLearner):
 def unrolled(
     head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int, chains: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """The states of simulated tokens 0, 1, … ``depth - 1`` before the last norm: ``[B, S, H]`` of token 0, ``[B, C, H]`` of each
-    later token.
+    """Yields the states of simulated tokens 0, 1, … ``depth - 1`` before the last norm: ``[B, S, H]`` for token 0, and ``[B, C, H]``
+    for each later token.
 
     Args:
         embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot; token ``k`` of index ``t`` reads
@@ -267,7 +267,7 @@ def unrolled(
 def _layer(
     layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], indices: Tensor
 ) -> Tensor:
-    """:meth:`DecoderLayer.forward` for one simulated token of each of the `indices`; appends the token's keys and values to `seen`."""
+    """Runs :meth:`DecoderLayer.forward` for one simulated token of each index, and appends its keys and values to `seen`."""
     normed = layer.hidden_norm(states)
     residual = normed if layer.norm_before_residual else states
     attention, shape = layer.self_attn, (*states.shape[:2], -1, layer.self_attn.head_dim)
@@ -282,7 +282,7 @@ def _layer(
 
 
 def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
-    """``[B, heads, S or C, d]``: causal attention over the slots read with the target's features, plus one key per simulated token."""
+    """Causal attention ``[B, heads, S or C, d]`` over slots with the target's features, and over the index's own simulated tokens."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)

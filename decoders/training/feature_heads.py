@@ -1,7 +1,6 @@
-"""Shared by the trainings of EAGLE-3 heads and block draft models, which read hidden states of a frozen target.
+"""The shared part of training EAGLE-3 heads and block draft models, which read hidden states of a frozen target.
 
-Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` its hidden size, ``V`` its vocabulary, ``D``
-tokens that can be drafted.
+Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` its hidden size, ``D`` tokens to draft.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
-#: Number of held-out rows on which acceptance is measured between steps.
+#: Most held-out rows on which acceptance is measured between steps.
 WATCHED = 32
-#: Most bytes of the target's features and logits that are kept for the next pass over the text.
+#: Most bytes of the target's results that are kept in memory for the next epoch.
 KEPT = 2 << 30
 
 
@@ -40,12 +39,11 @@ class Lesson:
     """Rows of text with the target's results for them.
 
     Attributes:
-        features: ``[B, T, F]``, outputs of the target's layers side by side.
+        features: ``[B, T, F]``, outputs of the target's layers that the network reads, side by side.
         embedded: ``[B, T, H]``, embeddings of the tokens.
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
         best: ``[B, T]`` int64, the target's likeliest token of the whole vocabulary.
-        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` has the whole
-            vocabulary.
+        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` has all of them.
         counted: ``[B, T]`` bool, the positions whose predictions count.
     """
 
@@ -58,16 +56,16 @@ class Lesson:
 
     @property
     def probabilities(self) -> Tensor:
-        """``[B, T, D]``, the target's probabilities of the tokens that can be drafted, normalized over the whole vocabulary."""
+        """The target's probabilities ``[B, T, D]`` of the tokens that can be drafted, normalized over the whole vocabulary."""
         return self.logits.softmax(-1) if self.total is None else (self.logits - self.total[..., None]).exp()
 
 
 class Teacher:
-    """The frozen target.
+    """Runs the frozen target, and returns its features and logits.
 
     Args:
         layers: indices of the decoder layers that are read.
-        bf16: compute in bfloat16.
+        bf16: whether the target computes in bfloat16.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
@@ -76,9 +74,7 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Makes room for features and logits of the rows of `texts`, if they take at most :data:`KEPT` bytes and restore the logits
-        exactly.
-        """
+        """Lets :meth:`lesson` keep results for `texts`, if they take at most :data:`KEPT` bytes and restore the logits exactly."""
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -92,9 +88,9 @@ class Teacher:
         """Reads all rows of `texts` at once.
 
         Args:
-            stops: end-of-sequence ids; positions behind one in the model's own text do not count.
+            stops: end-of-sequence ids; positions after one in the model's own text do not count.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: indices of the rows, under which their results are kept; None: nothing is kept.
+            rows: indices of the rows, under which their results are kept and found again; None: nothing is kept.
         """
         model, read = self.model, texts.ids.to(self.model.device)
         output = model.get_output_embeddings()
@@ -116,7 +112,7 @@ class Teacher:
                 logits = model(input_ids=read, use_cache=False).logits
             features, of_all = torch.cat([noted[layer] for layer in self.layers], dim=-1), []
             if some:
-                # Logits of the whole vocabulary are large, and only those of `ids` are needed again.
+                # Logits of the whole vocabulary are large, and only the logits of `ids` are needed further on.
                 of_all = [logits.argmax(-1), logits.float().logsumexp(-1)]
                 logits = logits[..., ids]
             if kept is not None:
@@ -127,12 +123,12 @@ class Teacher:
         return Lesson(features.float(), embedded, logits, best, total, counts)
 
     def _as_read(self, part: Tensor) -> Tensor:
-        """`part` in the dtype in which the layer that reads it computes: autocast turns float32 into bfloat16, other dtypes stay."""
+        """`part` in the dtype in which its reader computes: autocast turns float32 into bfloat16, and other dtypes stay."""
         return part.bfloat16() if self.bf16 and part.dtype == torch.float32 else part
 
     @torch.no_grad()
     def features(self, texts: Texts) -> Tensor:
-        """``[B, T, F]`` float32, the features of all rows of `texts`, computed at once and without logits."""
+        """The features of all rows of `texts`, ``[B, T, F]`` float32, computed in one pass without logits."""
         with self._noting() as noted, self.precision():
             self.model.base_model(input_ids=texts.ids.to(self.model.device), use_cache=False)
         return torch.cat([noted[layer] for layer in self.layers], dim=-1).float()
@@ -143,17 +139,16 @@ class Teacher:
 
     @torch.no_grad()
     def says_what_its_matrix_gives(self, ids: Tensor) -> bool:
-        """Whether the target's logits are its output matrix and bias applied to hidden states: some designs also scale or bound
-        them.
+        """Whether the target's logits are just its output matrix and bias applied to hidden states. Some designs scale or bound logits.
 
         Args:
-            ids: ``[B, T]``, some text.
+            ids: ``[B, T]``, any text.
         """
         output, scores = self.model.get_output_embeddings(), list[Tensor]()
 
         def enlarge(_: nn.Module, __: object, given: Tensor) -> Tensor:
             scores.append(given)
-            return 64 * given  # exact in every dtype, and any useful bound changes it by more than rounding does
+            return 64 * given  # exact in every dtype, and large enough to exceed any bound
 
         hook = output.register_forward_hook(enlarge)
         try:
@@ -191,13 +186,13 @@ class Teacher:
 
 
 class FeatureLearner(EpochLearner):
-    """A network and its optimizers: Muon for its hidden matrices, AdamW for output matrices, tables and norms, as for the demo models.
+    """A network and its optimizers: Muon for its hidden matrices, AdamW for output matrices, embeddings and norms.
 
     Args:
         ids: ``[D]`` int64, the tokens that the network can propose.
         train: training text.
-        held_out: held-out text; scores are computed on at most :data:`WATCHED` rows of it, rows that the model wrote first.
-        outer: output matrices and tables of the network.
+        held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
+        outer: output matrices and embeddings of the network.
     """
 
     def __init__(
@@ -213,48 +208,46 @@ class FeatureLearner(EpochLearner):
             teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this network. identity: fingerprints of text and model, which a checkpoint must have as well."""
+        """The :class:`Run` of this network. identity: fingerprints of text and target, which a checkpoint must have, too."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
-        """Initializes a new network from data before its first step. It is not called for a network from `start` or from a
-        checkpoint.
-        """
+        """Initializes a new network from the training text. It is not called for a network from `start` or from a checkpoint."""
 
     @abstractmethod
     def acceptance(self, texts: Texts) -> Acceptance:
         """The acceptance of drafts at the positions of `texts` that count."""
 
     def lesson(self, step: int) -> tuple[Texts, Lesson]:
-        """The rows of a step."""
+        """The rows of text that a step reads, and the target's results for them."""
         rows = self.examples_of(step)
         texts = self.train.chosen(rows)
         return texts, self.teacher.lesson(texts, self.stops, self.ids, rows)
 
     def lessons(self, texts: Texts) -> Iterator[tuple[Texts, Lesson]]:
-        """All rows of `texts`, a step's at a time."""
+        """Yields all rows of `texts` with the target's results, as many rows at a time as a step has."""
         for first in range(0, len(texts.ids), self.rows):
             part = texts.part(first, first + self.rows)
             yield part, self.teacher.lesson(part, self.stops, self.ids)
 
     def scores(self) -> list[float]:
-        """For each length 1, 2, …: the share of greedy drafts whose first tokens up to there are all accepted."""
+        """For each length 1, 2, …, the share of greedy drafts with at least so many accepted tokens."""
         return self.acceptance(self._watched).reached
 
     def in_words(self, scores: Sequence[float]) -> str:
         shares = super().in_words(scores)
-        return f"drafts accepted up to token 1, 2, …: {shares}; {1 + sum(scores):.2f} tokens a step"
+        return f"drafts accepted up to token 1, 2, …: {shares}; {1 + sum(scores):.2f} tokens per step"
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How far simulated drafts are accepted.
+    """The acceptance of simulated drafts.
 
     Attributes:
         drafts: number of drafts.
-        reached: per length, the share of greedy drafts that are accepted up to it.
-        rates: per simulated token, how often it is the target's greedy choice, whether or not the tokens before it are.
-        overlaps: per simulated token, the acceptance rate at temperature 1 under the best coupling: 1 - TV of both distributions.
+        reached: for each length, the share of greedy drafts with at least so many accepted tokens.
+        rates: for each simulated token, how often it is the target's greedy choice, whether or not the tokens before it are.
+        overlaps: for each simulated token, the acceptance rate at temperature 1 under the best coupling: 1 - total variation.
     """
 
     drafts: int
@@ -264,32 +257,32 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Mean tokens per step of a chain of this depth, the target's own included."""
+        """Mean tokens per step with a chain of this depth, the target's own token included."""
         return 1 + sum(self.reached)
 
     def facts(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """The attributes and the mean tokens per step, as a dict that JSON can hold."""
         return {"tokens_per_step": self.length, **asdict(self)}
 
 
 class AcceptanceSums:
-    """Accumulates an :class:`Acceptance`, one place of many drafts at a time. depth: tokens in a draft."""
+    """Sums up an :class:`Acceptance`, one place of many drafts at a time. depth: number of tokens in a draft."""
 
     def __init__(self, depth: int) -> None:
         self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0
 
     def begin(self, whole: Tensor) -> None:
-        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count, because all of their positions do."""
+        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count, because all their positions count."""
         self._drafts += int(whole.sum())
         self._place, self._whole, self._accepted = 0, whole, whole
 
     def add(self, scores: Tensor, right: Tensor, target: Tensor) -> None:
-        """Adds the next place of each draft.
+        """Adds the next place of every draft in the group. It is called once per place, in order.
 
         Args:
-            scores: ``[…, D]`` float32, the network's scores.
-            right: ``[…]`` bool, whether the best-scored token is the target's.
-            target: ``[…, D]``, the target's distributions.
+            scores: ``[…, D]`` float32, the network's logits.
+            right: ``[…]`` bool, whether the network's best token is the target's.
+            target: ``[…, D]``, the target's probabilities.
         """
         self._accepted = self._accepted & right
         overlap = torch.minimum(scores.softmax(-1), target).sum(-1) * self._whole
@@ -304,38 +297,27 @@ class AcceptanceSums:
 
 
 def train_head(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    out: Path,
-    run: Any,
-    make: Callable[[Texts, Texts], FeatureLearner],
-    write: Callable[[FeatureLearner, Mapping[str, Any]], str],
-    *,
-    goes_on: bool,
-    held: Sequence[str],
-    test: Sequence[str],
-    dtype: torch.dtype,
-    resume: bool,
-    checkpoint_minutes: float,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], out: Path, run: Any,
+    make: Callable[[Texts, Texts], FeatureLearner], write: Callable[[FeatureLearner, Mapping[str, Any]], str], *,
+    goes_on: bool, held: Sequence[str], test: Sequence[str], dtype: torch.dtype, resume: bool, checkpoint_minutes: float,
     console: Console | None,
-) -> dict[str, Any]:
-    """Trains a network with the model frozen, and writes it to `out` with a card.
+) -> dict[str, Any]:  # fmt: skip
+    """Trains a network for the frozen target `model`, and writes it to `out` with a card.
 
-    Arguments that are not listed are those of :func:`~decoders.training.draft_model.train_draft`.
+    Arguments that are not listed here are as in :func:`~decoders.training.draft_model.train_draft`.
 
     Args:
-        run: the recipe, with `rows` per step.
-        make: returns the learner, given the training text and the held-out text.
-        write: writes the network, given the learner and the figures; returns the card.
-        goes_on: whether the training of a network continues; a resumed run must then have started from the same weights.
-        test: text on which acceptance is measured at the end, for the card.
+        run: the recipe, which has `rows` per step.
+        make: takes the training text and the held-out text, and returns the learner.
+        write: takes the learner and the figures, writes the network, and returns the card.
+        goes_on: whether an earlier network is trained further; a resumed run must then have started from the same weights.
+        test: texts on which acceptance is measured at the end, for the card.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
-        TrainingError: too little text, or a checkpoint of another run.
+        TrainingError: there is too little text, or the checkpoint is of another run.
     """
     work = workplace(out, resume)
     store = TextStore(model, tokenizer, run, work, console)
@@ -351,7 +333,9 @@ def train_head(
         learner.begin()
     trainer = Trainer(learner, learner.run(identity))
     trainer.train("head", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
-    network.load_state_dict({name: tensor.to(dtype) for name, tensor in network.state_dict().items()})  # as written
+    network.load_state_dict(
+        {name: tensor.to(dtype) for name, tensor in network.state_dict().items()}
+    )  # rounded as in the file
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
         "parameters": sum(p.numel() for p in network.parameters()),
@@ -366,10 +350,10 @@ def train_head(
 
 
 def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
-    """The decoder layers whose outputs a network reads, counted from 0. run: the recipe, which chooses them.
+    """The decoder layers whose outputs a network reads, counted from 0. run: the recipe, which chooses the layers.
 
     Raises:
-        TrainingError: the model has no list of decoder layers. SettingsError: the model lacks a layer that the recipe names.
+        TrainingError: the target has no list of decoder layers. SettingsError: the target lacks a layer that the recipe names.
     """
     if not (count := len(decoder_layers(model))):
         raise TrainingError(
@@ -379,11 +363,11 @@ def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
 
 
 def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int = 1) -> LlamaConfig:
-    """The config of decoder layers that draft for `model`. Attention and rotary positions are the target's where its config names
-    them as Llama's does.
+    """The config of decoder layers that draft for the target `model`. Attention and rotary positions are as in the target, as far as
+    its config has Llama's field names.
 
     Args:
-        intermediate: width of their MLPs; None: the target's.
+        intermediate: width of the layers' MLPs; None: the target's.
     """
     text = model.config.get_text_config(decoder=True)
     vocab, hidden = model.get_output_embeddings().weight.shape
@@ -391,7 +375,7 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
     named: dict[str, Any] = {"rope_parameters": dict(rope)} if rope and "rope_theta" in rope else {}
     for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"):
         value = config_value(text, name)
-        if value is not None and not isinstance(value, tuple):  # a number, not a list: then all layers agree
+        if value is not None and not isinstance(value, tuple):  # a tuple has one value per layer
             named[name] = value
     # Llama's layer has no partial rotary positions.
     if (rope or {}).get("partial_rotary_factor", 1.0) != 1.0:
@@ -411,15 +395,15 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
 
 
 def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
-    """``D``, the size of the draft vocabulary. Raises SettingsError if it is larger than the model's."""
+    """The size ``D`` of the draft vocabulary. Raises SettingsError if it is larger than the target's vocabulary."""
     vocab = len(model.get_output_embeddings().weight)
     if named is not None and not 0 < named <= vocab:
-        raise SettingsError(f"{owner}: the draft vocabulary has 1 … {vocab} tokens, not {named}")
+        raise SettingsError(f"{owner}: the draft vocabulary must have 1 … {vocab} tokens, not {named}")
     return named or vocab
 
 
 def draft_vocabulary(ids: Tensor, size: int, vocab: int, always: Sequence[int] = ()) -> Tensor:
-    """``[D]`` int64, ascending: the `size` most frequent tokens of `ids`; the tokens of `always` are included."""
+    """The `size` most frequent tokens of `ids`, ``[D]`` int64, ascending. The tokens `always` are included."""
     counts = torch.bincount(ids.flatten(), minlength=vocab)
     counts[[token for token in always if token < vocab]] = ids.numel() + 1
     return counts.sort(descending=True, stable=True).indices[:size].sort().values

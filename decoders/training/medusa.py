@@ -1,8 +1,7 @@
-"""`train_medusa`: heads for a model, which stays frozen (Medusa-1), with the tree that suits them, in one resumable run.
+"""`train_medusa` trains heads for a frozen target (Medusa-1), and searches their tree, in one resumable run.
 
-The heads learn to predict tokens further ahead from the model's hidden states, which are kept on disk. The text comes from files; a
-share of the rows is continued by the model itself (self-distillation, section 2.3.2 of the paper), since decoding will ask the
-heads about the model's own text.
+The heads learn to predict tokens further ahead from the target's hidden states, which are kept on disk. The text comes from files. The
+target continues a share of the rows (section 2.3.2 of the paper), because in decoding the heads read text that the target wrote.
 """
 
 from __future__ import annotations
@@ -31,59 +30,48 @@ from .trainer import EpochLearner, Run, Trainer, warmup_cosine
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Label of a position without a known token, behind the end of a row or of the text.
+#: Label of a position whose right token is not known, for instance after the end of a row.
 UNKNOWN = -100
-#: Rows per pass of the model.
+#: Rows per pass of the target.
 ROWS = 32
 WARMUP_SHARE = 0.05
-#: Number of held-out positions on which accuracy is measured between steps.
+#: Most held-out positions on which accuracy is measured between steps.
 WATCHED = 8192
 #: Positions per pass of an evaluation.
 CHUNK = 1024
 
 
 def train_medusa(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    out: Path,
-    *,
-    run: HeadsTraining = HeadsTraining(),
-    held: Sequence[str] = (),
-    test: Sequence[str] = (),
-    tree: bool = True,
-    nodes: int = len(DEFAULT_TREE),
-    given: MedusaHeads | None = None,
-    dtype: torch.dtype = torch.float16,
-    resume: bool = True,
-    checkpoint_minutes: float = 1.0,
-    console: Console | None = None,
-) -> dict[str, Any]:
-    """Trains heads with the model frozen, searches their tree, and writes both to `out` with a card.
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], out: Path, *,
+    run: HeadsTraining = HeadsTraining(), held: Sequence[str] = (), test: Sequence[str] = (), tree: bool = True,
+    nodes: int = len(DEFAULT_TREE), given: MedusaHeads | None = None, dtype: torch.dtype = torch.float16,
+    resume: bool = True, checkpoint_minutes: float = 1.0, console: Console | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Trains heads for the frozen target `model`, searches their tree, and writes both to `out` with a card.
 
-    ``out/training`` holds hidden states and checkpoints until the run is complete. With `resume` an interrupted run continues from
-    there, and gives the weights of a run without interruption.
+    Until the run is complete, ``out/training`` holds hidden states and checkpoints. With `resume` an interrupted run continues from
+    there, and its weights are those of a run without interruption.
 
     Args:
         texts: training texts.
         run: settings of the heads and of their training.
-        held: held-out texts for early stopping and the tree, preferably texts that the model was not trained on. None: a twentieth
-            of `texts` is held out.
-        test: texts on which the heads are measured at the end, for the card. None: `held`.
-        tree: search a tree of `nodes` nodes on the held-out text; otherwise the default tree is used.
-        given: trained heads: only their tree is searched and their figures are measured.
-        nodes: see `tree`.
-        dtype: of the weights that are written.
-        resume: continue from the checkpoint in ``out/training``.
+        held: held-out texts for early stopping and the tree, preferably texts new to the target. Empty: a twentieth of `texts`.
+        test: texts on which the heads are measured at the end, for the card. Empty: only the held-out texts are measured.
+        tree: whether a tree is searched on the held-out text; otherwise the heads have the default tree.
+        nodes: number of nodes in the searched tree.
+        given: trained heads: only their tree is searched and their figures are measured. None: heads are trained.
+        dtype: dtype of the written weights.
+        resume: whether to continue from the checkpoint in ``out/training``.
         checkpoint_minutes: minutes between checkpoints.
         console: where progress is shown; None: nowhere.
 
-        The figures: head accuracies (top 1 and top 5) on the files' text and on the model's own, mean accepted lengths of
-        the trees, seconds of training (the text and its hidden states come before).
+    Returns:
+        The figures: the heads' accuracies (top 1 and top 5) on text of files and on text that the target wrote, mean tokens per step
+        with the trees, and seconds of training without preparation of text and hidden states.
 
     Raises:
-        TrainingError: too little text, or a checkpoint of another run.
-        SettingsError: `given` is for another model.
+        TrainingError: there is too little text, or the checkpoint is of another run.
+        SettingsError: the sizes of `given` differ from the target's.
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
     config_of(run, hidden, vocab)  # wrong settings are reported before hours of work
@@ -139,7 +127,7 @@ def train_medusa(
 
 
 class _TextSet:
-    """Text for training or for judging, with its hidden states, in files whose names start with `file`."""
+    """Text for training or for measuring, with its hidden states, in files whose names begin with `file`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
@@ -160,15 +148,13 @@ class _TextSet:
         self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(model))
 
     def examples(self, rows: Tensor | None = None) -> Examples:
-        """All positions, or the positions of some rows. rows: ``[W]`` bool."""
+        """The examples at all positions, or at the positions of some rows. rows: ``[W]`` bool."""
         if rows is None:
             return Examples.of(self.hidden, self.labels)
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """For text of files and for the model's own text: accuracies, and the ranks at positions where the right token of every
-        head is known.
-        """
+        """Accuracies, and ranks at positions where all right tokens are known, for text of files and for text that the target wrote."""
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))
@@ -178,10 +164,10 @@ class _TextSet:
 
 
 def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
-    """``[W, T, K]`` int64: the token that head k should predict at each position, k + 2 tokens further on.
+    """The token that head k should predict at each position, ``[W, T, K]`` int64: the token k + 2 positions later.
 
-    The next token is predicted by the output head. Tokens behind the row are unknown. So are tokens that the model wrote after an
-    end of sequence, which decoding never reaches.
+    The output head predicts the next token, so head 0 predicts the token after it. Tokens after the row are unknown. Tokens that the
+    target wrote after an end of sequence count as unknown, too, because decoding stops there.
     """
     ids, (w, t) = texts.ids, texts.ids.shape
     labels = torch.full((w, t, heads), UNKNOWN)
@@ -192,16 +178,16 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # The prompt of a row that the model wrote does not count.
+    # In a row that the target continued, the prompt does not count.
     in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
     labels[in_prompt] = UNKNOWN
     return labels
 
 
 class HiddenStates:
-    """The inputs of the output head, ``[W, T, H]``, computed row by row into a file that is mapped into memory.
+    """The inputs of the output head, ``[W, T, H]``, computed in batches of rows into a file that is mapped into memory.
 
-    Interrupted work continues with the next row. The file takes ``W·T·H`` numbers of `dtype`.
+    Interrupted work continues with the next batch. The file holds ``W·T·H`` numbers of `dtype`.
     """
 
     def __init__(self, file: Path, texts: Texts, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -224,9 +210,9 @@ class HiddenStates:
         return done if self.file.exists() and note == self._identity else 0
 
     def fill(self, progress: Progress = lambda rows: None) -> None:
-        """Runs the model over the rows that are left."""
+        """Runs the target over the rows that are left."""
         model, seen = self.model, list[Tensor]()
-        # Recorded at the head's input, so the names and norms of a design's hidden states do not matter.
+        # The input of the output head is recorded, because designs differ in the names and norms of their hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
             with evaluating(model):
@@ -246,9 +232,9 @@ class Examples:
     """Training examples: positions with hidden states and labels.
 
     Attributes:
-        hidden: ``[P, H]``, a mapped file.
+        hidden: ``[P, H]``, the hidden states, in a mapped file.
         labels: ``[P, K]``, the right token of each head.
-        known: ``[Q]``, the positions with at least one known label.
+        known: ``[Q]``, the indices of positions with at least one known label.
     """
 
     hidden: Tensor
@@ -257,14 +243,14 @@ class Examples:
 
     @staticmethod
     def of(hidden: Tensor, labels: Tensor) -> Examples:
-        """hidden: ``[W, T, H]``, labels: ``[W, T, K]``."""
+        """The examples of rows. hidden: ``[W, T, H]``, labels: ``[W, T, K]``."""
         labels = labels.flatten(0, 1)
         return Examples(hidden.flatten(0, 1), labels, (labels != UNKNOWN).any(-1).nonzero()[:, 0])
 
 
 @dataclass(frozen=True)
 class Head:
-    """The model's output projection, which all heads share.
+    """The target's output head, which all Medusa heads share.
 
     Attributes:
         weight: ``[V, H]``.
@@ -276,7 +262,7 @@ class Head:
 
 
 def config_of(training: HeadsTraining, hidden_size: int, vocab_size: int) -> HeadsConfig:
-    """The shape of the heads for a model of these sizes."""
+    """The shape of the heads for a target of these sizes."""
     return HeadsConfig(
         heads=training.heads, layers=training.layers, projection=training.projection, rank=training.rank,
         hidden_size=hidden_size, vocab_size=vocab_size,
@@ -287,7 +273,7 @@ class HeadsLearner(EpochLearner):
     """Heads and their optimizer.
 
     Args:
-        head: the model's output projection.
+        head: the target's output head.
         train: training positions.
         held_out: held-out positions; scores are computed on at most :data:`WATCHED` of them.
     """
@@ -307,11 +293,11 @@ class HeadsLearner(EpochLearner):
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of these heads. identity: fingerprints of text and model, which a checkpoint must have as well."""
+        """The :class:`Run` of these heads. identity: fingerprints of text and target, which a checkpoint must have, too."""
         return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:
-        """One head at a time, because the scores of all heads at once are large."""
+        """As :meth:`Learner.learn`. It trains one head at a time, because the logits of all heads together are large."""
         positions = self.train.known[self.examples_of(step)]
         device = self.head.weight.device
         hidden = self.train.hidden[positions].to(device).float()
@@ -336,9 +322,7 @@ class HeadsLearner(EpochLearner):
 
 @torch.no_grad()
 def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
-    """``[Q, K]`` int64: the rank of the right token among each head's scores, 0 for the best; -1 where the right token is not
-    known.
-    """
+    """The rank of the right token among each head's tokens, ``[Q, K]`` int64, 0 for the best; -1 if the right token is not known."""
     chunks = []
     for positions in examples.known.split(CHUNK):
         hidden, labels = examples.hidden[positions].to(head.weight.device), examples.labels[positions]
@@ -353,7 +337,7 @@ def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
 
 
 def accuracies(ranks: Tensor, among: int = 1) -> list[float]:
-    """Per head, how often the right token is among its best `among` draft tokens."""
+    """For each head, how often the right token is among its `among` best tokens."""
     known = (ranks >= 0).sum(0).clamp(min=1)
     return (((ranks >= 0) & (ranks < among)).sum(0) / known).tolist()
 

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Advance(Protocol):
-    """Moves a progress bar on by `count`; `note` is shown beside it."""
+    """Advances a progress bar by `count`, and shows `note` beside it."""
 
     def __call__(self, count: int, note: str = "") -> None: ...
 
 
 @contextmanager
 def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """A progress bar from `done` to `total` with the remaining time. None is shown without a console, or if nothing is left to do."""
+    """A progress bar from `done` to `total` with the remaining time. It is not shown without a console, or if all work is done."""
     if console is None or done >= total:
         yield lambda count, note="": None
         return
@@ -45,7 +45,7 @@ def progress_bar(console: Console | None, description: str, total: int, done: in
 
 
 class Pace:
-    """Loss and speed, smoothed over about twenty steps.
+    """The loss and the speed of training, smoothed over about twenty steps.
 
     Args:
         positions: number of tokens or positions that a step learns from.

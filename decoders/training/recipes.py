@@ -1,4 +1,4 @@
-"""How heads and draft models are trained, as plain settings: nothing here imports torch."""
+"""The settings of training heads and draft models. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Recipe:
     Attributes:
         tokens: greatest number of training tokens.
         length: tokens per row.
-        own_share: share of the rows that the model continues itself after their first quarter.
+        own_share: share of the rows that the target itself continues after their first quarter.
         epochs: most passes over the examples.
         rate: peak learning rate.
-        bf16: compute in bfloat16; the trained weights are float32.
-        checks: how many times per epoch the held-out scores are measured.
-        patience: checks without a gain before training stops.
+        bf16: whether to compute in bfloat16; the trained weights are float32.
+        checks: number of times per epoch that the held-out scores are measured.
+        patience: number of checks without a gain after which training stops.
         seed: seed of the initial weights and of the order of the data.
     """
 
@@ -39,16 +39,16 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsTraining(Recipe):
-    """Settings of Medusa heads and of their training. Attributes that are not listed are those of :class:`Recipe`.
+    """Settings of Medusa heads and of their training. Further attributes are in :class:`Recipe`.
 
     Attributes:
         heads: number of heads.
-        layers: residual blocks of each head.
-        projection: to the vocabulary: tied, low_rank or full.
-        rank: of projection low_rank.
-        tokens: greatest number of training tokens, whose hidden states are kept on disk.
+        layers: number of residual blocks in each head.
+        projection: each head's projection to the vocabulary: tied, low_rank or full.
+        rank: rank of the projection low_rank.
+        tokens: greatest number of training tokens; their hidden states are kept on disk.
         batch: positions per step.
-        decay: weight of head k's loss is ``decay ** k`` (the paper's λ_k).
+        decay: head k's loss has the weight ``decay ** k`` (the paper's λ_k).
     """
 
     heads: int = 4
@@ -64,16 +64,16 @@ class HeadsTraining(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTraining(Recipe):
-    """Settings of an EAGLE-3 head and of its training. Attributes that are not listed are those of :class:`Recipe`.
+    """Settings of an EAGLE-3 head and of its training. Further attributes are in :class:`Recipe`.
 
     Attributes:
         depth: number of drafted tokens that training simulates; the head's outputs are fed back ``depth - 1`` times.
-        layers: decoder layers of the target whose outputs are read, -1 is the last; None: see :func:`default_layers`.
+        layers: decoder layers of the target whose outputs are read, -1 is the last; None: :func:`default_layers`.
         intermediate: width of the layer's MLP; None: the target's.
-        draft_vocab: tokens that the head can propose, the most frequent ones of the data; None: all.
+        draft_vocab: number of tokens that the head can propose, the most frequent tokens of the text; None: all.
         rows: rows per step.
-        chains: share of the positions at which more than one token is simulated, drawn anew in every step.
-        decay: weight of the loss at simulated token k is ``decay ** k``.
+        chains: share of the positions at which more than one token is simulated; the positions are drawn anew in every step.
+        decay: the loss at simulated token k has the weight ``decay ** k``.
     """
 
     depth: int = 5
@@ -90,10 +90,10 @@ class HeadTraining(Recipe):
             raise SettingsError(f"eagle3: rows of {self.length} tokens have no room for {self.depth} simulated tokens")
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers that are read of a target with `count`, counted from 0.
+        """The layers that the head reads of a target with `count` layers, counted from 0.
 
         Raises:
-            SettingsError: the target has no such layer.
+            SettingsError: the target lacks one of the layers.
         """
         layers = default_layers(count) if self.layers is None else self.layers
         if not layers or not all(-count <= layer < count for layer in layers):
@@ -103,19 +103,19 @@ class HeadTraining(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTraining(Recipe):
-    """Settings of a block draft model and of its training. Attributes that are not listed are those of :class:`Recipe`.
+    """Settings of a block draft model and of its training. Further attributes are in :class:`Recipe`.
 
     Attributes:
         block: number of tokens that are drafted in one pass.
-        depth: number of its decoder layers.
-        layers: decoder layers of the target whose outputs are read; None: three, spread over all but the last.
-        intermediate: width of its layers' MLPs; None: the target's.
-        rank: rank of the bias that the head adds by the token before (DSpark); 0: no head.
-        head: what the bias depends on. vanilla: the token before; rnn: all tokens before and the network's state at the place.
-        draft_vocab: tokens that it can propose, the most frequent ones of the data; None: all.
+        depth: number of the draft model's decoder layers.
+        layers: decoder layers of the target whose outputs are read; None: three, spread over all layers but the last.
+        intermediate: width of the MLPs in the draft model's layers; None: the target's.
+        rank: rank of the bias that the head adds (DSpark); 0: no head.
+        head: which inputs the bias has. vanilla: the token before; rnn: all tokens before, and the network's state at the place.
+        draft_vocab: number of tokens that the draft model can propose, the most frequent tokens of the text; None: all.
         rows: rows per step.
-        blocks: share of a row's positions at which a block begins, drawn anew in every step.
-        decay: weight of the loss at a block's place k is ``decay ** k``.
+        blocks: share of a row's positions at which a block begins; the positions are drawn anew in every step.
+        decay: the loss at a block's place k has the weight ``decay ** k``.
     """
 
     block: int = 8
@@ -132,16 +132,18 @@ class BlockTraining(Recipe):
 
     def __post_init__(self) -> None:
         if self.head not in ("vanilla", "rnn"):
-            raise SettingsError(f"dflash: a head is vanilla or rnn, not {self.head!r}")
+            raise SettingsError(f"dflash: the head must be vanilla or rnn, not {self.head!r}")
         if not 2 <= self.block <= self.length // 2:
-            raise SettingsError(f"dflash: a block has 2 … {self.length // 2} tokens, half a row, not {self.block}")
+            raise SettingsError(
+                f"dflash: a block must have 2 … {self.length // 2} tokens (half a row), not {self.block}"
+            )
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers that are read of a target with `count`, counted from 0.
+        """The layers that the draft model reads of a target with `count` layers, counted from 0.
 
         Raises:
-            SettingsError: the target lacks the layer, or it is the last layer, whose output is taken before the norm by some
-                engines and after it by others.
+            SettingsError: the target lacks one of the layers, or one is the last layer: some inference engines take its output before
+                the final norm, and others after it.
         """
         layers = self.layers
         if layers is None:
@@ -149,28 +151,28 @@ class BlockTraining(Recipe):
             layers = tuple(sorted({first, (first + last + 1) // 2, last}))
         if count < 2 or not layers or not all(0 <= layer % count < count - 1 and layer >= -count for layer in layers):
             raise SettingsError(
-                f"dflash: layers must lie in 0 … {count - 2} (engines differ in what they take as the last one's output), not "
-                f"{', '.join(map(str, layers))}"
+                f"dflash: layers must lie in 0 … {count - 2} (inference engines differ in what they take as the last layer's output), "
+                f"not {', '.join(map(str, layers))}"
             )
         return tuple(layer % count for layer in layers)
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer, as the authors choose; in shallow models upper layers take the place of lower ones."""
+    """A low, a middle and a high layer: the authors' choice for 12 layers or more, and higher layers for shallower targets."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTraining(Recipe):
-    """Settings of a draft model and of its training. Attributes that are not listed are those of :class:`Recipe`.
+    """Settings of a draft model and of its training. Further attributes are in :class:`Recipe`.
 
     Attributes:
-        origin: ``layers``: some of the target's own layers with its embedding and head (pruning); ``scratch``: a model of the
+        origin: ``layers``: some of the target's own layers with its embedding and output head (pruning); ``scratch``: a model of the
             target's class with random weights.
         count: number of layers of the draft model; None: a sixth of the target's.
-        keep: which of the target's layers, instead of `count`; -1 is the last.
-        hidden: hidden size of a model from scratch; None: about a quarter of the target's. Heads keep their size.
-        rows: per step.
+        keep: the target's layers that are kept, instead of `count`; -1 is the last.
+        hidden: hidden size of a model from scratch; None: about a quarter of the target's. Attention heads keep their size.
+        rows: rows per step.
     """
 
     origin: Origin = "layers"
@@ -181,23 +183,23 @@ class DraftTraining(Recipe):
 
     def __post_init__(self) -> None:
         if self.origin not in ("layers", "scratch"):
-            raise SettingsError(f"a draft model is made from layers or from scratch, not from {self.origin!r}")
+            raise SettingsError(f"the origin of a draft model must be 'layers' or 'scratch', not {self.origin!r}")
         if self.keep is not None and (self.count is not None or self.origin == "scratch"):
-            raise SettingsError("keep names layers of the target: it goes with origin 'layers', and without count")
+            raise SettingsError("keep names layers of the target: it needs origin 'layers', and excludes count")
         if self.hidden is not None and self.origin == "layers":
-            raise SettingsError("the target's own layers keep their size: hidden goes with origin 'scratch'")
+            raise SettingsError("hidden needs origin 'scratch', because the target's own layers keep their size")
         if self.count is not None and self.count < 1:
             raise SettingsError(f"a draft model has 1 or more layers, not {self.count}")
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """Which layers of a target with `count` are kept, counted from 0: spread evenly, the first and the last among them.
+        """The layers that are kept of a target with `count` layers, counted from 0: `keep`, or layers spread evenly over the target.
 
         Raises:
-            SettingsError: the target has no such layers.
+            SettingsError: the target lacks one of the layers.
         """
         if self.keep is not None:
             if not self.keep or not all(-count <= layer < count for layer in self.keep):
-                raise SettingsError(f"layers to keep lie in 0 … {count - 1}, not {', '.join(map(str, self.keep))}")
+                raise SettingsError(f"layers to keep must lie in 0 … {count - 1}, not {', '.join(map(str, self.keep))}")
             return tuple(layer % count for layer in self.keep)
         kept = self.count_of(count)
         if kept > count:
@@ -205,19 +207,19 @@ class DraftTraining(Recipe):
         return tuple(round(i * (count - 1) / (kept - 1)) for i in range(kept)) if kept > 1 else (0,)
 
     def count_of(self, count: int) -> int:
-        """Layers of a draft model for a target with `count`."""
+        """The number of layers of a draft model for a target with `count` layers."""
         return self.count or max(1, round(count / 6))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How ``speculative`` is run for the card of a draft model.
+    """Settings of the calls of ``speculative`` that are measured for the card of a draft model.
 
     Attributes:
-        length: tokens that are drafted in a step.
-        prompts: beginnings of held-out text that are continued.
-        new_tokens: written after each.
-        seed: of the sampled text.
+        length: number of tokens that are drafted in a step.
+        prompts: number of prompts, which are beginnings of held-out text.
+        new_tokens: number of new tokens after each prompt.
+        seed: seed of the sampled text.
     """
 
     length: int = 5

@@ -1,4 +1,4 @@
-"""Training text: files cut into rows of tokens, and rows that a model continues itself."""
+"""Training text: rows of tokens from files, and rows that the target itself continues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
-#: Rows that the model continues in one batch.
+#: Rows that the target continues in one batch.
 ROWS = 32
-#: Share of the text that is held out for early stopping and the figures.
+#: Share of the text that is held out, for early stopping and the figures.
 HELD_OUT_SHARE = 0.05
-#: Share of a row that is the prompt when the model continues it.
+#: In a row that the target continues, the share that is the prompt.
 PROMPT_SHARE = 0.25
-#: Fewest rows that are held out or tested on.
+#: Least number of rows that are held out or tested.
 LEAST_ROWS = 4
 Progress = Callable[[int], None]
 
@@ -42,7 +42,7 @@ class Texts:
 
     Attributes:
         ids: ``[W, T]`` int64.
-        own: ``[W]``, the first position of each row that the model wrote; T if it wrote none.
+        own: ``[W]``, the first position of each row that the target wrote; T if it wrote none.
     """
 
     ids: Tensor
@@ -55,24 +55,24 @@ class Texts:
         return Texts(self.ids[first:last], self.own[first:last])
 
     def chosen(self, rows: Tensor) -> Texts:
-        """Some of the rows. rows: indices, or a bool for each row."""
+        """Some of the rows. rows: the rows' indices, or a bool for each row."""
         return Texts(self.ids[rows], self.own[rows])
 
     def kinds(self) -> dict[str, Tensor]:
-        """``[W]`` bool for each kind of row that exists: ``text``, rows of files; ``own``, rows that the model continued."""
+        """The rows of each kind that exists, as ``[W]`` bool: ``text``, rows of files; ``own``, rows that the target continued."""
         own = self.own < self.ids.shape[1]
         return {kind: rows for kind, rows in (("text", ~own), ("own", own)) if rows.any()}
 
     def by_kind(self, judge: Callable[[Texts], T]) -> dict[str, T]:
-        """The result of `judge` for the rows of each of :meth:`kinds`."""
+        """The result of `judge` for the rows of each kind, see :meth:`kinds`."""
         return {kind: judge(self.chosen(rows)) for kind, rows in self.kinds().items()}
 
 
 def read_files(paths: Sequence[Path]) -> list[str]:
-    """The texts of files, and of all files in folders; files that are not UTF-8 are left out.
+    """The texts of files, and of all files in folders. Files that are not UTF-8 are left out.
 
     Raises:
-        TrainingError: a path that does not exist, or no text at all.
+        TrainingError: a path does not exist, or there is no text at all.
     """
     texts = []
     for path in paths:
@@ -91,17 +91,17 @@ def read_files(paths: Sequence[Path]) -> list[str]:
 
 
 def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int, rows: int, seed: int) -> Tensor:
-    """At most `rows` windows of `length` tokens, ``[W, T]`` int64, in random order; texts are joined by the end token.
+    """At most `rows` rows of `length` tokens, ``[W, T]`` int64, in random order. An end-of-sequence token separates texts.
 
     Raises:
-        TrainingError: the texts fill no window.
+        TrainingError: the texts do not fill one row.
     """
     generator = torch.Generator().manual_seed(seed)
     shuffled = list(texts)
     shuffled = [shuffled[i] for i in torch.randperm(len(shuffled), generator=generator).tolist()]
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     stream: list[int] = []
-    # Only as many windows as are needed; the order of the files is random already.
+    # Reads only as many texts as fill the rows; the order of the texts is random already.
     for text in shuffled:
         stream += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
         if len(stream) >= rows * length:
@@ -116,7 +116,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """A copy of `ids` in which the model has greedily continued the first `prompt` tokens of each of the first `share` of the rows."""
+    """A copy of `ids`, of whose rows the model has continued the first `share`, greedily after their first `prompt` tokens."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
@@ -134,8 +134,8 @@ def own_texts(
 
 
 def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
-    """``[B, T]`` bool, the positions that count: all of text of files; in the model's own text from the prompt's last token to its
-    end.
+    """The positions that count, ``[B, T]`` bool: in rows of files all positions; in rows that the target continued, the positions from
+    the prompt's last token to before the end of sequence.
     """
     ids, own = texts.ids, texts.own[:, None]
     positions = torch.arange(ids.shape[1])
@@ -145,7 +145,7 @@ def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
 
 
 def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
-    """(texts to learn from, texts held out); a single text is cut."""
+    """Splits texts into training texts and held-out texts; a single text is cut in two."""
     if len(texts) == 1:
         cut = int((1 - HELD_OUT_SHARE) * len(texts[0]))
         return [texts[0][:cut]], [texts[0][cut:]]
@@ -157,7 +157,7 @@ def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Puts `model` into evaluation mode without gradients, and restores its mode at the end."""
+    """Runs the block with `model` in evaluation mode and without gradients, and restores the model's mode at the end."""
     training = model.training
     try:
         with torch.no_grad():
@@ -168,7 +168,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def workplace(out: Path, resume: bool) -> Path:
-    """The folder in which a run that writes to `out` keeps its state; emptied at the start unless the run is resumed."""
+    """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed."""
     work = out / "training"
     if not resume:
         shutil.rmtree(work, ignore_errors=True)
@@ -183,25 +183,25 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def stop_tokens(model: PreTrainedModel) -> list[int]:
-    """End-of-sequence ids of the model's generation config."""
+    """The end-of-sequence ids in the model's generation config."""
     stops: Any = model.generation_config.eos_token_id
     return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
 
 
 def held_out_rows(rows: int) -> int:
-    """How many rows are held out if `rows` are trained on."""
+    """The number of rows that are held out beside `rows` training rows."""
     return max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
 
 
 @dataclass(frozen=True)
 class TextStore:
-    """Training rows and held-out rows. A share of them is continued by the model; these are kept on disk until the run is complete.
+    """Makes training rows and held-out rows. The target continues a share of them; all are kept on disk until the run is complete.
 
     Attributes:
-        model: the model that continues rows.
-        tokenizer: its tokenizer.
-        recipe: how long rows are, what share of them `model` continues, and the seed of the order of the texts.
-        folder: where the continued rows are kept.
+        model: the target, which continues rows.
+        tokenizer: the target's tokenizer.
+        recipe: has the length of rows, the share of rows that the target continues, and the seed of the order of the texts.
+        folder: where rows are kept.
         console: where progress is shown.
     """
 
@@ -213,14 +213,14 @@ class TextStore:
 
     @cached_property
     def model_digest(self) -> str:
-        """:func:`digest` of the model, computed once, since its weights do not change during a run."""
+        """The :func:`digest` of the target, computed once, because its weights do not change during a run."""
         return digest(self.model)
 
     def learnt_and_held(self, texts: Sequence[str], held: Sequence[str], count: int) -> tuple[Texts, Texts]:
-        """At most `count` training rows, and held-out rows: of `held`, or else of a part of `texts`.
+        """At most `count` training rows from `texts`, and held-out rows from `held`. Without `held`, a part of `texts` is held out.
 
         Raises:
-            TrainingError: too little text.
+            TrainingError: there is too little text.
         """
         learnt, judged = (list(texts), list(held)) if held else hold_out(texts, self.recipe.seed)
         rows = self.rows("held", judged, held_out_rows(count))
@@ -232,11 +232,11 @@ class TextStore:
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`. Rows that the model continued earlier under `name` are read from disk if model and texts
-        are the same.
+        """At most `count` rows of `texts`, some of them continued by the target. If target and texts are the same as earlier under
+        `name`, the rows are read from disk.
 
         Raises:
-            TrainingError: the texts fill no row.
+            TrainingError: the texts do not fill one row.
         """
         ids, share = self.texts(texts, count), self.recipe.own_share
         file = self.folder / f"{name}.pt"
@@ -252,5 +252,5 @@ class TextStore:
         return rows
 
     def texts(self, texts: Iterable[str], count: int) -> Tensor:
-        """At most `count` rows of `texts`, ``[W, T]`` int64, without continuations; see :func:`rows_of_text`."""
+        """At most `count` rows of `texts`, ``[W, T]`` int64, none of them continued; see :func:`rows_of_text`."""
         return rows_of_text(self.tokenizer, texts, self.recipe.length, count, self.recipe.seed)

@@ -1,4 +1,4 @@
-"""One training run: the loop over optimizer steps, its checkpoints, and the schedules, optimizers and loss that trainings share."""
+"""A training run: the loop over optimizer steps, checkpoints, and the schedules, optimizers and loss that all trainings share."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Length, learning rate and checks of a training run.
+    """The length, the learning rate and the checks of a training run.
 
     Attributes:
-        steps: optimizer steps of a run that is not stopped early.
-        rate: learning rate by step.
-        identity: settings and fingerprints of data and model, JSON-safe; a checkpoint is resumed only if it has the same.
+        steps: number of optimizer steps, if the run is not stopped early.
+        rate: takes the number of a step, and returns its learning rate.
+        identity: settings and fingerprints of data and model, JSON-safe; a checkpoint is resumed only if it has the same identity.
         clip: greatest norm of the gradients; None: no clipping.
-        check_every: steps between checks of the held-out scores; the last step is checked, too. None: no checks.
-        patience: checks without a better score before training stops.
+        check_every: number of steps between checks of the held-out scores; the last step is checked, too. None: no checks.
+        patience: number of checks without a better score after which training stops; None: it does not stop early.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class Learner(ABC):
 
     Attributes:
         model: the model whose weights are trained.
-        optimizers: stepped once per step; together they hold the model's parameters.
+        optimizers: each makes one update per step; together they have all parameters of the model.
         positions: number of tokens or positions that a step learns from, for the speed that is shown.
     """
 
@@ -61,24 +61,24 @@ class Learner(ABC):
     def learn(self, step: int) -> Tensor:
         """Adds the gradients of one step to the model's parameters, and returns the loss, a scalar.
 
-        The data of a step depends on the seed and on `step` alone, so a resumed run equals a run without interruption.
+        The data of a step depend only on the seed and on `step`, so that a resumed run equals a run without interruption.
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data. The weights with the greatest mean are kept. Runs with checks need at least one accuracy."""
+        """Accuracies on held-out data. The weights with the greatest mean are kept. If runs have checks, there must be at least one."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
-        """`scores` as text, for the console's line after a check."""
+        """`scores` as text, for the line that the console shows after a check."""
         return ", ".join(f"{score:.1%}" for score in scores)
 
 
 class EpochLearner(Learner):
-    """A learner that shuffles its examples anew in every epoch.
+    """A learner whose examples are shuffled anew in every epoch.
 
     Args:
         examples: number of examples.
-        per_step: number of examples per step; a rest at the end of an epoch is left out.
+        per_step: number of examples per step; examples at the end of an epoch that do not fill a step are left out.
     """
 
     def __init__(self, recipe: Recipe, examples: int, per_step: int) -> None:
@@ -90,7 +90,7 @@ class EpochLearner(Learner):
         return max(1, self._examples // self._per_step)
 
     def examples_of(self, step: int) -> Tensor:
-        """``[per_step]`` int64, the examples of a step, which depend on the seed and on `step` alone."""
+        """The indices of a step's examples, ``[per_step]`` int64. They depend only on the seed and on `step`."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + epoch)
@@ -103,9 +103,10 @@ class EpochLearner(Learner):
         """The :class:`Run` of this learner.
 
         Args:
-            schedule: the learning rate by step, with `shape`: :func:`warmup_stable_decay` or :func:`warmup_cosine`.
+            schedule: :func:`warmup_stable_decay` or :func:`warmup_cosine`.
             identity: fingerprints of data and model.
-            clip: greatest norm of the gradients.
+            clip: greatest norm of the gradients; None: no clipping.
+            shape: further arguments of `schedule`.
         """
         recipe, steps = self._recipe, self._recipe.epochs * self.steps_per_epoch
         return Run(
@@ -124,8 +125,8 @@ class Step:
 
     Attributes:
         done: number of steps done so far.
-        loss: this step's loss.
-        seconds: this step's duration without the check.
+        loss: loss of this step.
+        seconds: duration of this step without the check.
         scores: held-out scores, if they were measured after this step.
     """
 
@@ -136,14 +137,14 @@ class Step:
 
 
 class Trainer:
-    """The state of one run, which a checkpoint holds: model, optimizers, step count and best weights.
+    """The state of one run, which checkpoints hold: model, optimizers, number of steps and best weights.
 
     Attributes:
         step: number of optimizer steps done.
         seconds: duration of the steps and checks so far, over all sessions of the run.
         best: weights with the best mean score so far; None in a run without checks.
-        best_score: that mean score.
-        checks_since_best: number of checks since then.
+        best_score: the mean score of `best`.
+        checks_since_best: number of checks since `best` was found.
     """
 
     def __init__(self, learner: Learner, run: Run) -> None:
@@ -154,27 +155,20 @@ class Trainer:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is over: all steps done, or `patience` checks without a gain."""
+        """Whether the run is over: all steps are done, or `patience` checks have passed without a gain."""
         patience = self.run.patience
         return self.step >= self.run.steps or (patience is not None and self.checks_since_best >= patience)
 
     def train(
-        self,
-        name: str,
-        checkpoint: Path,
-        *,
-        resume: bool = True,
-        checkpoint_minutes: float = 1.0,
-        console: Console | None = None,
-        on_checkpoint: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Trains to the end and writes a final checkpoint. With `resume` it starts from the last checkpoint, if there is one.
-
-        A console shows a progress bar, and a line after each check and checkpoint.
+        self, name: str, checkpoint: Path, *, resume: bool = True, checkpoint_minutes: float = 1.0,
+        console: Console | None = None, on_checkpoint: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Trains to the end and writes a final checkpoint. With `resume` it begins at the last checkpoint, if there is one.
 
         Args:
             name: name of the trained network, for the progress bar.
-            on_checkpoint: called after every checkpoint but the final one.
+            console: shows a progress bar, and a line after each check and checkpoint.
+            on_checkpoint: called after every checkpoint except the final one.
 
         Raises:
             TrainingError: the checkpoint is of another run.
@@ -191,13 +185,13 @@ class Trainer:
                 if time.monotonic() - saved > 60 * checkpoint_minutes:
                     self.save(checkpoint)
                     on_checkpoint()
-                    if console is not None:  # for logs, where a live bar cannot be drawn
+                    if console is not None:  # a log file cannot show the progress bar
                         console.log(f"{name}: step {step.done} of {self.run.steps}, {pace}")
                     saved = time.monotonic()
         self.save(checkpoint)
 
     def steps(self) -> Iterator[Step]:
-        """Trains to the end of the run and yields each step's result. Afterwards the model has the best weights."""
+        """Trains to the end of the run, and yields the result of each step. Afterwards the model has the best weights."""
         run, model = self.run, self.learner.model
         model.train()
         while not self.stopped:
@@ -217,7 +211,7 @@ class Trainer:
         model.eval()
 
     def _update(self) -> None:
-        """One update of all optimizers; clears the gradients."""
+        """Lets all optimizers make one update, and clears the gradients."""
         if self.run.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.learner.model.parameters(), self.run.clip)
         rate = self.run.rate(self.step)
@@ -228,7 +222,7 @@ class Trainer:
             optimizer.zero_grad()
 
     def _note(self, score: float) -> None:
-        """Keeps the current weights if `score` beats all earlier scores."""
+        """Keeps the present weights if `score` is greater than all earlier scores."""
         if score > self.best_score:
             self.best_score, self.checks_since_best = score, 0
             self.best = self._weights()
@@ -239,7 +233,7 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the whole state, loadable with ``weights_only``. An interrupted write leaves the earlier checkpoint intact."""
+        """Writes the whole state, so that torch loads it with ``weights_only``. An interrupted write keeps the earlier checkpoint."""
         state = {
             "identity": dict(self.run.identity),
             "step": self.step,
@@ -258,8 +252,7 @@ class Trainer:
         """Loads a checkpoint, to continue its run.
 
         Raises:
-            TrainingError: the checkpoint belongs to a run with other settings, other data or another model, or to an earlier
-                version.
+            TrainingError: the checkpoint belongs to a run with other settings, other data or another model, or to an earlier version.
         """
         device = next(self.learner.model.parameters()).device
         state = torch.load(checkpoint, weights_only=True, map_location=device)
@@ -279,9 +272,9 @@ class Trainer:
 
 
 def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int, decay_share: float) -> float:
-    """Warm-up, stable, linear decay to zero over the last `decay_share` of the steps.
+    """The learning rate: it rises over `warmup_steps`, stays at `peak`, and falls to zero over the last `decay_share` of the steps.
 
-    The stable part does not depend on `steps`, so a run can be resumed with another length; it then decays earlier or later.
+    Before the decay it does not depend on `steps`, so a run can be resumed with another length.
     """
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, (steps - step) / max(1.0, decay_share * steps))
@@ -289,7 +282,7 @@ def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int
 
 
 def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) -> float:
-    """Warm-up over the first `warmup_share` of the steps, and half a cosine down to zero over all of them."""
+    """The learning rate: half a cosine from `peak` to zero over all steps, lowered in the first `warmup_share` of the steps."""
     warmup = min(1.0, (step + 1) / max(1.0, warmup_share * steps))
     return peak * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 
@@ -297,8 +290,8 @@ def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) ->
 def muon_and_adamw(
     model: nn.Module, rate: float, outer: Iterable[Tensor], decay: float = 0.01
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for all other parameters. Muon's updates are scaled to AdamW's, so one learning rate
-    serves both.
+    """The optimizers: Muon for the hidden matrices, AdamW for all other parameters. Muon's updates are scaled to the size of AdamW's,
+    so that both use one learning rate.
 
     Args:
         outer: embeddings and output matrices, for which Muon is not defined.
@@ -318,11 +311,12 @@ def muon_and_adamw(
 
 @torch.no_grad()
 def soft_cross_entropy(scores: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ weights · CE(target, softmax(scores))`` and its gradient with respect to `scores`, in few passes over the large tensors.
+    """The loss ``Σ weights · CE(target, softmax(scores))``, and its gradient with respect to `scores`.
 
     Args:
-        scores, target: ``[B, S, D]`` float32, target a distribution.
-        weights: ``[B, S]``.
+        scores: ``[B, S, D]`` float32, logits.
+        target: ``[B, S, D]`` float32, probabilities.
+        weights: ``[B, S]``, weight of each position.
     """
     right = torch.matmul(target[..., None, :], scores[..., None])[..., 0, 0]
     loss = (weights * (scores.logsumexp(-1) - right)).sum()

@@ -91,7 +91,7 @@ class TreeTensors:
             depth: an upper bound of the trees' depth, if less than ``N - 1``.
 
         Raises:
-            DraftError: another shape or type.
+            DraftError: `parents` has another shape or type.
         """
         if (
             not isinstance(parents, Tensor)
@@ -143,7 +143,7 @@ class TreeTensors:
         parents = torch.where(other.parents > 0, other.parents + shift, 0)[:, 1:]
 
         def joined(own: Tensor, theirs: Tensor) -> Tensor:
-            """Visibility within each tree and of the common root."""
+            """Both relations in one: a node is related to nodes of its own tree and to the common root only."""
             wide = torch.nn.functional.pad(theirs, (shift, 0, shift, 0))[:, n:]
             wide[:, :, shift] = False
             wide[:, :, 0] = theirs[:, 1:, 0]

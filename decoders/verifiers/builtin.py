@@ -14,11 +14,11 @@ from .verifier import Block, Outcomes, Verifier, normalised
 class Coupled(Verifier):
     """Token matching, the rule of :func:`decoders.engine.decode.verify.follow_matches`.
 
-    The compiled rule draws the target's token with noise of seed and position alone, and a draft that adds the same noise
-    tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant
+    The compiled rule draws the target's token with noise that depends on seed and position alone, and a draft that adds the same
+    noise tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant
     Speculative Decoding" (arXiv 2408.07978). This class gives the outcome distribution for drafts made without that noise, to compare
-    rules: the target draws from p, and a child that holds the drawn token is followed. Of children with equal tokens it follows
-    the first; the compiled rule follows the one with the longest accepted path, which emits the same tokens with the same
+    rules: the target draws from p, and a child that holds the drawn token is followed. Among children with equal tokens it follows
+    the first; the compiled rule follows the child with the longest accepted path, which emits the same tokens with the same
     probability.
     """
 
@@ -39,7 +39,7 @@ class Coupled(Verifier):
             & (tokens[:, :, None] == tokens[:, None, :])
             & (index[None, :] < index[:, None])
         ).any(-1)
-        probability = parents * vocab + tokens  # index of p of a node's token in the flattened target
+        probability = parents * vocab + tokens  # for each node, where its token's p is in the flattened target
         edges = torch.where(drafted & ~earlier_twin, p.flatten(1).gather(1, probability), 0.0)
         keep = torch.ones_like(p).flatten(1).scatter_reduce(1, probability, (~drafted).to(p.dtype), "amin")
         undrafted = p * keep.view(rows, n, vocab)
@@ -51,8 +51,8 @@ class Rejection(Verifier):
     Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", Algorithm 2.
 
     Leviathan's letters are ours (Chen swaps p and q). Draft token ``x_i`` is accepted with probability
-    ``min(1, p_i(x_i) / q_i(x_i))``; after the first rejection the token comes from ``norm(max(0, p_i - q_i))``, after a
-    chain that was accepted in full from p.
+    ``min(1, p_i(x_i) / q_i(x_i))``. After the first rejection the token comes from ``norm(max(0, p_i - q_i))``; if the whole
+    chain is accepted, it comes from p.
     """
 
     name = "rejection"
@@ -71,14 +71,13 @@ class Rejection(Verifier):
 class BlockVerification(Verifier):
     """Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), Algorithm 2.
 
-    A later draft token that is likelier to the target than to the draft can make up for an earlier one that is less likely. The paper
+    A later draft token that is likelier to the target than to the draft can make up for an earlier, less likely token. The paper
     proves that the rule maximizes the expected number of tokens of a step.
 
     Our letters: p, q for the paper's ``M_b``, ``M_s``; its ``p_i`` is `weight`, with ``p_0 = 1`` and
     ``p_i = min(p_{i-1} · p(x_i) / q(x_i), 1)``. With ``S_i = Σ_x max(p_i · p(x | x_1 … x_i) - q(x | x_1 … x_i), 0)`` the
     chain may end at i with probability ``h_i = S_i / (S_i + 1 - p_i)``, at its last token γ with ``h_γ = p_γ``, and it
-    ends at the largest such i. What follows comes from ``norm(max(p_i · p - q, 0))``, after γ from p. γ differs from row
-    to row.
+    ends at the largest such i. The next token comes from ``norm(max(p_i · p - q, 0))``, after γ from p. Each row has its own γ.
     """
 
     name = "block"
@@ -95,11 +94,11 @@ class BlockVerification(Verifier):
 
         excess = (weight[:, :-1, None] * p - q).clamp(min=0)
         s = excess.sum(-1)
-        # 1 - p_i first: S_i + 1 would round a small S_i away. 0/0 is p_i = 1 and p = q: the next draft token is certain.
+        # In this order, because S_i + 1 would round a small S_i away. 0/0 means p_i = 1 and p = q: the chain surely goes on.
         allowed = s + (1 - weight[:, :-1])
         h = torch.where(chain, torch.where(allowed > 0, s / allowed, 1.0), weight[:, :-1])
         h = torch.cat([h, weight[:, -1:]], 1)
-        later = torch.where(chain, h[:, 1:], 0.0)  # of nodes 1 to N-1
+        later = torch.where(chain, h[:, 1:], 0.0)  # for nodes 1 to N-1
         none_later = pad((1 - later).flip(1).cumprod(1).flip(1), (0, 1), value=1.0)
         end = torch.cat([h[:, :1], later], 1) * none_later
         residual = torch.where(chain[..., None], normalised(excess, p), p)
@@ -142,7 +141,7 @@ class TreeRejection(Verifier):
             child = torch.where(on_turn, index, 0).sum(-1)  # [B, N] for each parent; 0: it has no further child
             token = block.nodes.gather(1, child).clamp(min=0)[..., None]
             q = draft.gather(1, (child - 1).clamp(min=0)[..., None].expand_as(p))
-            if turn > 0:  # scaled only now: earlier, scaling would add rounding, and p equal to q must stay equal
+            if turn > 0:  # scaled only now, because scaling rounds, and q equal to p must stay equal
                 q = self.left(q, tried)
             drawn = q.gather(2, token)
             proposed = (child > 0)[..., None] & (drawn > 0)  # [B, N, 1]
@@ -155,12 +154,12 @@ class TreeRejection(Verifier):
 
     @staticmethod
     def left(q: Tensor, tried: Tensor) -> Tensor:
-        """`q` without the tokens already tried, ``[B, N, V]``; zero where none is left."""
+        """`q` without the tokens already tried, ``[B, N, V]``; zero if no token is left."""
         return normalised(q.masked_fill(tried, 0.0), 0.0)
 
 
 class TypicalSettings(Settings):
-    """What counts as plausible."""
+    """The threshold of a plausible token."""
 
     epsilon: float = Field(
         0.09, gt=0, le=1, description="ε, the probability that always suffices. Larger: fewer draft tokens are kept."
@@ -174,9 +173,9 @@ class TypicalAcceptance(Verifier):
     """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", section 2.3.1.
 
     A draft token x is accepted if ``p(x) > min(ε, δ·exp(-H(p)))`` with the entropy H of the target's distribution p at its place,
-    and all draft tokens before it are accepted: few tokens pass where the target is sure, many where it is not. The longest accepted
-    path is kept, of equally long ones the likeliest (as in the authors' code); the token after it is drawn from p. The path itself
-    is not drawn, so among plausible tokens the drafter decides: the output is *not* distributed as the target's.
+    and all draft tokens before it are accepted: few tokens pass if the target is sure, many if it is unsure. The longest accepted
+    path is kept, of equally long paths the likeliest (as in the authors' code); the token after it is drawn from p. The path itself
+    is not drawn, so among plausible tokens the drafter decides: the output does *not* follow the target's distribution.
 
     In greedy decoding p has all its mass on one token, and the rule is exact; the report says lossy all the same.
     """
@@ -194,7 +193,7 @@ class TypicalAcceptance(Verifier):
         root = index == 0
         threshold = (self.settings.delta * torch.exp(-entropy(p))).clamp(max=self.settings.epsilon)  # [B, N]
         tokens = block.nodes.clamp(min=0)
-        # p of every node's token, given its parent: where it stands in the flattened target.
+        # p of every node's token, given its parent, from the flattened target.
         probability = p.flatten(1).gather(1, tree.parents * p.shape[2] + tokens)
         plausible = (probability > threshold.gather(1, tree.parents)) & (block.nodes >= 0)
         accepted = tree.candidates & (~tree.ancestors | (plausible | root)[:, None]).all(-1)
@@ -209,5 +208,5 @@ class TypicalAcceptance(Verifier):
 
 
 def entropy(p: Tensor) -> Tensor:
-    """In nats over the last axis; a probability of zero adds nothing."""
+    """The entropy over the last axis, in nats; a probability of zero adds nothing."""
     return -torch.where(p > 0, p * p.clamp(min=torch.finfo(p.dtype).tiny).log(), 0.0).sum(-1)

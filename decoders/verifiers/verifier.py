@@ -1,7 +1,7 @@
 """The contract of a verifier: from a draft and both models' distributions it computes the outcome distribution of a step.
 
 A verifier draws nothing. It gives the probability that the accepted path ends at each node, and the distribution of the next token
-there; the engine draws from these (:func:`decoders.engine.decode.verify.draw`). So a rule is a pure function of tensors, and whether
+there; the engine draws from these (:func:`decoders.engine.decode.rules.draw`). So a rule is a pure function of tensors, and whether
 it keeps the target's distribution can be computed instead of measured (:func:`decoders.testing.check_verifier`).
 
 Letters: ``B`` rows, ``N`` nodes of a block, ``V`` vocabulary, ``p`` the target's distribution, ``q`` the draft's.
@@ -23,10 +23,10 @@ from ..tree import TreeTensors, described
 
 @dataclass(frozen=True)
 class Block:
-    """What a verifier judges.
+    """A verified draft with the distributions of both models.
 
-    A node's token may depend only on its ``q``, and whether it has one only on the tokens before it: a drafter that
-    draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
+    A node's token may depend only on its ``q``, and whether the node has a token may depend only on the tokens before it: a drafter
+    that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
 
     Attributes:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
@@ -36,8 +36,8 @@ class Block:
             was drawn from. Siblings share their ``q`` and are drawn without replacement, in the order of the nodes; a
             draft token that was not sampled has a one-hot ``q``. Rows of ``-1`` nodes are not read.
         siblings: the most children of a node, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`).
-            A verifier may ignore further ones: too small a number costs accepted tokens, never exactness. ``None``:
-            up to ``N - 1``.
+            A verifier may ignore further children: too small a number costs accepted tokens, never exactness. ``None``: unknown, at
+            most ``N - 1``.
     """
 
     nodes: Tensor
@@ -118,8 +118,8 @@ class Verifier(Configured, ABC):
         settings_class: pydantic model of the settings, which ``verifier_config={…}`` fills.
         name: registry name, ``snake_case``.
         summary: one line for listings.
-        exact: the tokens that come out follow the target's distribution. A lossy rule is marked in every report.
-        trees: judges trees; otherwise chains only (node ``i+1`` continues node ``i``; shorter rows end in ``-1``).
+        exact: whether the committed tokens follow the target's distribution. A lossy rule is marked in every report.
+        trees: whether it judges trees; otherwise chains only (node ``i+1`` continues node ``i``; shorter rows end in ``-1``).
         coupled: whether the compiled core decides by the target's own draw, with the noise that the draft used too;
             :meth:`outcomes` is then the outcome distribution for drafts made without that noise.
     """
@@ -134,8 +134,8 @@ class Verifier(Configured, ABC):
     def outcomes(self, block: Block) -> Outcomes:
         """The outcome distribution of `block`, in the dtype of ``block.target``.
 
-        Plain tensor code on the block's device, rows independent of each other: no host read, no Python that depends
-        on values, inputs left as they are.
+        Implementations are plain tensor code on the block's device. They compute rows independently, read no values on the host, and
+        leave their inputs unchanged.
         """
 
 

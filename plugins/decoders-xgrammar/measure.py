@@ -1,11 +1,11 @@
-"""Grammar backends in the decoding loop: milliseconds that walking a grammar adds to a step, and steps per second.
+"""Measures grammar backends in the decoding loop: the milliseconds that a grammar adds to a step, and the steps per second.
 
     python measure.py VOCABULARY ROUNDS TOKENS
 
-A Llama of two small layers with random weights, so that the grammar is what costs, and a vocabulary of made-up tokens. Drafts
-are 15 legal tokens: a chain, or a tree three wide and five deep. They are the same for every backend, since the table's
-automaton says what is legal, and proposing them is not counted. Backends take turns; the median of the rounds is written, and
-the quartiles.
+The model is a Llama of two small layers with random weights and a made-up vocabulary, so that the grammar takes most of the time.
+Drafts are 15 legal tokens: a chain, or a tree of three branches of five tokens. They come from the automaton of the backend `table`, so
+they are the same for every backend, and the time to propose them is not counted. Backends take turns. The output has the median and
+the quartiles of the rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SHAPES = {
 
 
 class XGrammarSchema(XGrammar):
-    """xgrammar's own reading of the schema."""
+    """The backend that gives xgrammar the JSON schema itself, not its regular expression."""
 
     name = "xgrammar_schema"
     summary = "xgrammar, from the JSON schema itself"
@@ -71,15 +71,15 @@ class XGrammarSchema(XGrammar):
 
 
 class PlannedSettings(Settings):
-    """None."""
+    """No settings."""
 
 
 class Planned(Strategy):
-    """Proposes legal tokens that depend on nothing but the position in the grammar."""
+    """Proposes legal tokens that depend only on the state of the grammar."""
 
     name = "planned"
     settings_class = PlannedSettings
-    summary = "legal draft tokens, chosen by chance"
+    summary = "legal draft tokens, chosen at random"
     grammar: TableGrammar
     parents: list[int]
 
@@ -122,7 +122,7 @@ class Planned(Strategy):
 
 
 def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of the made-up vocabulary; it need not write texts well."""
+    """A byte-level tokenizer of the made-up vocabulary."""
     letters = bytes_to_unicode()
     names = ["".join(letters[byte] for byte in text) if text else "<end>" for text in vocabulary(size).tokens]
     inner = Tokenizer(models.BPE(vocab={name: token for token, name in enumerate(names)}, merges=[]))
@@ -131,7 +131,7 @@ def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
 
 
 class Plugin:
-    """The backend of this file, as a plugin gives one."""
+    """The backend of this file as a plugin."""
 
     @staticmethod
     @decoders.hookimpl
@@ -140,7 +140,7 @@ class Plugin:
 
 
 def measure(size: int, rounds: int, tokens: int) -> Iterator[str]:
-    """One line of figures per grammar, shape of drafts and backend."""
+    """Yields a line of figures for each grammar, shape of drafts and backend."""
     tokenizer = tokenizer_of(size)
     config = LlamaConfig(
         vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -158,13 +158,13 @@ def measure(size: int, rounds: int, tokens: int) -> Iterator[str]:
             figures: dict[str, list[tuple[float, float]]] = {}
             texts = {}
             for turn in range(rounds + 1):
-                for backend in BACKENDS[name] if parents else (*BACKENDS[name], None):  # drafts are legal in a grammar
+                for backend in BACKENDS[name] if parents else (*BACKENDS[name], None):  # drafts need a grammar
                     output = model.generate(
                         prompt, strategy=strategy, grammar=spec(backend=backend) if backend else None, do_sample=True, seed=1,
                         max_new_tokens=tokens, return_dict_in_generate=True,
                     )  # fmt: skip
                     texts[backend], report = output.sequences[0].tolist(), output.report
-                    if turn:  # the first one warms up
+                    if turn:  # the first round is for warming up
                         steps = report.steps - report.prefill_steps
                         seconds = report.timings.steps - report.timings.propose
                         figures.setdefault(backend, []).append((report.timings.mask / steps * 1e3, steps / seconds))

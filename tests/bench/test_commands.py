@@ -246,7 +246,7 @@ def test_demo_writes_its_first_text_before_anything_compiles(monkeypatch: pytest
     (arguments,) = asked
     assert arguments["strategy"] == "prompt_lookup"
     assert arguments["decoders_config"]["compile"] in ("auto", False)
-    assert "first text" in done.output and "ratio" not in done.output
+    assert "a first text, with prompt_lookup" in done.output and "ratio" not in done.output
 
 
 @pytest.mark.usefixtures("tiny_demo")
@@ -256,7 +256,8 @@ def test_demo_stops_after_the_time_it_was_given() -> None:
     result = json.loads(done.stdout)
     assert (result["rounds"], result["prompts"]) == (1, ["copy-01", "code-01"]), "one round of both is always there"
     said = run(*DEMO[:-4], "-s", "prompt_lookup", "-n", "40", "--repeats", "3", "--seconds", "0.001").output
-    assert "1 of 3 rounds" in said and "texts of 16 tokens in place of 40" in " ".join(said.split())
+    assert "up to 0.001 s (--seconds), or one round" in said and "1 of 3 rounds for --seconds 0.001" in said
+    assert "texts of 16 tokens in place of 40" in " ".join(said.split())
     assert "copy prompt" in said and "code prompt" in said
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
 from decoders import bench
 from decoders.bench import measurement, pace
@@ -164,7 +165,14 @@ def test_a_batch_is_filled_up_with_the_kinds_first_prompts(tokenizer: Any) -> No
 
 
 def test_a_failing_method_is_reported_not_dropped(methods: list[Any], tokenizer: Any) -> None:
-    broken = replace(methods[-1], name="broken", arguments={**methods[-1].arguments, "stopping_criteria": 3})
+    def fails(*given: object, **options: object) -> bool:
+        raise ZeroDivisionError
+
+    broken = replace(
+        methods[-1],
+        name="broken",
+        arguments={**methods[-1].arguments, "stopping_criteria": StoppingCriteriaList([fails])},
+    )
     refused = replace(methods[-1], name="refused", arguments={**methods[-1].arguments, "num_beams": 4})
     entries = bench.measure([*methods, broken, refused], bench.workloads(tokenizer, TEXTS[:1]), new_tokens=4, repeats=1)
     records = {r.method: r for r in bench.summarise(entries)}

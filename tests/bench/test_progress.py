@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,18 @@ def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monk
         for name in "abcde":
             advance(name)
     assert capsys.readouterr().err.splitlines() == ["1/5 a", "4/5 d · 3 s left"]
+
+
+def test_a_long_call_has_its_line_even_if_it_began_right_after_another(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benches, "SECONDS_A_LINE", 0.05)
+    with progress_bar(plain_console(stderr=True), 3) as advance:
+        advance("a", 3.0)
+        advance("b", 2.0)
+        time.sleep(0.5)
+        advance("c", 1.0)
+    assert capsys.readouterr().err.splitlines() == ["1/3 a · 3 s left", "2/3 b · 2 s left", "3/3 c · 1 s left"]
 
 
 def test_waiting_goes_to_the_log_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def patterns() -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(derandomize=True, database=None)
 @given(patterns())
 def test_a_pattern_means_what_it_means_in_python(pattern: str) -> None:
     try:
@@ -202,7 +202,11 @@ def test_a_compiled_pattern_is_read_unless_it_has_flags() -> None:
     assert decoders.regex(re.compile("a+")) == decoders.regex("a+")
     with pytest.raises(GrammarError, match="IGNORECASE"):
         decoders.regex(re.compile("a+", re.IGNORECASE))
-    for flag, instead in ((re.ASCII, "[0-9] for"), (re.DOTALL, "any character"), (re.VERBOSE, "leave out the blanks")):
+    for flag, instead in (
+        (re.ASCII, "[0-9] for"),
+        (re.DOTALL, "any character"),
+        (re.VERBOSE, "leave out the white space"),
+    ):
         with pytest.raises(GrammarError, match=re.escape(instead)) as caught:
             decoders.regex(re.compile("a+", flag))
         assert "both cases" not in str(caught.value)
@@ -239,7 +243,7 @@ def test_a_member_of_a_text_enum_is_its_text() -> None:
     assert decoders.choice([Plain.RED, Text.BLUE]).texts == ("red", "blue")
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(derandomize=True, database=None)
 @given(st.lists(st.text("ab(é", max_size=5), min_size=1, max_size=8))
 def test_a_choice_accepts_its_texts_and_nothing_else(texts: list[str]) -> None:
     matcher = compiled(decoders.choice(texts).language().regex or "")

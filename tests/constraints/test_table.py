@@ -104,7 +104,7 @@ REGEX = st.recursive(
     ),
     max_leaves=5,
 )
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 @QUICK

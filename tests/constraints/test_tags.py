@@ -18,8 +18,6 @@ from decoders.constraints import (
     Thinking,
     ThinkingMarkers,
     Vocabulary,
-    begun,
-    known_markers,
     mask_words,
     unpack,
 )
@@ -269,7 +267,7 @@ def test_grammars_inside_are_judged_by_themselves() -> None:
     ],
 )
 def test_whether_the_last_turn_has_begun_a_thought(prompt: list[str], open: bool | None) -> None:
-    assert begun(tokens(*prompt), ThinkingMarkers("<<", "</t>"), VOCABULARY) is open
+    assert ThinkingMarkers("<<", "</t>").begun(tokens(*prompt), VOCABULARY) is open
 
 
 class Named:
@@ -295,7 +293,7 @@ class Named:
     ],
 )
 def test_the_markers_of_models_are_known(tokenizer: Any, end: str | None) -> None:
-    markers = known_markers(tokenizer)
+    markers = ThinkingMarkers.of(tokenizer)
     assert (markers.end if markers is not None else None) == end
 
 

@@ -15,7 +15,7 @@ from decoders.common import devices
 from decoders.demo import load
 from decoders.engine.model import experts, self_check
 from decoders.engine.model.compiled import functions, tiers
-from decoders.engine.model.kernels import attention
+from decoders.engine.model.kernels import chosen
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import tiny_draft, tiny_model
 
@@ -162,7 +162,7 @@ def test_what_is_made_ready_ahead_is_not_compiled_either() -> None:
 def test_an_error_names_what_a_device_allows(
     kind: str, config: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "runs_kernels", lambda device: False)  # interpreted ones run anywhere
+    monkeypatch.setattr(chosen, "runs_kernels", lambda device: False)  # interpreted ones run anywhere
     model, inputs = on(device=True)
     with pytest.raises(UnsupportedError) as error:
         model.generate(**inputs, **OPTIONS, strategy="suffix", decoders_config=config)
@@ -180,4 +180,4 @@ def test_doctor_names_a_device_on_which_nothing_has_run(kind: str, monkeypatch: 
     monkeypatch.setattr(devices, "present", lambda: {"cpu": "a processor", kind: "a card"})
     used, note, *_ = doctor.device()
     assert (used.status, used.detail) == ("ok", "cpu: a processor")
-    assert note.status == "note" and note.detail.startswith(f"{kind}: a card. Nothing has run on one yet")
+    assert note.status == "note" and note.detail.startswith(f"{kind}: a card. No such device is tested")

@@ -147,7 +147,9 @@ def test_prompts_of_vectors_and_given_caches_are_on_the_side_of_the_whole_prompt
         if count > BORDER:
             assert torch.equal(model.generate(**call)[:, 40:], expected)
         else:
-            with pytest.raises(ContextLengthError, match="computed of 20 with one table, and the prompt has 40"):
+            with pytest.raises(
+                ContextLengthError, match="computed with the table for 20 tokens, and the prompt has 40"
+            ):
                 model.generate(**call)
 
 

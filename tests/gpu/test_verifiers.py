@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoders.engine.decode.verify import draw
+from decoders.engine.decode.rules import draw
 from decoders.sampling.processors import row_keys
 from decoders.tree import Topology
 from decoders.verifiers import Block, BlockVerification, Coupled, Rejection, TreeRejection

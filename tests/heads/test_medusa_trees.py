@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decoders.errors import DecodersError
@@ -34,7 +34,6 @@ def test_accepted_length_counts_the_bonus_token():
     assert accepted_length(ranks, [(1,), (1, 0)]) == (1 + 1 + 3 + 1 + 1) / 5
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 63))
 def test_searched_tree_is_at_least_as_good_as_the_default_at_equal_nodes(seed, nodes):
     ranks = random_ranks(seed)

@@ -182,6 +182,14 @@ IDS = torch.arange(3, 11)[None]
         (dict(eos_token_id=[[1]]), SettingsError, "eos_token_id must be a token id or a flat list"),
         (dict(eos_token_id="</s>"), SettingsError, "eos_token_id must be a token id"),
         (dict(pad_token_id=[1]), SettingsError, "pad_token_id must be a token id"),
+        (dict(num_return_sequences=0), SettingsError, "num_return_sequences must be at least 1, not 0"),
+        (dict(stop_strings=3), SettingsError, "stop_strings must be a text or a list of texts"),
+        (dict(stop_strings=[3]), SettingsError, r"none of them empty, not \[3\]"),
+        (dict(stop_strings=["."] + [""]), SettingsError, "none of them empty"),
+        (dict(streamer=True), SettingsError, r"streamer must be an object with put\(\) and end\(\).*, not True"),
+        (dict(streamer=print), SettingsError, "such as TextStreamer"),
+        (dict(logits_processor=print), SettingsError, "logits_processor must be a list of LogitsProcessor"),
+        (dict(stopping_criteria=print), SettingsError, "stopping_criteria must be a list of StoppingCriteria"),
         (dict(wombat=3), UnsupportedError, "wombat=3 does not go with strategy="),
         (
             dict(compile=False),
@@ -293,6 +301,13 @@ def test_a_model_on_the_meta_device_is_refused() -> None:
     model = decoders.enable(tiny_model("llama").to("meta"))
     with pytest.raises(UnsupportedError, match="meta device"):
         model.generate(input_ids=IDS, **CALL)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "inputs_embeds"])
+def test_inputs_on_the_meta_device_are_refused_by_name(llama: PreTrainedModel, name: str) -> None:
+    given = torch.zeros(1, 3, 64, device="meta") if name == "inputs_embeds" else torch.ones_like(IDS, device="meta")
+    with pytest.raises(InputError, match=f"{name} is on the meta device"):
+        llama.generate(**{"input_ids": IDS, name: given}, **CALL)
 
 
 def test_a_forward_replaced_by_a_function_is_called_that() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.errors import SettingsError, UnsupportedError
+from decoders.hf import assistants
 from decoders.hf.assistants import PADDING, Assistants, check_vocabulary
 from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
@@ -90,6 +92,18 @@ def test_sizes_too_far_apart_are_refused_unless_the_tokenizers_speak_for_them(ll
         call(llama, assistant_model=draft)
     out = call(llama, assistant_model=draft, tokenizer=words(), assistant_tokenizer=words())
     assert torch.equal(out, plain(llama))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "fits"),
+    [(50_295, (50_304, 51_200), True), (50_295, (51_200, 50_304), True), (4_096, (4_096, 49_152), False)],
+)
+def test_beside_the_targets_tokenizer_heads_may_be_padded_by_a_part(monkeypatch, tokens, sizes, fits):
+    target, draft = tiny_model("llama"), tiny_draft("llama")
+    monkeypatch.setattr(assistants, "vocabulary_of", lambda model: sizes[model is draft])
+    tokenizer: Any = range(tokens)
+    with nullcontext() if fits else pytest.raises(UnsupportedError, match="has another vocabulary"):
+        check_vocabulary(target, draft, tokenizer, None)
 
 
 def test_a_missing_draft_model_says_what_to_pass(llama):

@@ -535,3 +535,30 @@ def test_a_generation_config_holds_what_json_can(model):
         SettingsError, match=r"grammar in the generation config is \['iso_date'\]: it takes a str or a mapping"
     ):
         model.generate(**prompts(), generation_config=config)
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        {"type": "strng"},
+        [{"type": "strng"}],
+        re.compile(r"(?!x)y"),
+        decoders.grammar("start: WORD\nWRD: /[a-z]+/"),
+        decoders.tagged({"<a>": (decoders.grammar("start: WORD"), "</a>")}),
+        "iso_dte",
+    ],
+    ids=["schema", "listed", "pattern", "lark", "tagged", "name"],
+)
+def test_a_faulty_grammar_is_refused_before_an_engine_is_made(
+    tokenizer: PreTrainedTokenizerFast, faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoders.enable(llama(0, 1), tokenizer=tokenizer)
+    monkeypatch.setattr("decoders.hf.wrapper.Engine", lambda *given, **options: pytest.fail("an engine was made"))
+    with pytest.raises((GrammarError, UnknownNameError), match=r"strng|WORD|look-around|iso_dte"):
+        decode(model, prompts(1), PromptLookup(), max_new_tokens=2, grammar=faulty, eos_token_id=1)
+
+
+def test_a_misspelt_keyword_gets_a_warning(model: PreTrainedModel) -> None:
+    schema = {"type": "string", "maxLength": 2, "x-typ": 1, "maxLenght": 1}
+    with pytest.warns(UserWarning, match="'maxLenght' is no keyword and says nothing; 'maxLength' is one"):
+        decode(model, prompts(1), PromptLookup(), max_new_tokens=2, grammar=schema, eos_token_id=1)

@@ -126,6 +126,8 @@ MERGED = "prompt_lookup+autoregressive"
     [
         (UnknownNameError, "Did you mean 'prompt_lookup'.*Choose from: .*autoregressive", dict(strategy="promt_lookup")),
         (UnknownNameError, "Did you mean 'prompt_lookup'", dict(strategy="autoregressive+prompt_lokup")),
+        (UnknownNameError, "Did you mean 'prompt_lookup'.* in strategy_config= or --set", dict(strategy="prompt_lookup[length=4]")),
+        (UnknownNameError, "in verifier_config=", dict(verifier="typical[epsilon=0.1]")),
         (SettingsError, "Did you mean 'max_ngram'", dict(strategy_config={"max_ngrams": 2})),
         (SettingsError, "Did you mean 'compile'", dict(decoders_config={"compiel": False})),
         (SettingsError, "length", dict(strategy_config={"length": 0})),

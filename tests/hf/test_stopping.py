@@ -244,7 +244,7 @@ def test_a_criterion_is_asked_after_every_token_with_the_whole_prefix(llama: Pre
 def test_a_criterion_that_answers_in_a_column_is_named_where_rows_end_by_themselves(llama: PreTrainedModel) -> None:
     call = dict(strategy="prompt_lookup", eos_token_id=UNUSED, max_new_tokens=4, **EAGER)
     for rows in (1, 2):
-        with pytest.raises(UnsupportedError, match=r"Answers.* made \[\d, \d\] .* a tensor \[rows\]"):
+        with pytest.raises(UnsupportedError, match=r"Answers.* returned shape \[\d, \d\] .* a tensor \[rows\]"):
             llama.generate(**prompts(rows), **call, stopping_criteria=[in_a_column(1)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,22 @@ def test_another_models_tokenizer_is_refused(rows: int, stops: Any, message: str
 @pytest.mark.parametrize("rows, stops", [(266, 264), (320, None), (264, 264), (512, [3, 265])])
 def test_padded_embeddings_and_several_stop_tokens_are_the_models_own(rows: int, stops: Any) -> None:
     decoders.enable(model(rows, stops), tokenizer())
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("prompt_lookup", "not 'prompt_lookup': .* strategy='prompt_lookup'"),
+        (SimpleNamespace(tokenizer=None), r"pass processor\.tokenizer"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(given: Any, said: str) -> None:
+    target = model(320)
+    with pytest.raises(SettingsError, match=said):
+        decoders.enable(target, given)
+    assert "generate" not in vars(target)
+
+
+def test_a_misspelt_keyword_of_enable_gets_the_nearest_one() -> None:
+    with pytest.raises(SettingsError, match="unknown setting 'tokeniser'.*Did you mean 'tokenizer'"):
+        decoders.enable(model(320), tokeniser=tokenizer())

@@ -44,7 +44,7 @@ def imports(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[str,
             yield from ((alias.name.split(".")[0], inside_function) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module.split(".")[0], inside_function
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "find_spec":
             yield from ((arg.value, True) for arg in node.args if isinstance(arg, ast.Constant))
         inner = inside_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         yield from imports(node, inner)
@@ -61,15 +61,13 @@ def third_party() -> list[tuple[Path, str, bool]]:
     ]
 
 
-INSTALLED = packages_distributions()
-
-
+installed = functools.cache(packages_distributions)
 #: Distributions whose name cannot be told from the package's, for where they are not installed.
 NAMES = {"llama_cpp": ["llama-cpp-python"]}
 
 
 def distributions(package: str) -> set[str]:
-    return {canonical(name) for name in INSTALLED.get(package, NAMES.get(package, [package]))}
+    return {canonical(name) for name in installed().get(package, NAMES.get(package, [package]))}
 
 
 def test_every_import_is_declared() -> None:

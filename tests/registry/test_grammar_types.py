@@ -77,7 +77,7 @@ def fails(form: Form) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [(fails, "function for Form objects.*KeyError: 'no such field'"), (lambda form: None, "made none")],
+    [(fails, "function for Form objects.*KeyError: 'no such field'"), (lambda form: None, "made no grammar")],
 )
 def test_a_function_that_fails_is_told_by_its_type(function: Any, reason: str) -> None:
     registry().register(Plugin({Form: function}), "forms")

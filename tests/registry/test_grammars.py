@@ -78,7 +78,7 @@ def test_types_are_grammars_and_not_called() -> None:
 
 def test_a_function_that_makes_nothing_is_told_by_name() -> None:
     registry().register(Grammars(nothing=lambda: None), "mine")
-    with pytest.raises(GrammarError, match="'nothing'.*made none"):
+    with pytest.raises(GrammarError, match="'nothing'.*returned None"):
         resolve_grammar("nothing")
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from decoders.sampling import choice as module
 from decoders.sampling.choice import Candidates, candidates
+from decoders.sampling.largest import first_largest, largest
 from decoders.sampling.processors import Masks, SamplingInputs, SamplingPlan, choose, gumbel_noise, process, row_keys
-from decoders.sampling.top import first_largest, largest
 
 CPU = torch.device("cpu")
 NEVER = float("-inf")
@@ -81,7 +81,6 @@ def warped(logits: Tensor, operations: list[tuple[str, float]]) -> Tensor:
 vocabularies = st.integers(3, 200) | st.sampled_from([1000, 4097, 5000])
 
 
-@settings(max_examples=80, deadline=None)
 @given(plans(), st.sampled_from(KINDS), vocabularies, st.integers(0, 1 << 30))
 @example([("top_k", 1.0), ("top_p", 0.5)], "ties", 5, 237)  # one of two equal scores is dropped
 def test_kept_and_drawn_is_what_transformers_processors_keep(operations, kind, vocab, seed):
@@ -98,7 +97,6 @@ def test_kept_and_drawn_is_what_transformers_processors_keep(operations, kind, v
     torch.testing.assert_close(left.log_probabilities(drawn), own)
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans(), st.sampled_from(KINDS), vocabularies, st.integers(1, 9), st.booleans(), st.integers(0, 1 << 30))
 def test_best_continuations_are_the_best_of_the_noisy_scores(operations, kind, vocab, count, sample, seed):
     logits = logits_of(kind, (1, 4, vocab), seed)

@@ -152,7 +152,7 @@ def test_a_line_has_one_prompt(tmp_path: Path, keys: tuple[str, str]) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps(dict.fromkeys(keys, "a")))
     (line,) = input_lines(path)
-    with pytest.raises(SettingsError, match=f"line 1: {keys[0]} and {keys[1]} are prompts, .* give one of them"):
+    with pytest.raises(SettingsError, match=f"line 1: {keys[0]} and {keys[1]} are given, .* give one of them"):
         parsed(line)
 
 

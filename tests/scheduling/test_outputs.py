@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from decoders import scheduling
 from decoders.errors import SettingsError
 from decoders.scheduling import outputs
 from decoders.scheduling.lines import InputLine
@@ -89,7 +90,7 @@ def test_other_options_are_refused_with_what_differs(path: Path) -> None:
         out.write({"options": options} | item(2))
     with OutputLines(path) as out:
         out.check_options(options)
-        different = r"\(temperature 0.8, now not given, seed 3, now 4, chat not given, now True\): give the same ones, name another"
+        different = r"\(temperature 0.8, now not given, seed 3, now 4, chat not given, now True\): give the same options, name another"
         with pytest.raises(SettingsError, match="other options " + different):
             out.check_options({"model": "a", "seed": 4, "chat": True})
 
@@ -254,8 +255,12 @@ def test_a_run_that_writes_nothing_leaves_no_file(path: Path) -> None:
     assert path.exists()
 
 
-HOLDER = """
-import sys; from pathlib import Path; from decoders.scheduling.outputs import OutputLines
+#: Without the rest of its package, which imports torch and transformers.
+HOLDER = f"""
+import sys; from pathlib import Path; from types import ModuleType; import decoders
+package = sys.modules["decoders.scheduling"] = ModuleType("decoders.scheduling")
+package.__path__ = {scheduling.__path__!r}
+from decoders.scheduling.outputs import OutputLines
 out = OutputLines(Path(sys.argv[1])); print("held", flush=True); sys.stdin.read()
 """
 

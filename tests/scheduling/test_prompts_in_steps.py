@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from decoders.enabling import graphs_compiled
 from decoders.engine.decode.lane import Lane
 from decoders.engine.model import mixed
 from decoders.engine.model.compiled.forward_pass import ForwardPass
-from decoders.engine.model.compiled.functions import compilations
 from decoders.engine.model.compiled.tiers import Tiers
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
 
@@ -163,7 +163,7 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
 
     def counted(self: Tiers, rows: int, report: Any) -> None:
         plain(self, rows, report)
-        made.append(compilations())
+        made.append(graphs_compiled())
 
     def noted(self: ForwardPass, nodes: torch.Tensor, *rest: Any) -> Any:
         kinds.add("single" if nodes.shape[1] == 1 else "drafts")
@@ -177,5 +177,5 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
         generations = [scheduler.submit(ids, max_new_tokens=new) for ids, new in prompts]
         got = [g.result(280)[0, len(ids) :].tolist() for g, (ids, _) in zip(generations, prompts, strict=True)]
     assert got == [write_alone(llama, ids, max_new_tokens=new) for ids, new in prompts]
-    assert compilations() == made[0]
+    assert graphs_compiled() == made[0]
     assert ("drafts" in kinds) == (strategy == "suffix")

@@ -19,6 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
+from decoders.engine.decode import places
 from decoders.engine.decode.lane import Lane, in_place, share_steps
 from decoders.engine.decode.session import Session
 from decoders.engine.model.compiled.tiers import PassKind, Tiers
@@ -307,7 +308,7 @@ def test_what_was_read_with_other_weights_is_read_again_while_rows_run() -> None
     assert got == [write_alone(model, prompt, max_new_tokens=8)] * 2
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 12), st.sampled_from([None, 0.5, 1.2]), st.floats(0, 0.004)),
@@ -974,7 +975,7 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, batches = [], []
-    exchange, rebatch = Session.exchange, Lane._rebatch
+    exchange, rebatch = places.exchange, Lane._rebatch
 
     def spied(self: Session, one: int, other: int, count: int, other_count: int) -> None:
         moved.append((one, other))
@@ -984,7 +985,7 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
         batches.append(len(seats))
         rebatch(self, seats)
 
-    monkeypatch.setattr(Session, "exchange", spied)
+    monkeypatch.setattr(places, "exchange", spied)
     monkeypatch.setattr(Lane, "_rebatch", counted)
     monkeypatch.setattr(
         Tiers, "mixes", lambda *_, single: False

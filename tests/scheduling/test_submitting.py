@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import decoders
+from decoders.errors import InputError, UnsupportedError
 from decoders.hf import grammars
 from decoders.scheduling import scheduler as scheduler_module
 
@@ -94,3 +95,23 @@ def test_who_submits_and_a_scheduler_that_rests_give_their_openmp_threads_back(
         while "decoders-scheduler" not in released and time.monotonic() < until:
             time.sleep(0.01)
         assert "decoders-scheduler" in released
+
+
+def test_a_misspelt_keyword_has_the_nearest_one_beside_it(llama: PreTrainedModel) -> None:
+    """Each of them passes the keywords that it does not know to ``generate``."""
+    with scheduler_of(llama) as scheduler:
+        for call, name, near in (
+            (decoders.Scheduler, "row", "rows"), (decoders.Scheduler, "longestpause", "longest_pause"),
+            (scheduler.submit, "priorty", "priority"), (decoders.generate_many, "order", "ordered"),
+            (decoders.warmup, "stratgies", "strategies"), (decoders.calibrate, "second", "seconds"),
+        ):  # fmt: skip
+            model = [] if call == scheduler.submit else [llama]
+            prompt = [[[1, 2]]] if call == decoders.generate_many else [[1, 2]] if call == scheduler.submit else []
+            with pytest.raises(UnsupportedError, match=rf"has no argument {name}=\. Did you mean {near}=\?"):
+                call(*model, *prompt, **{name: 3})  # type: ignore[operator]
+        assert not scheduler.waiting and not scheduler.running
+
+
+def test_a_prompt_on_the_meta_device_is_refused(llama: PreTrainedModel) -> None:
+    with scheduler_of(llama) as scheduler, pytest.raises(InputError, match="the prompt is on the meta device"):
+        scheduler.submit(torch.ones(3, dtype=torch.int64, device="meta"))

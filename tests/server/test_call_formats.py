@@ -21,12 +21,12 @@ from decoders.constraints import (
     CallFormat,
     CallSpec,
     LLGuidance,
-    Progress,
     Thinking,
     Vocabulary,
     compiled,
     unpack,
 )
+from decoders.constraints.call_arguments import Progress
 from decoders.constraints.schemas.raw_text import Parameters
 from decoders.errors import GrammarError, UnknownNameError
 from decoders.prompts.templates import CallStyle, format_named
@@ -195,6 +195,30 @@ def test_a_format_is_found_in_a_template(name: str, tokenizer_of: Callable[..., 
     else:
         assert found == format_named(name)
     assert style.as_text == (name == "deepseek-v3")
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek-v3", "kimi-k2", "llama3"])
+def test_a_format_is_found_in_the_template_for_functions(name: str, tokenizer_of: Callable[..., Any]) -> None:
+    """Of Hermes, Command R and others: a template with functions beside the default one, which leaves calls out."""
+    calls, marks, _ = PUBLISHED[name]
+    listing = "{% for tool in tools %}{{ tool }}{% endfor %}Say <tool_call>probe_function\n<arg_key>or [TOOL_CALLS]. "
+    tokenizer = tokenizer_of(marks, True)
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = {"default": plain, "tool_use": listing + template(calls)}
+    conversations = Conversations(tokenizer)
+    style = conversations.style
+    assert style.reads_calls and style.reads_tools and (name == "llama3" or style.format == format_named(name))
+    call = {"id": "functions.walk:0", "function": {"name": "walk", "arguments": '{"a": 1}'}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    text = conversations.prompt([Message(role="user", content="go"), message], TOOLS, {})
+    assert style.format.trigger in text and re.search(r'walk.*\{"a": 1\}', text, re.DOTALL)
+
+
+def test_a_format_is_found_in_a_template_that_transformers_refuses_calls_with(tokenizer_of: Callable[..., Any]) -> None:
+    calls, marks, _ = PUBLISHED["kimi-k2"]
+    source = template("{% set ids = [] %}{% set _ = ids.append(1) %}" + calls)  # the sandbox forbids to change lists
+    style = Conversations(tokenizer_of(marks, True), source).style
+    assert style.format.name == "kimi-k2" and not style.reads_calls
 
 
 def test_a_format_is_named(tokenizer_of: Callable[..., Any]) -> None:

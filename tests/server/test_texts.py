@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 
 from decoders.common.pieces import special_tokens, text_behind
 from decoders.constraints.calls import not_beginning
-from decoders.engine.decode.request import TokenLogprobs
+from decoders.engine.decode.output import TokenLogprobs
 from decoders.server.answers import Growing
 from decoders.server.arguments import Stops, StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
@@ -26,7 +26,7 @@ from decoders.testing.models import ARCHITECTURES, Architecture
 from ..tokenizer_kinds import KINDS, tokenizer_of
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text("abé🙂 ", max_size=30),
     stops=st.lists(st.text("abé🙂", min_size=1, max_size=3), max_size=3),
@@ -70,7 +70,7 @@ def joining() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text("abé🙂 ", max_size=30),
     stops=st.lists(st.text("abé🙂", min_size=1, max_size=3), max_size=2),
@@ -110,7 +110,6 @@ def test_tokens_with_log_probabilities_are_those_of_the_text(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
 @given(
     before=st.sampled_from(["", "</s>", "a", "a true"]),
     numbers=st.lists(st.integers(0, 300) | st.integers(256, 300), max_size=20),
@@ -209,7 +208,6 @@ def marked(byte_tokenizer: Any) -> Any:
     return tokenizer
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     elements=st.lists(st.sampled_from("ab") | st.sampled_from(MARKS), max_size=12),
     stops=st.lists(st.lists(st.sampled_from("ab") | st.sampled_from(MARKS), min_size=1, max_size=3), min_size=1, max_size=2),

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -176,3 +177,11 @@ def test_what_takes_too_much_is_ended(workshop: Workshop) -> None:
     ):
         with pytest.raises(GrammarError, match=r"takes (more|longer) than"):
             workshop.prepared(asked, patient)
+
+
+def test_what_a_fork_imports_is_light() -> None:
+    code = (
+        "import sys, decoders.server.workshop as workshop\n"
+        "assert not {'transformers', 'decoders.engine', 'decoders.registry'} & sys.modules.keys(), 'seconds of its time'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

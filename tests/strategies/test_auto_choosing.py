@@ -274,7 +274,9 @@ def test_the_likeliest_path_stands_first(world: World, monkeypatch: pytest.Monke
 
 
 def test_another_verifier_is_refused_with_what_auto_can_do() -> None:
-    with pytest.raises(UnsupportedError, match="^auto chooses draft tokens by what was drawn.*take verifier='coupled'"):
+    with pytest.raises(
+        UnsupportedError, match="^auto chooses draft tokens by the tokens drawn before.*take verifier='coupled'"
+    ):
         Auto().start(context(coupled=False))
 
 

@@ -168,7 +168,7 @@ def proposing(draft: Callable[[Tensor], Draft]) -> dict[str, Any]:
         ({"propose": plant_a_draft_token}, "check_drafts", "propose changed `tokens`"),
         ({"observe": lambda self, _, step: step.sequences.length.sub_(1)}, "check_drafts", "observe changed `length`"),
         ({"propose": see_a_sibling}, "check_drafts", "must see its ancestors, itself, nothing else"),
-        ({"propose": turn_parents_round}, "check_drafts", "ancestors of node 2 are not those of its parent 0"),
+        ({"propose": turn_parents_round}, "check_drafts", "ancestors of node 2 are not the ancestors of its parent 0"),
         ({"propose": read_the_host}, "check_on_device", r"claims on_device = True, but item\(\) waits"),
         ({"settings_class": MutableSettings}, "check_settings", "must be frozen"),
         ({"settings_class": SilentSettings}, "check_settings", "width has no description"),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -141,7 +141,6 @@ def beam_search(
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6), rows=st.integers(1, 3), depth=st.integers(1, 5), beam=st.integers(1, 4),
     children=st.integers(1, 4), nodes=st.integers(2, 30), floor=st.sampled_from([None, -1.0, -3.0]),
@@ -163,7 +162,6 @@ def test_a_dynamic_tree_is_the_likeliest_part_of_a_beam_search(seed, rows, depth
             assert float(weights[row, node - 1]) == pytest.approx(weighed[path], abs=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), depth=st.integers(1, 5), beam=st.integers(1, 4), nodes=st.integers(2, 20))
 def test_equally_likely_nodes_make_a_sound_tree(seed, depth, beam, nodes):
     draft, weights = DynamicTree(depth, beam, nodes, 3, lambda f: f).weighted(Table(table(3, 5, seed, ties=True), 3))

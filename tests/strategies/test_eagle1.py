@@ -155,5 +155,5 @@ def test_config_tells_the_generation(folder, tmp_path) -> None:
     assert not isinstance(newest := read_config(tmp_path), EagleConfig) and newest.windows == (8,)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64}))
     torch.save(weights(True), tmp_path / "pytorch_model.bin")
-    with pytest.raises(SettingsError, match="are not those of its config"):
+    with pytest.raises(SettingsError, match="do not fit its config"):
         decode(target(), prompts(1), Eagle3(head=str(tmp_path)), max_new_tokens=2)

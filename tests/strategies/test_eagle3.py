@@ -352,7 +352,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(Eagle3(head=str(tmp_path / "nowhere")))
     with pytest.raises(SettingsError, match="reads layers 1, 0, -2 of a target that has 2"):
         call(Eagle3(head=written("authors")), decoders.enable(tiny_model("llama")))
-    with pytest.raises(SettingsError, match="reads 96 numbers of a token, 2 layers"):
+    with pytest.raises(SettingsError, match="reads 96 numbers per token, and 2 layers"):
         call(Eagle3(head=written("authors"), layers=(0, 1)))
     with pytest.raises(SettingsError, match="vocabulary of 130"):
         call(Eagle3(head=written("authors", vocab_size=130)))

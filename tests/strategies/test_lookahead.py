@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.engine.model.compiled.functions import CompiledFunction, compilations
+from decoders.enabling import graphs_compiled
+from decoders.engine.model.compiled.functions import CompiledFunction
 from decoders.errors import SettingsError
 from decoders.sampling.processors import gumbel_noise, row_keys
 from decoders.strategies import Lookahead, PromptLookup
@@ -255,7 +256,7 @@ def test_the_update_is_traced_once():
     # As many rows as columns, candidates and tokens of an n-gram: none of these sizes may be taken for another.
     strategy, shape, generator = Lookahead(), BlockShape(3, 3, 3), torch.Generator().manual_seed(0)
     update = advance_for(3, 3, True)
-    compiled, before = CompiledFunction(update), compilations()
+    compiled, before = CompiledFunction(update), graphs_compiled()
     for rows, slots in ((3, 24), (2, 40), (3, 90)):
         tokens, length = torch.randint(9, (rows, slots), generator=generator), torch.arange(15, 15 + rows)
         block, pool = strategy._first(tokens, length, shape)
@@ -267,7 +268,7 @@ def test_the_update_is_traced_once():
         compiled(*ours, *arguments)
         update(*plain, *arguments)
         assert all(map(torch.equal, ours, plain)) and not torch.equal(ours[0], block)
-    assert compilations() - before == 1
+    assert graphs_compiled() - before == 1
 
 
 @pytest.mark.slow

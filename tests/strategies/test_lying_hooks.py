@@ -152,7 +152,7 @@ def test_parents_that_make_no_tree(llama: PreTrainedModel, wrong: str) -> None:
     def make(sequences: Sequences, tokens: Tensor) -> Draft:
         return Draft(tokens, TreeTensors.from_parents(torch.tensor(WRONG_PARENTS[wrong]).expand(len(tokens), -1)))
 
-    with pytest.raises(DraftError, match="'proposes' .* proposed an invalid tree: a parent comes before"):
+    with pytest.raises(DraftError, match="'proposes' .* proposed an invalid tree: a parent must come before"):
         llama.generate(**prompts(2), strategy=Proposes(make), max_new_tokens=8, do_sample=False, decoders_config=EAGER)
 
 

@@ -242,7 +242,7 @@ def test_what_are_no_layers_for_the_model_is_refused_at_once() -> None:
         (torch.nn.Linear(2, 2), "an MtpModel of transformers or None, not Linear"),
         ("folder", "an MtpModel of transformers or None, not str"),
         (modeling.MtpModel(wide, 1), "for hidden size 64, this LlamaForCausalLM has 32"),
-        (modeling.MtpModel(model, 0), "hold no layer"),
+        (modeling.MtpModel(model, 0), "holds no layer"),
     ]:
         with pytest.raises(SettingsError, match=message):
             use_mtp_layers(model, layers)

@@ -263,13 +263,13 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counti
     def train(texts=counting_texts, **changes):
         train_dflash(model, word_tokenizer, texts, tmp_path, run=run(**changes), dtype=FULL)
 
-    with pytest.raises(SettingsError, match="the draft vocabulary has 1 … 128 tokens, not 129"):
+    with pytest.raises(SettingsError, match="the draft vocabulary must have 1 … 128 tokens, not 129"):
         train(draft_vocab=129)
-    with pytest.raises(SettingsError, match="a block has 2 … 12 tokens, half a row, not 13"):
+    with pytest.raises(SettingsError, match="a block must have 2 … 12 tokens \\(half a row\\), not 13"):
         run(block=13)
     with pytest.raises(
         SettingsError,
-        match="layers must lie in 0 … 0 .engines differ in what they take as the last one.s output., not 1",
+        match="layers must lie in 0 … 0 .inference engines differ in what they take as the last layer.s output., not 1",
     ):
         train(layers=(1,))
     with pytest.raises(TrainingError, match="the text has"):

@@ -283,7 +283,7 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer, texts, monk
     def train(out=tmp_path, texts=texts, **changes):
         train_eagle3(model, tokenizer, texts, out, run=run(**changes), dtype=FULL)
 
-    with pytest.raises(SettingsError, match="the draft vocabulary has 1 … 128 tokens, not 129"):
+    with pytest.raises(SettingsError, match="the draft vocabulary must have 1 … 128 tokens, not 129"):
         train(draft_vocab=129)
     with pytest.raises(SettingsError, match="rows of 4 tokens have no room for 3 simulated tokens"):
         run(length=4)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from decoders.engine.decode.verify import draw, step_keys
+from decoders.engine.decode.rules import draw
+from decoders.engine.decode.verify import step_keys
 from decoders.sampling.processors import SamplingInputs, SamplingPlan, choose, row_keys
 from decoders.tree import Topology
 from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection

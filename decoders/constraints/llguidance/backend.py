@@ -29,11 +29,11 @@ class LLGuidance(Backend):
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """`language` for `vocabulary`, without texts that contain control characters or characters of planes 4 to 16 without tokens.
+        """`language` for `vocabulary`, without texts that need a byte of :data:`_SELDOM` for which there is no token.
 
         Raises:
-            GrammarError: llguidance cannot read it, hits a limit at once, or may reach dead ends because another byte of UTF-8 has
-                no token of its own.
+            GrammarError: llguidance cannot read `language`, hits a limit at once, or may reach dead ends because another byte of
+                UTF-8 has no token of its own.
         """
         text = source(language)
         missing = [byte for byte in _NEEDED if bytes([byte]) not in vocabulary.ids]
@@ -88,9 +88,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and how much longer all queries of a text together may take: all rows of a batch wait for them.
+#: CPU seconds that a query may take, and the sum by which the queries of a text may exceed it: all rows of a batch wait for a query.
 #: llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. Other grammars, counted patterns and
-#: classes of Unicode included, took 0.05 seconds longer in 400 tokens of a vocabulary of 49,152.
+#: classes of Unicode included, exceeded it by 0.05 seconds in 400 tokens of a vocabulary of 49,152.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -105,8 +105,8 @@ class LLGuidanceMatcher(Matcher):
 
     An ``LLMatcher`` that has computed a mask must not be rolled back: its parser keeps rows that it looked ahead to, and its next
     mask may be wrong after other tokens (1.9.1). So there is a second matcher that is only advanced and rolled back, never queried;
-    a rollback after a query continues with a copy of it. Copying takes longer for longer texts (50 µs at 4 kB), so it happens per
-    rollback, not per query.
+    a rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at 4 kB), so
+    it happens per rollback, not per query.
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
@@ -115,9 +115,9 @@ class LLGuidanceMatcher(Matcher):
         self._taken: list[int] = []  # text tokens, from the beginning
         self._ended = False
         self._asked = False  # whether `_inner` was queried since it was created or copied
-        self._unasked: Any = None  # the second matcher; it lags `_behind` tokens behind
+        self._unasked: Any = None  # the second matcher, which has taken `_behind` tokens
         self._behind = 0
-        self._overtime = 0.0  # seconds of all queries
+        self._overtime = 0.0  # seconds beyond QUESTION_SECONDS, summed over all queries
 
     @property
     def accepting(self) -> bool:
@@ -227,8 +227,8 @@ class LLGuidanceMatcher(Matcher):
 
         Args:
             question: the query.
-            moves: whether it only takes tokens.
-            copy: query a copy, because asking for forced bytes moves an ``LLMatcher`` behind them.
+            moves: whether the query only takes tokens.
+            copy: whether to query a copy, because a query for forced bytes moves an ``LLMatcher`` past them.
 
         Raises:
             GrammarError: the query fails again.
@@ -253,13 +253,13 @@ class LLGuidanceMatcher(Matcher):
         raise self._failure(message)
 
     def _renew(self) -> None:
-        """Replaces the ``LLMatcher`` by a new one at this position; if it cannot get here, the next query fails."""
+        """Replaces the ``LLMatcher`` by a new matcher at this position; if that refuses the tokens, the next query fails."""
         self._inner, self._generation = self.grammar.fresh(self._generation)
         self._inner.consume_tokens(self._taken)
         self._asked, self._unasked = False, None
 
     def _restore(self) -> None:
-        """Replaces the ``LLMatcher`` by one at this position that was not queried."""
+        """Replaces the ``LLMatcher`` by a copy of the second matcher, which was not queried, at this position."""
         ahead = self._taken[self._behind :]
         if not ahead or self._unasked.try_consume_tokens(ahead) == len(ahead):
             self._behind = len(self._taken)

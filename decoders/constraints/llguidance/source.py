@@ -1,11 +1,11 @@
 """The source text for llguidance, compiling it within limits, and llguidance's error messages.
 
-Its compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So texts are bounded,
+The compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So texts are bounded,
 and compiled in a thread whose stack no text of that length can fill (measured: 27 bytes of stack per byte of plain rules, 430 for
 negated terminals).
 
 Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
-at 2000, minutes at 20,000. It has no limit of its own, so depth is bounded here.
+at 2000, minutes at 20,000. llguidance does not limit the depth, so it is limited here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 #: Deepest nesting of terminals: 0.1 seconds.
 DEEPEST = 500
 
-#: llguidance's own limits. Fuel for the first lexer is about 20 ms, fuel for a mask about 14 ms, items 2.5 ms each 50k
-#: (100 to 700 ms for the most ambiguous grammars found). Rows of items grow with alternatives: 20,000 fit.
+#: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 items take 2.5 ms
+#: (100 to 700 ms in the most ambiguous grammars found). A row of items grows with the number of alternatives and holds 20,000.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 20_000,
     "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
 }  # fmt: skip
 
-#: Without this option masks have only one token where bytes are forced, although other tokens are accepted.
+#: Without this option, a mask has only one token where bytes are forced, although other tokens are accepted.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 #: Strings, comments and regular expressions of Lark, which are skipped.
 _QUOTED = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/'
@@ -58,7 +58,7 @@ def source(language: Language) -> str:
     """`language` as llguidance reads it.
 
     Raises:
-        GrammarError: it has no notation that llguidance reads, uses a refused option, or is too long.
+        GrammarError: `language` has no notation that llguidance reads, uses a refused option, or is too long.
     """
     import llguidance
 
@@ -102,7 +102,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
     """A new ``LLMatcher`` of `text`, which :func:`source` returned for `language`.
 
     Raises:
-        GrammarError: llguidance refuses it; with its own message.
+        GrammarError: llguidance refuses `text`; the error has llguidance's message.
     """
     import llguidance
 
@@ -117,7 +117,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
 
 
 def refuse_invalid(language: Language) -> None:
-    """Raises GrammarError for a grammar in Lark's notation that no vocabulary could be given, as compiling it would."""
+    """Raises the GrammarError that compiling a grammar in Lark's notation would raise for every vocabulary."""
     import llguidance
 
     if language.lark is None:
@@ -137,7 +137,7 @@ def _invalid(language: Language, message: str) -> GrammarError:
 
 
 def _with_room(text: str, call: Callable[[], T]) -> T:
-    """What `call` returns, which reads `text`."""
+    """The result of `call`, which reads `text`, run with a stack large enough for it."""
     results: list[T] = []
     _with_stack(max(STACK, len(text) * STACK_PER_CHARACTER), lambda: results.append(call()))
     return results[0]
@@ -204,7 +204,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition, the terminals that it uses with their depths; the depth of "" is that of its own brackets."""
+    """For every definition, the terminals that it uses, with their depths; "" has the depth of the definition's own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0
@@ -226,7 +226,7 @@ def _uses(lark: str) -> dict[str, dict[str, int]]:
     return uses
 
 
-#: Most vocabularies whose tries are cached: 13 to 50 MB and 0.4 s each at 128k tokens.
+#: Greatest number of vocabularies whose tries are cached; a trie of 128k tokens takes 13 to 50 MB and 0.4 s.
 KEPT_TOKENIZERS = 4
 #: llguidance's mark of special tokens, which never occurs in UTF-8.
 _MARKER = b"\xff"

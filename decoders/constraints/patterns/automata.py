@@ -1,9 +1,9 @@
-"""Deterministic automata over characters: conditions on a string, all at once.
+"""Deterministic automata over characters, which check all conditions on a string at once.
 
 A condition is a regular tree, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the product of all
-conditions, within our limits, and its ``FSM`` holds the result. Three parts of it are not used: FSMs of single conditions, which may
-be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM that returns to its first
-state; and ``reduce``, which may take exponential time.
+conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not used: FSMs of single conditions,
+which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM that returns to its
+first state; and ``reduce``, which may take exponential time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from interegular.fsm import FSM, Alphabet
 
 
-#: The set of nodes of each condition's automaton, and the number of characters read, as far as it matters.
+#: The set of nodes of each condition's automaton, and the number of characters read, up to a number beyond which counts are equivalent.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
-#: Most nodes in the cached sets of one condition's automaton while strings are matched.
+#: Greatest number of nodes in the cached sets of one condition's automaton while strings are matched.
 _REMEMBERED = 50_000
 _WHAT = "the automaton of a string's pattern and length"
 
 
 def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: int | None = None) -> FSM:
-    """The :func:`minimal` automaton of strings of `low` to `high` characters in every tree marked True and in none marked False.
+    """The :func:`minimal` automaton of strings of `low` to `high` characters that match all trees marked True and none marked False.
 
     Its alphabet consists of ranges of code points.
 
     Raises:
-        GrammarError: it exceeds one of the limits ``STATES``, ``MOVES`` and ``MOVE_NODES``.
+        GrammarError: the automaton exceeds one of the limits ``STATES``, ``MOVES`` and ``MOVE_NODES``.
     """
     from interegular.fsm import OblivionError, crawl
 
@@ -82,10 +82,10 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
 
 
 def minimal(machine: FSM) -> FSM:
-    """`machine` without dead ends and with equivalent states merged; its first state, and the result's, is 0.
+    """`machine` without dead ends and with equivalent states merged. The first state of either is 0.
 
     Args:
-        machine: all of its states are reachable.
+        machine: an automaton without unreachable states.
     """
     from interegular.fsm import FSM
 
@@ -225,7 +225,7 @@ def refined(
     changed = {*states}
     for state in changed:
         size[blocks[state]] += 1
-    # The blocks to which the members of each block lead, without the states visited in this round.
+    # For each block, the blocks to which its members lead, not counting members that are visited in this round.
     targets_of_block: list[tuple[int, ...]] = [()] * len(size)
     block_of = blocks.__getitem__
     while changed:
@@ -257,8 +257,8 @@ class Symbols:
     """Classes of characters that the trees do not tell apart, as numbers.
 
     Attributes:
-        count: of symbols, from 0 on.
-        of: the symbols of each set in the trees.
+        count: number of symbols; they are numbered from 0.
+        of: for each set in the trees, its symbols.
     """
 
     def __init__(self, trees: Sequence[Pattern]) -> None:

@@ -50,7 +50,7 @@ def complement(chars: Ranges) -> Ranges:
 
 
 def common(a: Ranges, b: Ranges) -> Ranges:
-    """The characters of both sets."""
+    """The characters that are in both sets."""
     return complement(ranges((*complement(a), *complement(b))))
 
 

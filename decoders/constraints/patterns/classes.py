@@ -15,7 +15,7 @@ _BRACED = re.compile(r"\{([^{}]*)\}")
 _HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
 _CLASS_BEGIN = re.compile(r"\[\^?\]?")
-#: Operations between classes; the first class is joined with nothing.
+#: Operations between classes. ``||`` joins the first class with the empty set.
 _OPERATIONS: dict[str, Callable[[Ranges, Ranges], Ranges]] = {
     "||": lambda a, b: characters.ranges([*a, *b]),
     "&&": characters.common,
@@ -35,12 +35,12 @@ _CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class ClassReader:
-    """The part of the reader that finds what one character may be.
+    """The part of the reader that reads sets of characters.
 
     Attributes:
         pattern: the text.
         place: index of the next character.
-        dialect: of the pattern.
+        dialect: the pattern's dialect.
     """
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:
@@ -64,7 +64,7 @@ class ClassReader:
         return False
 
     def in_braces(self) -> str | None:
-        """Reads braces and what is in them, which is returned; None if none come next."""
+        """Reads braces and returns their content; None if no braces come next."""
         braces = _BRACED.match(self.pattern, self.place)
         if braces is None:
             return None
@@ -111,7 +111,7 @@ class ClassReader:
         self.place = begin + 1
         negated = self.take("^")
         union: list[tuple[int, int]] = []
-        while self.take("-"):  # the first ones stand for themselves, and so does a bracket
+        while self.take("-"):  # hyphens at the beginning stand for themselves, and so does a bracket
             union.append((0x2D, 0x2D))
         if not union and self.take("]"):
             union.append((0x5D, 0x5D))
@@ -170,7 +170,7 @@ class ClassReader:
     # Escapes.
 
     def escaped(self, in_class: bool) -> Set | Anchor:
-        """Reads a backslash and what belongs to it."""
+        """Reads an escape."""
         begin, dialect = self.place, self.dialect
         letter = self.pattern[begin + 1 : begin + 2]
         if not letter:
@@ -202,7 +202,7 @@ class ClassReader:
         return Chars(characters.of(letter), place=begin)
 
     def property(self, letter: str, begin: int) -> Set | None:
-        """Reads the rest of a property of Unicode; None if it is not one."""
+        """Reads the rest of a property of Unicode; None if there is no property."""
         name = self.in_braces()
         if name is None and self.dialect.short_properties:
             name = self.pattern[self.place : self.place + 1]

@@ -23,50 +23,50 @@ Problem: TypeAlias = Literal[
 
 #: One character of a set.
 Set: TypeAlias = Chars | Class
-#: What a letter behind a backslash means, or why it is refused.
+#: What a letter after a backslash means, or why it is refused.
 Escape: TypeAlias = Set | Anchor | Problem
 
 
 def single(character: str) -> Chars:
-    """The set of nothing but `character`."""
+    """The set with the only member `character`."""
     return Chars(characters.of(character))
 
 
 def property_in_rust(name: str, negated: bool) -> Class | None:
-    """A property of Unicode as Rust writes it, which also judges whether it exists; None without a name."""
+    """A property of Unicode in Rust's notation; None without a name. Rust checks whether the property exists."""
     return Class(rf"\{'P' if negated else 'p'}{{{name}}}") if name else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """A table of differences.
+    """What one dialect means by each construct, and what it refuses.
 
     Attributes:
         messages: reasons for refusals, with ``{what}`` for the refused text. A construct without a reason is read, as in other
             dialects or verbatim.
         error: creates the error of the pattern, the problem, the refused text, the reason, and the text's place.
-        dot: what ``.`` stands for.
+        dot: the meaning of ``.``.
         escapes: letters that mean the same in a class and outside.
         escapes_outside: escapes that exist only outside of classes, or have another meaning there.
         escapes_in_class: escapes with another meaning in a class.
-        is_reserved: whether an unknown letter behind a backslash is refused; otherwise it stands for itself.
-        named_property: the characters of ``\\p{name}``, or those of ``\\P{name}`` if negated; None if the name is unknown.
+        is_reserved: whether an unknown letter after a backslash is refused; otherwise it stands for itself.
+        named_property: returns the characters of ``\\p{name}``, or of ``\\P{name}`` if negated; None if the name is unknown.
         short_properties: whether ``\\pL`` is a property too.
         codes: letters of escapes that give a code point; its digits may stand in braces if `codes_in_braces` has the letter.
         surrogate_pairs: whether two escapes may be the halves of one character; a half alone is a character, too.
         control_letters: whether ``\\cA`` is U+0001.
         open_low: whether ``{,n}`` is a quantifier.
-        most_digits: of the bound of a quantifier.
+        most_digits: greatest number of digits of a quantifier's bound.
         lone_counts: whether braces with nothing to repeat stand for themselves.
-        empty_classes: whether a bracket closes a class right behind its beginning; otherwise it stands for itself there.
-        no_range_before: texts behind a hyphen in a class that make it stand for itself; "" is the end of the pattern.
+        empty_classes: whether a bracket closes a class right after its beginning; otherwise it stands for itself there.
+        no_range_before: in a class, a hyphen in front of one of these texts stands for itself; "" is the end of the pattern.
         class_operations: operators between classes, which are refused.
         nested_classes: whether classes may stand in classes; they are kept verbatim then.
-        class_algebra: likewise, but the set is computed, also for POSIX classes and operations between classes.
+        class_algebra: whether classes may stand in classes and are computed, also POSIX classes and operations between classes.
         named_group: the beginning of a group with a name.
-        comments: whether ``(?#…)`` is one.
+        comments: whether ``(?#…)`` is a comment.
         look_aheads: whether ``(?=`` and ``(?!`` are read.
-        other_groups: groups of other kinds by how they begin; the first match counts.
+        other_groups: beginnings of groups of other kinds; the first match counts.
         nesting_limited: whether groups may be nested only as deep as :data:`limits.NESTING` says.
     """
 

@@ -114,10 +114,10 @@ ECMA = Dialect(
 
 @lru_cache(maxsize=1024)
 def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
-    """Strings in which `pattern` is found: those in every tree marked True and in none marked False. The trees are regular.
+    """Strings in which `pattern` is found: they match every tree marked True and no tree marked False. The trees are regular.
 
     Raises:
-        GrammarError: it is no expression of ECMA-262, or none that is read as a regular language.
+        GrammarError: `pattern` is no expression of ECMA-262, or cannot be read as a regular language.
     """
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
@@ -142,7 +142,7 @@ class _Reading:
 
     @property
     def whole(self) -> Pattern:
-        """The whole strings with such a match."""
+        """The whole strings that match in this way."""
         return cat(*([] if self.begins else [ANYTHING]), self.tree, *([] if self.ends else [ANYTHING]))
 
 
@@ -166,8 +166,8 @@ class _Anchors:
         """How `tree` may match: at most one reading for each of the four kinds of anchoring.
 
         Args:
-            alternated: whether it is an alternative beside others.
-            nested: whether it is inside of a group.
+            alternated: whether `tree` is one of several alternatives.
+            nested: whether `tree` is inside of a group.
         """
         match tree:
             case Chars():
@@ -194,7 +194,7 @@ class _Anchors:
         raise irregular(tree)
 
     def look(self, look: Look, before: _Readings, alternated: bool, nested: bool) -> None:
-        """Adds the condition of `look` on the whole string, if only the string's beginning is `before` it."""
+        """Adds the condition of `look` on the whole string. before: what comes before it, which must be the string's beginning."""
         if before != _AT_BEGINNING:
             reason = "look-ahead that does not stand right after ^ at the beginning"
             raise _refusal(self.pattern, reason, look.place)
@@ -242,7 +242,7 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
 
 
 #: Reads lines of JSON with a pattern, a text and seconds of processor time; answers with 1 or 0, or the error of the pattern, and the
-#: seconds that it took. Where they do not suffice it ends.
+#: seconds that it took. The process ends if the given seconds do not suffice.
 _CHILD = (
     limits.BOUNDED
     + """
@@ -277,7 +277,7 @@ class Search:
         """Whether `pattern` is found in `text`, by ECMA-262, or by ``re`` where it is not regular.
 
         Raises:
-            GrammarError: neither reads it, or time is up.
+            GrammarError: neither can read `pattern`, or time is up.
         """
         if not isinstance(pattern, str):
             raise GrammarError(f"a pattern is a string, not {pattern!r}", "pattern")

@@ -1,4 +1,4 @@
-"""Bounds on size and on time. A pattern that exceeds one is refused with the limit's name.
+"""Bounds on size and on time. A pattern that exceeds a bound is refused with the bound's name.
 
 Time is CPU time of the thread, so that refusals do not depend on the machine's load. Loops of unknown length call :func:`check`.
 """
@@ -19,19 +19,19 @@ PATTERN_CHARACTERS = 20_000
 NESTING = 100
 #: States of an automaton over characters.
 STATES = 3_000
-#: Moves of such an automaton: states times symbols (classes of characters).
+#: Moves of an automaton over characters: states times symbols (classes of characters).
 MOVES = 400_000
-#: Nodes of patterns that are visited for these moves.
+#: Nodes of patterns that are visited to compute the moves of an automaton.
 MOVE_NODES = 10_000_000
 #: Copies that the counted repetitions of one pattern expand to.
 COPIES = 2_000
 
 
-#: What to write in the place of something that exceeds a limit.
+#: By limit, what to write instead.
 INSTEAD = {
     "PATTERN_CHARACTERS": "take classes of characters and repetitions",
     "NESTING": "move inner parts to the outside, or to definitions that are referred to",
-    "STATES": "leave out the length or the pattern, or bound the length less",
+    "STATES": "leave out the length or the pattern, or take a smaller bound on the length",
     "MOVES": "take wider classes of characters, or a shorter length",
     "MOVE_NODES": "take fewer alternatives in the pattern",
     "COPIES": "repeat with * or +, and bound the length with maxLength",
@@ -41,7 +41,7 @@ INSTEAD = {
     "PLACES": "let places share a schema by $ref",
     "RULES": "let places share a schema by $ref",
     "SYMBOLS": "let places share a schema by $ref",
-    "PROPERTIES": "describe alike ones by additionalProperties or patternProperties",
+    "PROPERTIES": "describe similar properties by additionalProperties or patternProperties",
     "VALUES": "give a pattern that the values share",
     "COUNT": "ask for fewer",
     "STEP": "take a step with fewer digits",
@@ -51,7 +51,7 @@ INSTEAD = {
 def exceeded(
     limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
 ) -> NoReturn:
-    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` if it is the schema as a whole.
+    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` if `what` is the schema as a whole.
 
     Raises:
         GrammarError: always.
@@ -73,7 +73,7 @@ _COMPILING = (
 
 
 class _Deadline:
-    """The deadline of some work, no later than the enclosing one."""
+    """The deadline of some work, no later than the enclosing deadline."""
 
     def __init__(self, seconds: float, limit: str, outer: _Deadline | None) -> None:
         ends = time.thread_time() + seconds
@@ -91,7 +91,7 @@ def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[
     """Bounds the work inside to `seconds`, and to the rest of an outer deadline.
 
     Args:
-        seconds: None: :data:`SECONDS`, unless there is an outer deadline.
+        seconds: None: :data:`SECONDS`, or only the outer deadline if there is one.
         limit: how messages name the bound.
     """
     outer = _current.get()
@@ -119,7 +119,7 @@ def spend(seconds: float) -> None:
         current = current.outer
 
 
-#: The beginning of a child process's program: ``bounded(seconds)`` ends it, with no message, when it has been on a processor so long.
+#: The beginning of a child process's program: ``bounded(seconds)`` silently ends the process after so much processor time.
 BOUNDED = """
 import time
 try:
@@ -128,12 +128,12 @@ try:
 except ImportError:
     def bounded(seconds): pass
 """
-#: Of those seconds, how many times as long its parent waits for it: longer than a busy machine makes it, and not for ever.
+#: The parent kills the child after this many times its seconds, because on a busy machine a child waits for a processor.
 PATIENCE = 30
 
 
 def check(what: str, keyword: str | None = None) -> None:
-    """Refuses to continue `what` if time is up. Raises GrammarError: time is up."""
+    """Ends `what` if time is up. Raises GrammarError: time is up."""
     current = _current.get()
     if current is not None and time.thread_time() > current.ends:
         raise GrammarError(f"{what} takes longer than {current.seconds:g} s, {current.limit}", keyword)

@@ -66,7 +66,7 @@ PYTHON = Dialect(
     messages=_MESSAGES,
     error=_error,
     dot=characters.complement(characters.of("\n")),
-    # In Rust combining marks are word characters, and U+001C to U+001F are no white space.
+    # In Rust, unlike in Python, combining marks are word characters, and U+001C to U+001F are no white space.
     escapes={
         "d": Class(r"\d"), "D": Class(r"\D"), "w": Class(r"[\p{L}\p{N}_]"), "W": Class(r"[^\p{L}\p{N}_]"),
         "s": Class(r"[\s\x1c-\x1f]"), "S": Class(r"[^\s\x1c-\x1f]"), "k": "back-reference", "0": "octal escape",
@@ -95,7 +95,7 @@ def whole_text(pattern: str) -> str:
     """`pattern` in Rust's notation, without constructs that have no effect on whole matches: outer anchors, laziness, captures.
 
     Raises:
-        GrammarError: it is not a regular language, or not well formed; names the construct and its place.
+        GrammarError: `pattern` is not regular, or not well formed; the error names the construct and its place.
     """
     try:
         pattern.encode()
@@ -109,8 +109,8 @@ def whole_text(pattern: str) -> str:
 
 
 def _check_anchors(pattern: str, tree: Pattern) -> None:
-    """Checks that all anchors of `tree` are at the ends of the text. Raises GrammarError: one is elsewhere."""
-    # Whether a part comes first, and where text follows it.
+    """Checks that all anchors of `tree` are at the ends of the text. Raises GrammarError: an anchor is elsewhere."""
+    # Parts to check, each with whether it comes first, and the place where text follows it.
     todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
     while todo:
         node, first, following = todo.pop()
@@ -120,7 +120,7 @@ def _check_anchors(pattern: str, tree: Pattern) -> None:
                 raise _error(pattern, "anchor", "$", reason, node.place)
             case Anchor(end=False) if not first:
                 what = pattern[node.place : node.place + (2 if pattern[node.place] == "\\" else 1)]
-                reason = "the whole text must match anyway, and it stands inside of it: drop it"
+                reason = "the whole text must match anyway, and this anchor stands inside: drop it"
                 raise _error(pattern, "anchor", what, reason, node.place)
             case Or(parts):
                 todo += [(part, first, following) for part in parts]
@@ -132,4 +132,4 @@ def _check_anchors(pattern: str, tree: Pattern) -> None:
                     following = following if isinstance(part, Anchor) else part.place
                 todo += children
             case _:
-                pass  # contains no anchors: the reader refuses to repeat them
+                pass  # other nodes contain no anchors: the reader refuses repeated anchors

@@ -31,7 +31,7 @@ _UNREPEATABLE: dict[_Last, Problem] = {
 
 
 def read(pattern: str, dialect: Dialect) -> Pattern:
-    """The tree of `pattern`. Raises GrammarError: it is not well formed, or has constructs that the dialect refuses."""
+    """The tree of `pattern`. Raises GrammarError: `pattern` is not well formed, or has constructs that the dialect refuses."""
     return _Reader(pattern, dialect).read()
 
 
@@ -40,11 +40,11 @@ class _Group:
     """An open group, or the pattern itself.
 
     Attributes:
-        place: of its parenthesis.
+        place: place of its parenthesis.
         opening: the beginning of a group of another kind than ``(?:``.
-        alternatives: the complete ones.
-        parts: of the current alternative.
-        last: kind of the last part.
+        alternatives: the complete alternatives.
+        parts: parts of the current alternative.
+        last: the last part's kind.
         anchored: whether it contains anchors.
     """
 
@@ -64,7 +64,7 @@ class _Group:
         self.parts, self.last = [], "nothing"
 
     def tree(self) -> Pattern:
-        """The alternatives, all of them complete."""
+        """The group as a tree; its last alternative is complete."""
         several = len(self.alternatives) > 1
         return Or(tuple(self.alternatives), place=self.place) if several else self.alternatives[0]
 

@@ -76,10 +76,10 @@ _ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
 def in_ecma(pattern: str) -> str:
     """Rust's `pattern` as a pattern of ECMA-262 that matches the same texts or fewer.
 
-    It is returned unchanged where both dialects agree, or neither reads it.
+    Returns `pattern` unchanged where both dialects agree, or neither reads it.
 
     Raises:
-        GrammarError: it has another meaning in ECMA-262 and cannot be translated.
+        GrammarError: `pattern` has another meaning in ECMA-262 and cannot be translated.
     """
     try:
         as_ecma = read(pattern, ECMA)
@@ -101,7 +101,7 @@ def check_part(regex: str) -> None:
     """Checks that `regex` can be embedded between other parts. Rust checks whether it is well formed.
 
     Raises:
-        GrammarError: it has an unbalanced parenthesis, the option ``x``, or a non-regular construct.
+        GrammarError: `regex` has an unbalanced parenthesis, the option ``x``, or a non-regular construct.
     """
     read(regex, RUST)
 

@@ -1,7 +1,7 @@
 """Patterns as trees, the common form of all dialects, and writing them in the notation of backends.
 
-A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, of which automata
-are built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
+A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which automata
+can be built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
 
 Rust's ``regex``, llguidance and outlines_core read the written text; Python's ``re``, too, except for :class:`Class`.
 """
@@ -38,14 +38,14 @@ class Chars(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Cat(_Node):
-    """One part after the other; no parts are the empty string."""
+    """One part after the other; the empty string if there are no parts."""
 
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Or(_Node):
-    """One of the parts; at least two."""
+    """One of two or more parts."""
 
     parts: tuple[Pattern, ...]
 
@@ -97,7 +97,7 @@ ANYTHING = Repeat(CHARACTER, 0, None)
 
 
 def irregular(node: Pattern) -> TypeError:
-    """The error for a `node` that is not regular in a tree that must be."""
+    """The error for an irregular `node` in a tree that must be regular."""
     return TypeError(f"a {type(node).__name__} in a tree that has to be regular")
 
 
@@ -177,7 +177,7 @@ def copies(pattern: Pattern) -> int:
             raise irregular(pattern)
 
 
-#: A slash or a newline, escaped or not, and all other escapes, so that an escaped backslash does not escape what follows.
+#: Matches slashes and newlines, escaped or not. Other escapes match, too, so that an escaped backslash is not read as half an escape.
 _SLASHED = re.compile(r"\\?[/\n]|\\.")
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 _MARKS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
@@ -270,7 +270,7 @@ def charset(chars: Ranges) -> str:
 
 
 def joined_class(chars: Ranges, classes: Sequence[str], negated: bool) -> str:
-    """The class of one character in `chars` or in a class of `classes`; if negated, in none of them."""
+    """The class of one character that is in `chars` or in one of `classes`; if negated, of one that is in none of these sets."""
     members = "".join(bracketed[1] if (bracketed := _BRACKETED.fullmatch(text)) else text for text in classes)
     return f"[{'^' if negated else ''}{members}{_spans(characters.common(chars, characters.ENCODABLE))}]"
 

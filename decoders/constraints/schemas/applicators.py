@@ -14,7 +14,7 @@ from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 
 
 def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
-    """The nodes of the schemas in a keyword's list. Raises GrammarError: there is no list."""
+    """The nodes of the schemas in a keyword's list. Raises GrammarError: the keyword's value is no list of schemas."""
     if not isinstance(place.schema[keyword], list):
         raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
     return [algebra.node(place, keyword, index) for index in range(len(place.schema[keyword]))]
@@ -30,7 +30,7 @@ def _any_of(algebra: SchemaAlgebra, place: Place, current: Shapes, keyword: str 
     union = NONE
     for node in _parts(algebra, place, keyword):
         part = algebra.intersect(current, node)
-        # All alternatives that hold count as evaluated: combinations that hold together are alternatives of their own.
+        # Every alternative that holds evaluates parts of the value, so two that hold together are an alternative of their own.
         together = shapes.intersection(union, part, algebra) if algebra.evaluation else NONE
         union = shapes.union(shapes.union(union, part), together)
     return union
@@ -50,7 +50,7 @@ def _one_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
 
 
 def one_of_as_any_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
-    """``oneOf`` read as ``anyOf``, which is used if the keyword is left out."""
+    """``oneOf`` read as ``anyOf``, for schemas whose ``oneOf`` is left out."""
     return _any_of(algebra, place, current, "oneOf")
 
 
@@ -104,7 +104,7 @@ def _unevaluated(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shape
     return combine
 
 
-#: By keyword, in the order in which they are applied; each narrows the shapes.
+#: The operation of each keyword, in the order of application; each narrows the shapes.
 APPLICATORS: dict[str, Callable[[SchemaAlgebra, Place, Shapes], Shapes]] = {
     "allOf": _all_of,
     "anyOf": _any_of,

@@ -20,7 +20,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Items:
-    """Items that a keyword has evaluated, for ``unevaluatedItems``: the first ones (None: all), and all of a kind."""
+    """Items that keywords have evaluated, for ``unevaluatedItems``: the first `first` items (None: all), and items of `kinds`."""
 
     first: int | None = 0
     kinds: tuple[Node, ...] = ()
@@ -49,7 +49,7 @@ class Arrays:
         return self.prefix[position] if position < len(self.prefix) else self.rest
 
     def simplified(self, algebra: NodeAlgebra) -> Arrays | None:
-        """The same set without unreachable positions; None if it is known to be empty."""
+        """This set without unreachable positions; None if it is known to be empty."""
         high = self.high
         for position, node in enumerate(self.prefix):
             if (high is None or position < high) and algebra.empty(node):
@@ -92,10 +92,10 @@ def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
     """The arrays that are not in `a`, as alternatives.
 
     Raises:
-        GrammarError: they include arrays with a repeated item, which cannot be expressed.
+        GrammarError: the complement includes arrays with a repeated item, which cannot be expressed.
     """
     if a.unique:
-        raise GrammarError("arrays in which an item occurs twice; strict=False validates them", "uniqueItems")
+        raise GrammarError("arrays with equal items have no grammar; strict=False validates them", "uniqueItems")
     complement_of = algebra.nodes.complement
     alternatives = [Arrays(high=a.low - 1)] if a.low else []
     if a.high is not None:
@@ -114,7 +114,7 @@ def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
 
 
 def evaluate(a: Arrays, node: Node, algebra: NodeAlgebra) -> Arrays | None:
-    """`a` with ``unevaluatedItems`` of `node`: afterwards all items are evaluated."""
+    """The arrays of `a` whose unevaluated items are of `node`; all items are evaluated afterwards."""
     if a.evaluated.first is None:
         return a
     nodes = algebra.nodes

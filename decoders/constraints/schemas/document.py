@@ -30,10 +30,10 @@ class Place:
 
     Attributes:
         schema: an object of JSON.
-        year: of its draft (2013, 2017, 2018, 2019, 2020).
-        path: for messages.
-        dynamic: whether there are dynamic references, whose targets depend on the path to them.
-        subtracted: whether leaving out a keyword must allow less, not more, as under ``not``.
+        year: the year of its draft (2013, 2017, 2018, 2019, 2020).
+        path: JSON path, for messages.
+        dynamic: whether the document has dynamic references, whose targets depend on the path to them.
+        subtracted: whether the schema is subtracted, as under ``not``: then it must allow less without a keyword that is left out.
     """
 
     schema: dict[str, Any]
@@ -45,7 +45,7 @@ class Place:
     subtracted: bool = False
 
     def child(self, *keys: str | int) -> Place | bool:
-        """The schema under `keys`. Raises GrammarError: it is no schema."""
+        """The schema under `keys`. Raises GrammarError: there is no schema."""
         target: Any = self.schema
         for key in keys:
             target = target[key]
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """Tells apart places that share a schema: the identifiers on the path to it, if dynamic references depend on them."""
+        """The identifiers on the path to the schema if dynamic references depend on them, to tell apart places that share a schema."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
@@ -81,7 +81,7 @@ class Place:
             TypeError,
             KeyError,
             AttributeError,
-        ) as problem:  # the last possibility: a pointer into a value that is no schema
+        ) as problem:  # AttributeError: a pointer into a value that is no schema
             raise GrammarError(
                 f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
                 "refers to under $defs, with its $id",
@@ -113,7 +113,7 @@ def members(contents: Any) -> Iterator[tuple[str, Any]]:
 
 
 def document(text: str) -> Place | bool:
-    """The schema in `text`. Raises GrammarError: not JSON, too large, or of an unknown draft."""
+    """The schema in `text`. Raises GrammarError: `text` is not JSON, too large, or of an unknown draft."""
     from jsonschema_specifications import REGISTRY
 
     if len(text) > limits.SCHEMA_CHARACTERS:
@@ -143,18 +143,13 @@ def document(text: str) -> Place | bool:
 
 
 def place(
-    contents: Any,
-    path: str,
-    resolver: Resolver[Any],
-    specification: Specification[Any],
-    dynamic: bool = False,
-    *,
+    contents: Any, path: str, resolver: Resolver[Any], specification: Specification[Any], dynamic: bool = False, *,
     entered: bool = False,
-) -> Place | bool:
+) -> Place | bool:  # fmt: skip
     """`contents` as a schema. entered: whether `resolver` has already entered its ``$id``.
 
     Raises:
-        GrammarError: it is no schema, or of an unknown draft.
+        GrammarError: `contents` are no schema, or of an unknown draft.
     """
     if isinstance(contents, bool):
         return contents

@@ -2,9 +2,9 @@
 
 A pattern allows what its standard allows, except
 
-- date: the year 0000; time: leap seconds, more than nine digits of a second, small t and z; date-time: both
+- date: the year 0000; time: leap seconds, more than nine digits of a second, small t and z; date-time: all of these
 - email: quoted local parts, addresses in brackets
-- hostname: more than 3 labels, unless all but the first have up to 18 characters (then 11 labels), all up to 35 (7) or all up to 5 (42)
+- hostname: what is longer than 3 labels, 7 of at most 35 characters, 11 of at most 18 (the first may be longer), or 42 of at most 5
 
 Values given in the schema itself are judged by the full standard (:func:`valid`).
 """
@@ -84,7 +84,7 @@ FORMATS = {
 
 @lru_cache
 def tree(name: str) -> Pattern | None:
-    """The strings of a format; None for an unknown one."""
+    """The strings of a format; None for an unknown format."""
     return ecma.strings(f"^(?:{FORMATS[name]})$")[0][0] if name in FORMATS else None
 
 
@@ -102,7 +102,7 @@ def _date(text: str) -> bool:
         return False
     year, month, day = map(int, match.groups())
     try:
-        date(year or 2000, month, day)  # both are leap years
+        date(year or 2000, month, day)  # 0 and 2000 are both leap years
     except ValueError:
         return False
     return True

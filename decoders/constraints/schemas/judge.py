@@ -28,9 +28,9 @@ class Failure:
     """Why a value is invalid.
 
     Attributes:
-        keyword: the broken keyword; None: its schema is ``false``.
+        keyword: the broken keyword; None if a schema ``false`` forbids the part.
         wanted: the keyword's value.
-        value: the part that breaks it.
+        value: the part of the value that breaks the keyword.
         path: keys and indices that lead to that part.
     """
 
@@ -40,7 +40,7 @@ class Failure:
     path: tuple[str | int, ...] = ()
 
     def within(self, key: str | int) -> Failure:
-        """This failure for a value that contains the present one under `key`."""
+        """This failure as a failure of the value that contains the present value under `key`."""
         return replace(self, path=(key, *self.path))
 
 
@@ -121,7 +121,7 @@ class Judge:
     # Assertions about the value itself.
 
     def _broken(self, read: dict[str, Any], value: Any) -> Iterator[str]:
-        """Keywords that `value` breaks, apart from those that apply schemas."""
+        """The keywords that `value` breaks, apart from keywords that apply schemas."""
         if "type" in read:
             names = read["type"] if isinstance(read["type"], list) else [read["type"]]
             if not any(_is_of(name, value) for name in names):
@@ -146,7 +146,7 @@ class Judge:
             number = fraction(value)
             for keyword in keywords.NUMBERS:
                 if keyword in read and not isinstance(read[keyword], bool):
-                    # In draft 4 a boolean that makes the bound exclusive.
+                    # In draft 4, a boolean makes the bound exclusive.
                     exclusive = "exclusive" + keyword.capitalize()
                     strict = {exclusive: True} if read.get(exclusive) is True else {}
                     numbers = keywords.of_numbers({keyword: read[keyword], **strict})
@@ -245,7 +245,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """The failure deepest inside the value, of alternatives that all fail; a failure of `keyword` if none is inside."""
+    """The failure deepest inside the value if all alternatives fail; a failure of `keyword` if none is inside."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
@@ -268,7 +268,7 @@ def _out_of_bounds(read: dict[str, Any], least: str, most: str, size: int) -> It
         yield most
 
 
-#: Most CPU seconds for validating one text.
+#: Greatest number of CPU seconds for validating one text.
 SECONDS = 0.5
 _LIMIT = f"the limit SECONDS of {__name__}: simplify the schema"
 
@@ -280,10 +280,10 @@ class Validation:
     schema: Any = field(repr=False)
 
     def __call__(self, text: str) -> None:
-        """Returns if `text` is valid JSON under the schema.
+        """Returns without an error if `text` is valid JSON under the schema.
 
         Raises:
-            GrammarError: it is not (names the broken keyword and the place in the text), or it cannot be judged.
+            GrammarError: `text` is not valid (the error names the broken keyword and the place in the text), or cannot be judged.
         """
         try:
             value = json.loads(text)
@@ -292,7 +292,7 @@ class Validation:
         try:
             with deadline(SECONDS, _LIMIT), Search() as search:
                 failure = Judge(search).verdict(document(json.dumps(self.schema)), value).failure
-        # An invalid schema, a text nested too deeply, an infinite float.
+        # Causes are an invalid schema, a text nested too deeply, an infinite float.
         except Exception as problem:
             why = str(problem) if isinstance(problem, GrammarError) else f"{type(problem).__name__}: {problem}"
             raise GrammarError(f"the text cannot be judged: {why[:300]}") from problem

@@ -41,7 +41,7 @@ def of_type(name: Any) -> Shapes:
 
 
 def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
-    """One value; `leaf` gives the nodes of the values inside."""
+    """The shapes of one value. leaf: returns the node of a value inside it."""
     if value is None or isinstance(value, bool):
         return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
     if isinstance(value, int | float):
@@ -65,7 +65,7 @@ def of_numbers(schema: dict[str, Any]) -> Numbers | None:
             pieces.append(
                 Numbers(bound, exclusive is True) if low else Numbers(high=bound, open_high=exclusive is True)
             )
-        if exclusive is not None and not isinstance(exclusive, bool):  # a number since draft 6
+        if exclusive is not None and not isinstance(exclusive, bool):  # the keyword is a number since draft 6
             bound = numbers.fraction(_number(schema, "exclusive" + keyword.capitalize()))
             pieces.append(Numbers(bound, True) if low else Numbers(high=bound, open_high=True))
     if "multipleOf" in schema:
@@ -147,7 +147,7 @@ def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> 
         additional = TRUE
     unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
-    # For keys that may match a pattern which is left out, everything is allowed, or nothing under `not`.
+    # A key that may match a left-out pattern may have any value; under `not`, no value.
     if unread and place.subtracted:
         additional = nodes.intersection(additional, *unread)
         classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
@@ -199,7 +199,7 @@ def _dropped(place: Place, schema: dict[str, Any]) -> frozenset[str]:
 
 @contextmanager
 def _blaming(keyword: str) -> Iterator[None]:
-    """Gives errors without a path the keyword `keyword`."""
+    """Sets the keyword of errors without a path to `keyword`."""
     try:
         yield
     except GrammarError as problem:
@@ -253,7 +253,7 @@ _ASSERTIONS = (
     "oneOf", "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems",
     "unevaluatedProperties", "$ref", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-#: Other keywords, those of OpenAPI included.
+#: Other keywords, including OpenAPI's.
 _ANNOTATION_KEYWORDS = frozenset((
     "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "contentEncoding",
     "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description", "discriminator", "example",
@@ -263,7 +263,9 @@ _ANNOTATION_KEYWORDS = frozenset((
 _ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "directory-path")
 #: Least similarity of a misspelt keyword (:func:`difflib.get_close_matches`).
 _SIMILARITY = 0.8
-#: Most names that are compared with keywords, at 0.1 ms each.
+#: The warning about a misspelt keyword.
+MISSPELT = "is no keyword and says nothing"
+#: Greatest number of names that are compared with keywords; each takes 0.1 ms.
 _MOST_COMPARED = 500
 
 
@@ -282,8 +284,9 @@ def ignored(places: Iterable[Place]) -> Iterator[str]:
             ):
                 continue
             compared += 1
-            for similar in difflib.get_close_matches(name, _ASSERTIONS, 1, _SIMILARITY):
-                yield f"{place.path}: {name!r} is no keyword and says nothing; {similar!r} is one."
+            swapped = [keyword for keyword in _ASSERTIONS if sorted(keyword) == sorted(name)]  # "tpye": similarity 0.75
+            for similar in swapped[:1] or difflib.get_close_matches(name, _ASSERTIONS, 1, _SIMILARITY):
+                yield f"{place.path}: {name!r} {MISSPELT}; {similar!r} is one."
         format_name, types = place.schema.get("format"), place.schema.get("type", "string")
         allows_strings = isinstance(types, str | list) and "string" in types
         if (

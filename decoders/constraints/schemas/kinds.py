@@ -41,7 +41,7 @@ class Kinds:
         self.names = dict.fromkeys(name for name in _names(self._root) if name != UNDECLARED)
         self._known: dict[tuple[int, str | None, int], frozenset[str]] = {}
         own = self._root if isinstance(self._root, dict) else {}
-        # References are relative to the enclosing identifier.
+        # References are followed only without inner identifiers, because they would be relative to these.
         self._follows = all(text.count(f'"{key}":') == (key in own) for key in ("$id", "id"))
 
     def __getitem__(self, name: str) -> frozenset[str]:

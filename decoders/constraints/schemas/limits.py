@@ -1,6 +1,6 @@
 """Bounds on time and memory. A schema that exceeds a limit is refused with the limit's name; no partial result is left.
 
-Those of patterns and their automata are in :mod:`decoders.constraints.patterns.limits`.
+The limits of patterns and their automata are in :mod:`decoders.constraints.patterns.limits`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCHEMA_CHARACTERS = 1_000_000
 NESTING = 100
 #: Alternatives of one type (objects, say) at one place of the text, after allOf, oneOf, not, … are multiplied out.
 ALTERNATIVES = 256
-#: Total number of steps of multiplying out.
+#: Steps of multiplying out, for the whole schema.
 STEPS = 150_000
 #: Places of the text with a schema of their own.
 PLACES = 4_000
@@ -36,7 +36,7 @@ COUNT = 2_000_000_000
 STEP = 10_000
 #: Characters of a regular expression for the whole language; a larger language has only a grammar.
 REGEX_CHARACTERS = 120_000
-#: Characters, and symbols after expanding repetitions, of such an expression.
+#: Estimated characters of that expression after its repetitions are expanded.
 REGEX_COPIES = 25_000
 
 

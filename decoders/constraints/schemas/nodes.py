@@ -14,7 +14,7 @@ from . import limits
 
 Node: TypeAlias = int
 
-#: Nothing, and everything.
+#: The nodes that allow no value, and every value.
 FALSE: Node = 0
 TRUE: Node = 1
 
@@ -45,11 +45,11 @@ class Nodes:
         return self._intern(("not", node), ("not", node))
 
     def intersection(self, *nodes: Node) -> Node:
-        """All of `nodes`."""
+        """The node of the values that all of `nodes` allow."""
         return self._join("all", nodes, TRUE, FALSE)
 
     def union(self, *nodes: Node) -> Node:
-        """Any of `nodes`."""
+        """The node of the values that any of `nodes` allows."""
         return self._join("any", nodes, FALSE, TRUE)
 
     def _join(self, kind: str, nodes: Iterable[Node], nothing: Node, absorbing: Node) -> Node:

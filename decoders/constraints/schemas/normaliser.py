@@ -1,4 +1,6 @@
-"""From schemas to shapes: every keyword is a set of values, and a schema is the intersection of its keywords."""
+"""Computes the shapes (:mod:`.shapes`) of schemas: a keyword stands for the set of values that it allows, a schema for the
+intersection of these sets.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ _WORK = "the work of multiplying out allOf, anyOf, oneOf, not, …"
 
 
 _OF_OBJECTS = ("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties")
-#: Keywords that evaluate items or properties, as ``unevaluatedItems`` and ``unevaluatedProperties`` understand it.
+#: Keywords that evaluate items or properties, in the sense of ``unevaluatedItems`` and ``unevaluatedProperties``.
 _EVALUATING = frozenset((
     "prefixItems", "items", "additionalItems", "contains", "properties", "patternProperties", "additionalProperties", "allOf",
     "anyOf", "oneOf", "if", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
 ))  # fmt: skip
-#: Keywords that may cause a problem which is reported for another one, such as ``not``; the most dispensable come first.
+#: For a reported keyword, the other keywords that may have caused its problem; the most dispensable come first.
 _CAUSES = {
     "minProperties": ("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     "contains": ("maxContains", "items", "additionalItems", "unevaluatedItems"),
@@ -52,8 +54,8 @@ class Normaliser(SchemaAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
-        dropped: (path, keyword) of the keywords that are left out. Leaving one out makes the schema as a whole allow more: it
-            allows everything, or nothing under ``not``. ``oneOf`` is read as ``anyOf``.
+        dropped: (path, keyword) of the keywords that are left out. A left-out keyword allows everything, or nothing under ``not``,
+            so that the schema as a whole allows more. A left-out ``oneOf`` is read as ``anyOf``.
         evaluation: whether the schema has a keyword that depends on what other keywords have evaluated (``unevaluatedItems``).
     """
 
@@ -105,7 +107,7 @@ class Normaliser(SchemaAlgebra):
             self.depth -= 1
 
     def shapes(self, node: Node) -> Shapes:
-        """The values of `node`. Raises GrammarError: it cannot be expressed."""
+        """The values of `node`. Raises GrammarError: they cannot be expressed."""
         try:
             return self.normalise(node)
         except (_CycleError, RecursionError) as problem:
@@ -114,7 +116,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, raised while `node` was written, with the place of its keyword, or of a keyword that may have caused it."""
+        """`problem`, raised while `node` was written, with the place of the keyword that it names, or that may have caused it."""
         seen, queue = {node}, [node]
         places: list[Place] = []
         for queued in queue:
@@ -133,7 +135,9 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) of a keyword to leave out because of `problem`: its cause, or else a keyword with schemas near it."""
+        """(path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword near its
+        place that has schemas; None if there is none.
+        """
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places
         for place in places:
@@ -210,7 +214,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
-        """`current` where the left-out keywords of `place` may have evaluated anything."""
+        """`current` as if the left-out keywords of `place` evaluated everything or, if `place` is subtracted, allowed nothing."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
             return _without(current, dropped)
@@ -276,7 +280,7 @@ class Normaliser(SchemaAlgebra):
         return shape if keeps else replace(shape, evaluated=type(shape)().evaluated)
 
     def values(self, values: Any) -> Shapes:
-        """Enumerated values."""
+        """The shapes of enumerated values."""
         if not isinstance(values, list):
             raise GrammarError(f"an enumeration is a list, not {values!r}", "enum")
         if len(values) > limits.VALUES:

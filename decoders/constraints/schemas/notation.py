@@ -21,8 +21,8 @@ class Terminal:
     """Texts that are not divided further.
 
     Attributes:
-        lark: its definition.
-        regex: returns it as a regular expression; None if that is too long.
+        lark: the definition in Lark's notation.
+        regex: returns a regular expression for the texts; None if it would be too long.
         rule: whether `lark` can only define a rule, no terminal.
     """
 
@@ -104,12 +104,14 @@ def rep(part: Expr, low: int, high: int | None) -> Expr:
 
 
 def text(regex: str) -> Word:
-    """Texts of a regular expression that is written out."""
+    """The texts that `regex` matches, as a terminal."""
     return Word(Terminal(slashed(regex), _Constant(regex)))
 
 
 def inline(schema: dict[str, Any]) -> Word:
-    """Texts of a schema that llguidance itself reads; they have no regular expression here."""
+    """The texts of a schema, as a ``%json`` terminal that llguidance compiles; no regular expression for them is known
+    here.
+    """
     return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
 
 
@@ -143,7 +145,7 @@ def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
 
 
 def lark(rules: dict[str, Expr]) -> str:
-    """`rules`, the first of which is ``start``, as Lark."""
+    """`rules` in Lark's notation; the first rule is ``start``."""
     names = {rule: "start" if rule == "start" else f"r{index}" for index, rule in enumerate(rules)}
     terminals: dict[str, str] = {}
     size = 0
@@ -176,13 +178,13 @@ def lark(rules: dict[str, Expr]) -> str:
 
 
 def _size(regex: str) -> int:
-    """Estimated length of `regex` with its repetitions expanded, most of which repeat characters of JSON strings."""
+    """Estimated length of `regex` with its repetitions expanded, as if each of them repeated a character of a JSON string."""
     counts = [int(high or low or 0) for low, high in _COUNT.findall(regex)]
     return len(regex) + _UNIT * sum(counts)
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or through others: then removing rules that use no remaining rule leaves some."""
+    """Whether a rule uses itself, directly or through others: such a rule is left if rules that use no remaining rule are removed."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -256,8 +258,8 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 class _Productive:
     """Finds the rules that have a text.
 
-    Every expression counts the parts that it still needs and notifies the enclosing one when the count is zero, so that the work is
-    linear in the size of the grammar.
+    Every expression counts the parts that it still needs and notifies the enclosing expression when the count is zero, so that the
+    work is linear in the size of the grammar.
     """
 
     def __init__(self, rules: dict[str, Expr]) -> None:

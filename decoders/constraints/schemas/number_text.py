@@ -1,7 +1,7 @@
 """Sets of numbers as JSON text: exact regular expressions over decimal digits.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and too few digits for
-rounding to a float to carry them over a bound or make them integers.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few
+digits, so that they keep within the bounds as floats, and fractions stay fractions.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ DIGITS = 15
 NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{EXPONENT})"
 _LARGE = 10**DIGITS
 _LARGEST = int(sys.float_info.max)
-_FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # at most 15
+_FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # ≤ 15 digits
 _LARGEST_INLINE = 2**62  # largest bound for llguidance, which uses 64 bits
-_MOST_DECIMALS = 40  # digits of a step
-_MOST_ENUMERATED = 200  # enumerated values, and remainders that are states
+_MOST_DECIMALS = 40  # decimal places of a step
+_MOST_ENUMERATED = 200  # enumerated values; also remainders, because each remainder is a state
 _MOST_CHARACTERS = 5_000
 
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The texts of `numbers`, as :meth:`Numbers.simplified` returns them; None if the expression would be too long.
-
-    Empty if no number can be written.
-    """
+    """The expression of `numbers`, which are simplified; None if it would be too long, empty if no number can be written."""
     step = numbers.step
     if step is not None:
         return _multiples_between(numbers, step)
@@ -70,7 +67,7 @@ def _within(numbers: Numbers, most: int) -> Numbers | None:
 
 
 def _between(numbers: Numbers | None) -> str:
-    """Decimals between bounds, at least one of which is given."""
+    """Decimals between bounds; at least one bound is given."""
     if numbers is None:
         return ""
     alternatives = []
@@ -108,7 +105,7 @@ def schema(numbers: Numbers) -> dict[str, Any]:
     """`numbers`, which are multiples, as a schema for llguidance. Raises GrammarError: llguidance cannot read them."""
     if numbers.kind == "fraction" or numbers.step is None:
         raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
-    if numbers.step.numerator > limits.STEP:  # its automaton has a state per remainder
+    if numbers.step.numerator > limits.STEP:  # the automaton has a state per remainder
         limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
     if numbers.step.denominator > 10**DIGITS:
         limits.exceeded("decimal places", DIGITS, "multipleOf", "multipleOf")
@@ -199,7 +196,7 @@ def integers(low: int | None, high: int | None) -> str:
 
 
 def _magnitudes(low: int, high: int | None) -> list[str]:
-    """Integers from `low`, 0 or more, to `high`."""
+    """Regular expressions that together match the integers from `low` (0 or more) to `high`; None for no bound."""
     if max(len(str(low)), len(str(high or 0))) > 400:
         limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
     if high is None:
@@ -218,7 +215,7 @@ def _magnitudes(low: int, high: int | None) -> list[str]:
 
 
 def _same_size(low: str, high: str) -> list[str]:
-    """Digit strings from `low` to `high`, all of one size."""
+    """Regular expressions that together match the digit strings from `low` to `high`, which are equally long."""
     if not low:
         return [""]
     rest = len(low) - 1
@@ -280,7 +277,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """`integer` with one of `fractions`: whether there may be none, and the digits behind the point."""
+    """`integer` followed by a fraction. fractions: whether the fraction may be absent, and the digits after the point."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import GrammarError
 
-#: Up to this every integer is a float.
+#: Every integer up to this one is exactly a float.
 EXACT = 2**53
 
 
@@ -19,10 +19,10 @@ class Numbers:
     """The numbers between `low` and `high` (None: no bound) that are of a kind.
 
     Attributes:
-        open_low: `low` itself is not among them.
-        open_high: `high` itself is not among them.
-        kind: "any", "integer" (1.0 is one), "fraction" for all but integers.
-        multiple: all are multiples of it; None for no such condition.
+        open_low: whether `low` itself is excluded.
+        open_high: whether `high` itself is excluded.
+        kind: "integer" (1.0 is an integer), "fraction" (all numbers but integers), or "any".
+        multiple: the number that all of them are multiples of; None: no such condition.
     """
 
     low: Fraction | None = None
@@ -42,7 +42,7 @@ class Numbers:
         return point and (self.open_low or self.open_high or not self.contains(self.low))
 
     def contains(self, value: Fraction) -> bool:
-        """Whether `value` is among them."""
+        """Whether the set contains `value`."""
         if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
             return False
         if self.high is not None and (value > self.high or (self.open_high and value == self.high)):
@@ -53,7 +53,7 @@ class Numbers:
         return self.multiple is None or (value / self.multiple).denominator == 1
 
     def simplified(self) -> Numbers | None:
-        """The same set, with closed bounds if it has integers only; None if it is empty."""
+        """This set, with closed bounds if it has integers only; None if it is empty."""
         step = self.step
         if step is None:
             return None if self.empty else self
@@ -77,7 +77,7 @@ class Numbers:
 
     @property
     def step(self) -> Fraction | None:
-        """The distance of neighbours if the numbers are evenly spaced, else None."""
+        """The distance between neighbours if the numbers are evenly spaced, else None."""
         if self.kind == "integer":
             return Fraction(1) if self.multiple is None else _common_multiple(self.multiple, Fraction(1))
         return self.multiple
@@ -108,10 +108,10 @@ def complement(a: Numbers) -> list[Numbers]:
         alternatives.append(Numbers(high=a.low, open_high=not a.open_low))
     if a.high is not None:
         alternatives.append(Numbers(low=a.high, open_low=not a.open_high))
-    if a.low is None or a.low != a.high:  # not for a single point
+    if a.low is None or a.low != a.high:  # a single point has no kinds to exclude
         if a.multiple is not None:
             raise GrammarError(
-                "numbers that are not a multiple of something; strict=False validates them", "multipleOf"
+                "numbers that are no multiples cannot be described; strict=False validates them", "multipleOf"
             )
         if a.kind != "any":
             alternatives.append(replace(a, kind="integer" if a.kind == "fraction" else "fraction"))
@@ -125,10 +125,10 @@ def point(value: Any) -> Numbers:
 
 
 def fraction(value: Any) -> Fraction:
-    """`value` of a schema as it was written: 0.1 is one tenth. Large floats keep their binary value: 1e23 is not ten to the 23rd.
+    """`value` in a schema as it was written: 0.1 is one tenth. Large floats keep their binary value: 1e23 is not ten to the 23rd.
 
     Raises:
-        GrammarError: infinite or not a number.
+        GrammarError: `value` is infinite or not a number.
     """
     try:
         exact = isinstance(value, int) or abs(value) >= EXACT
@@ -142,10 +142,10 @@ def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
 
 
 def canonical(value: Any) -> str:
-    """The same text for equal values: 1, 1.0 and 1e0 are equal, so are objects in any order; 1 and true are not.
+    """A text that is the same for equal values: 1, 1.0 and 1e0 are equal, and so are objects in any order; 1 and true are not equal.
 
     Raises:
-        GrammarError: an infinite number is in it.
+        GrammarError: `value` contains an infinite number.
     """
     if isinstance(value, list):
         return f"[{','.join(map(canonical, value))}]"

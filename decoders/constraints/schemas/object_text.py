@@ -19,7 +19,7 @@ from .whitespace import Rules
 
 _MOST_CONDITIONS = 4
 _MEMBERS_PER_RULE = 16
-_ONE_UNDECLARED = "Of the properties that minProperties asks for, at most one is undeclared, since two undeclared ones may be the same."
+_ONE_UNDECLARED = "Of the properties that minProperties needs, at most one is undeclared: undeclared keys may be equal."
 _SHARED_CONDITIONS = (
     "If several conditions each ask for some property, either one undeclared property meets all of them, "
     "or each condition has keys of its own."
@@ -32,7 +32,7 @@ def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
 
 
 class ObjectWriter:
-    """The rules of one shape. Subclasses write members otherwise."""
+    """The rules of one shape. Subclasses write members in other notations."""
 
     def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
         self.rules, self.name, self.shape = rules, name, shape
@@ -83,7 +83,7 @@ class ObjectWriter:
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
 
     def tail(self, position: int) -> Expr:
-        """The members from `position`, each behind a comma; a few per rule, so that rules can share the rest."""
+        """The members from `position`, each after a comma; a few per rule, so that rules can share the rest."""
         end = min(len(self.members), position + _MEMBERS_PER_RULE - position % _MEMBERS_PER_RULE)
         run = [self.optional(prop) for prop in self.members[position:end]]
         return seq(*run, self.declared(end, self.last))
@@ -144,7 +144,7 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Checks that ``minProperties`` does not need several undeclared members, since two of them may have the same key.
+        """Writes nothing. Checks that ``minProperties`` needs at most one undeclared member, because two may have the same key.
 
         Raises:
             GrammarError: too few properties are declared.
@@ -160,7 +160,7 @@ class ObjectWriter:
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members: first those that meet no condition, then those that do, whose keys meet no earlier condition."""
+        """Undeclared members: first any that meet no condition, then members that meet conditions which no member before them met."""
         unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []

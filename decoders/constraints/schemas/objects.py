@@ -22,7 +22,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Keys:
-    """Properties that a keyword has evaluated, for ``unevaluatedProperties``."""
+    """Properties that keywords have evaluated, for ``unevaluatedProperties``: by name, by class of keys, or all."""
 
     names: frozenset[str] = frozenset()
     classes: tuple[Strings, ...] = ()
@@ -34,10 +34,10 @@ class Objects:
     """Objects of `low` to `high` properties.
 
     Attributes:
-        properties: the declared ones.
+        properties: the declared properties.
         rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
             the same node.
-        exists: for each entry, an undeclared property with such a key and value exists.
+        exists: for each entry, there is an undeclared property with a key of the entry's class and a value of its node.
         evaluated: evaluated properties; does not affect the set.
     """
 
@@ -57,7 +57,7 @@ class Objects:
         return next((node for keys, node in self.rest if keys.contains(name)), FALSE)
 
     def simplified(self, algebra: NodeAlgebra) -> Objects | None:
-        """The same set without properties that cannot occur; None if it is known to be empty."""
+        """This set without properties that cannot occur; None if it is known to be empty."""
         declared = list(self.properties)
         rest = []
         for keys, node in self.rest:
@@ -65,7 +65,7 @@ class Objects:
                 continue
             if keys.values is None or keys.formats:
                 rest.append((keys, node))
-            else:  # a few possible keys are treated as declared
+            else:  # if only a few keys are possible, they are treated as declared
                 known = {prop.name for prop in declared}
                 declared += [Property(name, node) for name in sorted(keys.values - known)]
         remaining = []
@@ -94,7 +94,7 @@ class Objects:
 
 
 def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """The objects of both `a` and `b`, as alternatives."""
+    """The objects that are in both `a` and `b`, as alternatives."""
     pieces = []
     order = list(dict.fromkeys((*a.names, *b.names)))
     for left, right in product(_with_declared(a, order, algebra), _with_declared(b, order, algebra)):
@@ -154,7 +154,7 @@ def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
 
 
 def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
-    """`a` with ``unevaluatedProperties`` of `node`: afterwards all properties are evaluated."""
+    """The objects of `a` whose unevaluated properties are of `node`; all properties are evaluated afterwards."""
     if a.evaluated.all:
         return a
     nodes = algebra.nodes

@@ -42,12 +42,12 @@ from .whitespace import WHITESPACE, Whitespace
 from .writing import Writer
 
 _SEPARATE = "Strings do not contain the mark that ends them."
-_OTHERS = "Where a parameter may be a string or of other types, its strings do not read as one of these: {read}."
+_OTHERS = "If a parameter may be a string or have other types, its strings are never one of these: {read}."
 _READ = {
     "null": "null", "boolean": "true, false", "number": "a number", "array": "what begins with [",
     "object": "what begins with {",
 }  # fmt: skip
-#: Texts that a string must not be if a parameter also has other types, because readers would take it for a value of these.
+#: For each type, the strings that a parameter of several types cannot have, because readers would take them for values of the type.
 _ALIKE = {
     "null": "^null$", "boolean": "^(?:true|false)$", "array": r"^\[", "object": r"^\{",
     "number": r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?$",
@@ -114,7 +114,7 @@ class _Expression:
 def _inside(conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | None) -> str | None:
     try:
         return string_text.expression(automata.automaton(conditions, low, high), string_text.raw_chars)
-    except GrammarError:  # too large for an expression; the Lark notation does not need it
+    except GrammarError:  # the automaton is too large; the Lark notation needs no expression
         if left() < 0:  # more time may give an expression, so this result must not be cached
             raise
         return None
@@ -122,7 +122,7 @@ def _inside(conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | 
 
 @dataclass(frozen=True)
 class Quoted:
-    """A notation: objects as ``{key:value,…}``, in which all strings stand between two of `quote`.
+    """A notation: objects as ``{key:value,…}``, in which every string stands between two marks `quote`.
 
     Attributes:
         quote: the mark around strings.
@@ -139,7 +139,7 @@ class Quoted:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that may hold names of special tokens."""
+        """All texts of the notation that may contain names of special tokens."""
         return (self.quote,)
 
 
@@ -160,7 +160,7 @@ class Parameters:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that may hold names of special tokens."""
+        """All texts of the notation that may contain names of special tokens."""
         return (self.opening, self.middle, self.closing, self.between)
 
     @property
@@ -225,12 +225,12 @@ class _ParameterWriter(_RawWriter):
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """A string in JSON, without special tokens, whose names readers would see."""
+        """A string in JSON, without special tokens, because readers would see the tokens' names."""
         within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
         return string_text.write_string(strings, behind, within)
 
     def value(self, node: Node, kinds: frozenset[str]) -> Expr:
-        """The texts of a parameter's value of these types, with the mark that ends it."""
+        """The texts of a parameter's value, restricted to the types `kinds`, each followed by the mark that ends it."""
         nodes, place = self.normaliser.nodes, self.normaliser.place
         if kinds != KINDS:
             node = nodes.intersection(node, place(_of_types(kinds)))
@@ -252,7 +252,7 @@ class _ParameterWriter(_RawWriter):
 
 
 class _ParametersWriter(ObjectWriter):
-    """The parameters of one shape of objects."""
+    """Writes the objects of one shape as a sequence of parameters."""
 
     rules: _ParameterWriter
 
@@ -269,7 +269,7 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        """An undeclared member. Names that other branches declare have their types in every branch."""
+        """An undeclared member. A name has the types that all branches together declare for it."""
         notation, kinds = self.rules.notation, self.rules.kinds
         names: dict[frozenset[str], set[str]] = {}
         for name in kinds.names:

@@ -20,10 +20,10 @@ T = TypeVar("T", Numbers, Strings, Arrays, Objects)
 
 @dataclass(frozen=True)
 class Shapes:
-    """The union of all alternatives of all types.
+    """A set of JSON values: the union of the alternatives of all types.
 
     Attributes:
-        units: of "null", "true", "false".
+        units: which of "null", "true" and "false" are in the union.
     """
 
     units: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ ALL = Shapes(frozenset(["null", "true", "false"]), (Numbers(),), (Strings(),), (
 
 
 def all_evaluated(shapes: Shapes) -> Shapes:
-    """The same values with every item and property evaluated."""
+    """The values of `shapes`, with every item and property marked as evaluated."""
     return replace(
         shapes,
         arrays=tuple(dict.fromkeys(replace(one, evaluated=arrays.Items(None)) for one in shapes.arrays)),
@@ -51,7 +51,7 @@ def all_evaluated(shapes: Shapes) -> Shapes:
 
 
 def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
-    """The values of both `a` and `b`."""
+    """The values that are in both `a` and `b`."""
     of_types = {
         name: _intersections(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()
     }
@@ -59,7 +59,7 @@ def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
 
 
 def union(*several: Shapes) -> Shapes:
-    """The values of any of `several`."""
+    """The values that are in at least one of `several`."""
     strings = [one for shapes in several for one in shapes.strings]
     texts = [one.values for one in strings if one.values is not None and not one.formats]
     joined = [Strings(values=frozenset[str]().union(*texts))] if texts else []
@@ -74,7 +74,7 @@ def union(*several: Shapes) -> Shapes:
 
 
 def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
-    """The values of `a` that are not in `b`. Raises GrammarError: it cannot be expressed."""
+    """The values of `a` that are not in `b`. Raises GrammarError: they cannot be expressed."""
     of_types = {name: _difference(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()}
     return Shapes(a.units - b.units, **of_types)
 
@@ -84,7 +84,7 @@ class SchemaAlgebra(NodeAlgebra):
 
     Attributes:
         dropped: (path, keyword) of keywords that are left out.
-        evaluation: whether a keyword depends on what others have evaluated.
+        evaluation: whether a keyword depends on what other keywords have evaluated.
     """
 
     dropped: frozenset[tuple[str, str]]
@@ -113,7 +113,7 @@ class SchemaAlgebra(NodeAlgebra):
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """Sets of values of one type: the set of all values, intersection, and complement, the latter two as lists of alternatives."""
+    """The set of all values of one type, and the operations on sets of such values, which return lists of alternatives."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]
@@ -124,7 +124,7 @@ def _listed(piece: T | None) -> list[T]:
     return [] if piece is None else [piece]
 
 
-#: By the attribute of :class:`Shapes`.
+#: The types by their attributes of :class:`Shapes`.
 _TYPES: dict[str, _Type[Any]] = {
     "numbers": _Type(
         Numbers(), lambda a, b, _: _listed(numbers.intersection(a, b)), lambda a, _: numbers.complement(a)
@@ -148,7 +148,7 @@ def _intersections(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], al
 
 def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
     distinct = list(dict.fromkeys(pieces))
-    if all_values in distinct:  # alternatives with evaluated parts are kept beside it
+    if all_values in distinct:  # beside it, only alternatives with evaluated parts are kept
         nothing_evaluated = getattr(all_values, "evaluated", None)
         distinct = [
             piece for piece in distinct if piece == all_values or getattr(piece, "evaluated", None) != nothing_evaluated

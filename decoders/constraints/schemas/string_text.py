@@ -1,7 +1,7 @@
 """Strings as JSON text: sets of characters, trees and automata as regular expressions over the text.
 
-A string under a condition has one spelling, that of ``json.dumps``: a character stands for itself or, where JSON requires an escape,
-has the escape of two characters, or else that of its number in small letters.
+A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. If JSON requires an escape, the
+character has its escape of two characters, if there is one, or else the escape with its number in lower case.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _PLAIN: Ranges = characters.complement(
 #: The control characters that have no escape of two characters.
 _NUMBERED = [point for point in range(0x20) if point not in _ESCAPES]
 _HEX = "[0-9a-fA-F]"
-#: One character of a string without conditions, with all escapes of JSON.
+#: One character of an unconstrained JSON string: plain or escaped, but no lone surrogate.
 _FREE = (
     r'(?:[^"\\\x00-\x1F]|\\(?:["\\/bfnrt]|u(?:[0-9a-cefA-CEF]' + _HEX + "{3}|[dD][0-7]" + _HEX + "{2}"
     r"|[dD][89abAB]" + _HEX + r"{2}\\u[dD][c-fC-F]" + _HEX + "{2})))"
 )
 FREE_STRING = f'"{_FREE}*"'
-#: Characters that have to be escaped.
+#: Characters that a regular expression has to escape.
 _SPECIAL = re.compile(r"""[^\w !"%',:;<=>@`/]""")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON, _ASCII_JSON = json.JSONEncoder(ensure_ascii=False), json.JSONEncoder()
 
 
 def literal(text: str) -> str:
-    """Expression for `text` itself."""
+    """A regular expression that matches only `text`."""
     return _SPECIAL.sub(lambda character: code_point(ord(character[0])), text)
 
 
@@ -129,7 +129,7 @@ def expression(machine: FSM, chars: Callable[[Ranges], str | None] = chars) -> s
     """The text inside the quotes for the strings of `machine`; None if it is longer than the limit.
 
     Args:
-        chars: writes a character.
+        chars: returns the text for one character of a set.
 
     States are eliminated one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
     """
@@ -225,7 +225,7 @@ def _simple(strings: Strings) -> str | None:
 def _regex(strings: Strings) -> str | None:
     try:
         text = expression(strings.automaton())
-    except GrammarError:  # too large for an expression; the Lark notation does not need it
+    except GrammarError:  # the automaton is too large; the Lark notation needs no expression
         return None
     return None if text is None else f'"(?:{text})"'
 

@@ -55,7 +55,7 @@ class Strings:
         """The strings that the grammar writes, which meet the formats as well; None if there are none.
 
         Raises:
-            GrammarError: the conditions with the formats are too many for an automaton.
+            GrammarError: the automaton of the conditions and formats would be too large.
         """
         if self.values is not None:
             matching = (text for text in self.values if all(formats.valid(name, text) for name in self.formats))
@@ -68,11 +68,11 @@ class Strings:
             raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
     def automaton(self) -> FSM:
-        """The strings as an automaton, without regard to formats; not for enumerated ones. Raises GrammarError: too large."""
+        """The strings as an automaton, without regard to formats; not for enumerated strings. Raises GrammarError: too large."""
         return _automaton(self)
 
     def simplified(self) -> Strings | None:
-        """The same set, None if it is empty."""
+        """This set in simplest form; None if it is empty."""
         if self.values is not None:
             return self if self.values else None
         if self.high is not None and self.low > self.high:
@@ -124,7 +124,7 @@ def complement(a: Strings) -> list[Strings]:
 
 
 def _nothing(strings: Strings) -> bool:
-    """Whether `strings` is empty, by its automaton or, if that is too large, by the lengths that the patterns allow.
+    """Whether `strings` is empty, by its automaton, or by the lengths that the patterns allow if the automaton is too large.
 
     Raises:
         GrammarError: the automaton of the patterns alone is too large, or the lengths are.

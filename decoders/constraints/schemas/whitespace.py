@@ -19,9 +19,9 @@ class Whitespace:
 
     Attributes:
         opened: after an opening bracket.
-        closing: before a closing one, if anything is inside.
-        comma: the comma with the space behind it.
-        colon: likewise.
+        closing: before a closing bracket, if anything is inside.
+        comma: the comma with the space after it.
+        colon: the colon with the space after it.
         empty: between empty brackets.
     """
 
@@ -33,12 +33,12 @@ class Whitespace:
 
     @staticmethod
     def indented(depth: int, indent: int) -> Whitespace:
-        """White space of texts with a line per member, as of ``json.dumps(…, indent=…)``, at a depth of brackets."""
+        """White space inside of `depth` brackets, in texts with a line per member as ``json.dumps(…, indent=…)`` writes them."""
         inside, outside = ("\\n" + " " * (indent * each) for each in (depth + 1, depth))
         return Whitespace(inside, outside, "," + inside, ": ")
 
 
-#: Most blanks per level.
+#: Greatest number of blanks per level.
 MOST_INDENT = 16
 _BREAK = r"(?: |\r?\n[ \t]{0,40})?"
 WHITESPACE = {
@@ -53,13 +53,13 @@ class Rules:
 
     Args:
         whitespace: the white space of the texts; or the number of blanks per level, for texts with a line per member.
-        closed: objects that declare properties allow no others unless the schema mentions others.
+        closed: whether objects that declare properties allow no other properties unless the schema mentions them.
 
     Attributes:
         rules: by their names.
         todo: places that a rule refers to and that have no rule yet, each with its depth.
-        depth: brackets around the current place, where white space depends on it.
-        warnings: the conditions that were left out, one sentence each.
+        depth: number of brackets around the current place, if white space depends on it, else 0.
+        warnings: how the texts differ from the schema, one sentence each.
     """
 
     def __init__(self, normaliser: Normaliser, whitespace: Whitespace | int, closed: bool = False) -> None:
@@ -77,7 +77,7 @@ class Rules:
         return Whitespace.indented(self.depth, given) if isinstance(given, int) else given
 
     def place(self, node: Node) -> Expr:
-        """The texts of `node`."""
+        """A reference to the rule with the texts of `node`."""
         if node == FALSE:
             return NOTHING
         depth = self.depth + 1 if isinstance(self._whitespace, int) else 0
@@ -95,7 +95,7 @@ class Rules:
 
     @staticmethod
     def name_of(node: Node, depth: int) -> str:
-        """The name of a place's rule, and the beginning of its parts' names."""
+        """The name of a place's rule; the names of the rules of its parts begin with it."""
         return f"n{node}" + (f"d{depth}" if depth else "")
 
     def rule(self, name: str, expr: Expr) -> Expr:
@@ -107,7 +107,7 @@ class Rules:
         return RuleReference(name)
 
     def key(self, name: str) -> str:
-        """The expression of a member's name."""
+        """A regular expression for a member's quoted name."""
         return string_text.literal(string_text.quoted(name))
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
@@ -115,6 +115,6 @@ class Rules:
         return string_text.write_string(strings, behind)
 
     def warning(self, text: str) -> None:
-        """Adds to :attr:`warnings`."""
+        """Adds `text` to :attr:`warnings`, if it is new."""
         if text not in self.warnings:
             self.warnings.append(text)

@@ -46,7 +46,7 @@ class Writer(Rules):
         return alt(*alternatives)
 
     def scalars(self, shapes: Shapes, behind: str = "") -> list[Expr]:
-        """The texts of units and numbers, and a match of the expression `behind`."""
+        """The texts of units and numbers, each followed by a match of the expression `behind`."""
         alternatives: list[Expr] = [text(unit + behind) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)

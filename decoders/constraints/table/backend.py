@@ -31,7 +31,7 @@ class MaskedAutomaton:
         classes: ``[256]`` int64.
         mask_of: ``[S]`` int64.
         start: see :class:`Tables`.
-        stopped: likewise; it is the last state.
+        stopped: see :class:`Tables`; the last state.
         rows: the masks.
         accepting: ``[S]`` bool.
     """
@@ -46,12 +46,9 @@ class MaskedAutomaton:
 
     @staticmethod
     def of(
-        transitions: NDArray[np.int32],
-        byte_class: NDArray[np.int64],
-        accepting: NDArray[np.bool_],
-        start: int,
+        transitions: NDArray[np.int32], byte_class: NDArray[np.int64], accepting: NDArray[np.bool_], start: int,
         masks: StateMasks,
-    ) -> MaskedAutomaton:
+    ) -> MaskedAutomaton:  # fmt: skip
         """From arrays ``[S, C]``, ``[256]``, ``[S]``; adds the state after a stop token."""
         next = np.concatenate([transitions, np.zeros((1, transitions.shape[1]), np.int32)])
         mask_of = np.concatenate([masks.of, [masks.stops]])
@@ -88,7 +85,7 @@ def dumped(automaton: MaskedAutomaton) -> bytes:
 
 
 def restored(content: bytes, vocabulary: Vocabulary) -> MaskedAutomaton:
-    """The automaton that was dumped as `content`. Raises GrammarError: it is no dump, or not for `vocabulary`."""
+    """The automaton that was dumped as `content`. Raises GrammarError: `content` is no dump, or not for `vocabulary`."""
     try:
         parts = tensors.load(content)
     except (SafetensorError, ValueError) as error:
@@ -158,12 +155,12 @@ class Table(Backend):
         return TableGrammar(language, vocabulary, policy, restored(content, vocabulary))
 
 
-#: Cached steps (a state and a token): about 10 MB.
+#: Greatest number of cached steps, by state and token: about 10 MB.
 STEPS = 1 << 17
 
 
 class TableGrammar(Tabulated):
-    """A regular language as a table. Immutable apart from its cache of steps. State 0 is the illegal one."""
+    """A regular language as a table. Immutable apart from its cache of steps. State 0 is illegal."""
 
     backend = "table"
 
@@ -252,7 +249,7 @@ class TableGrammar(Tabulated):
         return forced
 
     def _canonical(self, automaton: MaskedAutomaton) -> tuple[MaskRows, NDArray[np.int64]]:
-        """Masks and rows by state for the policy ``canonical``: where bytes are forced only the tokenizer's own token is legal."""
+        """The masks, and each state's row, for the policy ``canonical``: if bytes are forced, only the tokenizer's token is legal."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
         for state in range(1, self.stopped):

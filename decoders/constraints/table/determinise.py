@@ -1,7 +1,8 @@
 """A regular expression as a minimal byte automaton.
 
 outlines_core determinises it in a child process: this may take exponential time and memory, and outlines_core cannot be interrupted.
-The child has limits of memory and of processor time, so a busy machine decides alike, and imports only that extension (about 6 ms).
+The child has limits of memory and of processor time, so that the result does not depend on the machine's load. It imports only that
+extension (about 6 ms).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ RAW_STATES = 16_384
 SECONDS, MEGABYTES = 5, 1024
 
 #: Appended to every text inside the automaton, because an automaton of outlines_core ends with the first alternative that matches
-#: (``1|12`` never yields ``12``), and with a common end only whole texts match. It is a noncharacter, which no text contains.
+#: (``1|12`` never yields ``12``), and with a common end only whole texts match. END is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
 #: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. An empty alternative of
 #: lower priority ends all matches that do not begin at once. It makes the first state final, which removes that state's
 #: transitions; two bytes in front of the text keep our own states from being the first.
 BEGIN = "\0\0"
 
-# Run by a bare interpreter; writes counts of transitions per state, states, bytes and targets as raw arrays, and to the last line of
-# stderr the seconds that it took of a processor.
+# A program for a bare interpreter. Writes the counts, states, transitions per state, targets, final states and bytes as raw arrays, and
+# in the last line of stderr the processor seconds that it took.
 _CHILD = (
     limits.BOUNDED
     + """
@@ -97,7 +98,7 @@ class ByteAutomaton:
 
 
 def determinise(regex: str) -> ByteAutomaton:
-    """The automaton of the whole texts that match `regex`, neither minimal nor trimmed.
+    """The automaton, not minimized or trimmed, of the texts that match `regex` as a whole.
 
     Raises:
         GrammarError: `regex` is no expression of Rust's ``regex``, or its automaton is too large.
@@ -124,7 +125,7 @@ def determinise(regex: str) -> ByteAutomaton:
             input=text, capture_output=True, timeout=limits.PATIENCE * seconds, check=False,
         )  # fmt: skip
         message, _, took = child.stderr.decode(errors="replace").rpartition("\n")
-        with suppress(ValueError):  # it ended by itself
+        with suppress(ValueError):  # the child ended by itself
             spent = float(took)
     except subprocess.TimeoutExpired as error:
         raise GrammarError(too_long) from error
@@ -138,7 +139,7 @@ def determinise(regex: str) -> ByteAutomaton:
 
 
 def _parsed(raw: bytes) -> ByteAutomaton:
-    """The child's output as dense arrays; state 0 is dead, the others are numbered in its order."""
+    """The child's output as dense arrays; state 0 is dead, the other states keep the child's order."""
     states, moves, finals = (int(n) for n in np.frombuffer(raw, np.uint64, 3))
     words = np.frombuffer(raw, np.uint32, 2 * states + moves + finals, offset=24)
     names, counts, targets, ends = np.split(words, np.cumsum([states, states, moves]))
@@ -151,16 +152,16 @@ def _parsed(raw: bytes) -> ByteAutomaton:
     transitions[sources, symbols[is_byte]] = destinations
     accepting = np.zeros(len(all_states) + 1, np.bool_)
     accepting[np.searchsorted(all_states, ends) + 1] = True
-    # The state behind the first byte of BEGIN: nothing leads to it, because the first state has lost its transitions.
+    # The state after the first byte of BEGIN: nothing leads to it, because the first state has lost its transitions.
     first_states = np.setdiff1d(sources, destinations)
     start = int(transitions[first_states[0], ord(BEGIN[1])]) if len(first_states) else 0
     return ByteAutomaton(transitions, accepting, start)
 
 
 def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
-    """`automaton` without :data:`END`: states that END may follow are accepting.
+    """`automaton` without :data:`END`: its accepting states are the states where END may come next.
 
-    Its other bytes are kept, because states within END may be shared with other characters.
+    Transitions by END's first bytes are kept, because other characters may share the states that they lead to.
     """
     transitions = automaton.next.copy()
     reached = np.arange(len(transitions))
@@ -232,7 +233,7 @@ def columns(transitions: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[
 
 
 def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``[n]``: index of each row of ``[n, m]`` among the distinct ones, in order of occurrence; ``[k]``: their first places."""
+    """``[n]``: number of each row of ``[n, m]`` among the ``k`` distinct rows, in order of occurrence; ``[k]``: their first indices."""
     keys: list[bytes] = (
         np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0].tolist()
     )

@@ -1,8 +1,8 @@
-"""A vocabulary sorted by spelling, as a trie, with the rests behind the plain characters of tokens. Computed once per vocabulary.
+"""A vocabulary sorted by spelling, as a trie, with the rests after the plain characters of tokens. Computed once per vocabulary.
 
 *Plain* characters are those that need no escape in a JSON string. Inside a string nearly the whole vocabulary is legal, and its
-tokens need not be walked one by one: where any n plain characters are legal, all tokens of up to n plain characters are. Of other
-tokens only the rest behind their plain characters is walked, and many tokens have the same rest.
+tokens need not be walked one by one: where any n plain characters are legal, all tokens of up to n plain characters are legal. Of
+other tokens, only the rest after their plain characters is walked, and many tokens have the same rest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TokenPaths:
         row: ``[n]`` int32, index of each path's start.
         node: ``[n]`` int32, the trie's node at its end.
         state: ``[n]`` int32, the automaton's state there.
-        token: ``[n]`` int32, the token that ends there; -1 where the walk stopped before.
-        deep: ``[starts]`` int64, how many bytes were read outside of strings.
+        token: ``[n]`` int32, the token that ends there; -1 where the walk stopped before a token's end.
+        deep: ``[starts]`` int64, per start, the most bytes that a path read outside of strings.
     """
 
     row: Ints
@@ -47,11 +47,11 @@ class Trie:
 
     Attributes:
         byte: ``[M]`` uint8, the byte that leads to each node.
-        first: ``[M]`` int32, its first child.
-        count: ``[M]`` int32, how many children it has.
+        first: ``[M]`` int32, the first child of each node.
+        count: ``[M]`` int32, the number of children of each node.
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
         low: ``[M]`` int32, index of the first text that begins with the bytes down to each node.
-        high: ``[M]`` int32, index behind the last such text.
+        high: ``[M]`` int32, index after the last such text.
         characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are not only plain characters.
     """
 
@@ -65,7 +65,7 @@ class Trie:
 
     @staticmethod
     def of(texts: Sequence[bytes], tokens: Ints, plain: NDArray[np.int64]) -> Trie:
-        """The trie of `texts`, distinct, not empty, in ascending order; each begins with `plain` plain bytes."""
+        """The trie of `texts`, which are distinct, not empty and sorted. plain: number of plain bytes that each text begins with."""
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         begins = np.cumsum(lengths) - lengths
         flat = np.frombuffer(b"".join(texts) + b"\0", np.uint8)
@@ -100,12 +100,9 @@ class Trie:
         return Trie(np.concatenate(byte), first.astype(np.int32), counts, *parts)
 
     def walk(
-        self,
-        transitions: Ints,
-        byte_class: NDArray[np.int64],
-        starts: NDArray[np.integer[Any]],
+        self, transitions: Ints, byte_class: NDArray[np.int64], starts: NDArray[np.integer[Any]],
         strings: NDArray[np.bool_] | None = None,
-    ) -> TokenPaths:
+    ) -> TokenPaths:  # fmt: skip
         """All tokens that an automaton can take from some of its states.
 
         Args:
@@ -156,14 +153,14 @@ class Lexicon:
     """The ``T`` distinct spellings of tokens.
 
     Attributes:
-        size: ``V``.
+        size: ``V``, the size of the vocabulary.
         stops: tokens that end a text.
         texts: the spellings in ascending order.
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
-        longest: most consecutive plain characters of a token from a place where a string may begin: the token's beginning, or behind
-            another character. States inside strings differ by how many plain characters may follow, up to this number.
-        rests: the texts behind the plain characters of spellings, and of their suffixes from any later character on; in
+        longest: greatest number of consecutive plain characters in a token, from its beginning or from after another character on
+            (there, a string may begin). States inside strings differ by how many plain characters may follow, up to this number.
+        rests: the texts after the plain characters of spellings, and of their suffixes from any later character on; in
             ascending order, the empty one first.
         rest: ``[T]`` int64, index of each spelling's rest.
         twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.
@@ -188,7 +185,7 @@ class Lexicon:
             texts = sorted(ids)
             tokens = np.fromiter((ids[text] for text in texts), np.int64, len(texts))
             parts = [split(text) for text in texts]
-            # A string may begin in the middle of a token, at any character behind its plain ones.
+            # A string may begin in the middle of a token, at any character after the token's plain characters.
             rests = {rest for _, rest in parts}
             later = [split(rest[i:]) for rest in rests for i in range(1, len(rest)) if rest[i] & 0xC0 != 0x80]
             ordered = sorted(rests | {rest for _, rest in later} | {b""})
@@ -217,7 +214,7 @@ class Lexicon:
 
     @cached_property
     def plain(self) -> NDArray[np.int32]:
-        """``[longest + 1, W]`` packed: the tokens of only plain characters, up to so many."""
+        """``[longest + 1, W]`` packed: for each number, the tokens of at most this many plain characters and no other characters."""
         rows = np.zeros((self.longest + 1, self.words), np.int32)
         some = self.rest == 0
         for length in range(1, self.longest + 1):
@@ -242,13 +239,13 @@ class Lexicon:
         return np.bincount([text[0] for text in self.texts], minlength=256)
 
     def mask(self, tokens: NDArray[np.integer[Any]] | tuple[int, ...]) -> NDArray[np.int32]:
-        """``[W]``: the packed mask of `tokens`, the first of their spellings."""
+        """``[W]``: the packed mask of `tokens`, each the first token of its spelling, and of their twins."""
         return self.packed(1, 0, list(tokens) if isinstance(tokens, tuple) else tokens)[0]
 
     def packed(
         self, count: int, row: NDArray[np.integer[Any]] | int, token: NDArray[np.integer[Any]] | list[int]
     ) -> NDArray[np.int32]:
-        """``[count, W]``: masks with the bit of each pair of `row` and first `token`, and those of its twins."""
+        """``[count, W]``: masks that allow, for each pair of `row` and `token`, the token and its twins in this row."""
         allowed = np.zeros((count, 32 * self.words), np.uint8)
         allowed[row, token] = 1
         allowed[:, self.twins[1]] = allowed[:, self.twins[0]]
@@ -290,9 +287,9 @@ class Room:
     """How many plain characters may follow each state.
 
     Attributes:
-        least: ``[S]`` int64: any so many plain characters may come next, perhaps more.
+        least: ``[S]`` int64: any plain characters up to this number may come next, perhaps more.
         exact: ``[S]`` bool: not more than `least` may come next.
-        next: ``[S]`` int64: the state after any plain character, where one may come next.
+        next: ``[S]`` int64: the state after any plain character, if a plain character may come next.
     """
 
     least: NDArray[np.int64]
@@ -312,7 +309,7 @@ class Room:
 def room(transitions: NDArray[np.int32], byte_class: NDArray[np.int64], longest: int) -> Room:
     """The room of the states of an automaton ``[S, C]``, counted up to `longest` plain characters.
 
-    Counting ends where plain characters lead to different states, which they do not within strings.
+    Counting ends where plain characters lead to different states, which never happens within strings.
     """
     low = np.full(len(transitions), len(transitions), np.int64)
     high = np.zeros(len(transitions), np.int64)

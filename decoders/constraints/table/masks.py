@@ -22,8 +22,8 @@ class Row:
     """A mask.
 
     Attributes:
-        places: ``[k]``, ascending, the words that are not zero; None for all.
-        words: ``[k]`` int32, these words.
+        places: ``[k]``, ascending indices of the words that are not zero; None: of all words.
+        words: ``[k]`` int32, the words at `places`.
     """
 
     places: NDArray[np.unsignedinteger[Any]] | None
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        """Equal for equal masks only."""
+        """Two masks have equal keys if they are equal, and only then."""
         return b"" if self.places is None else self.places.tobytes(), self.words.tobytes()
 
     @property
@@ -107,7 +107,7 @@ class EquivalentStates:
     Attributes:
         strings: ``[S]`` int64, class of the states inside strings, -1 of the others.
         part: ``[S]`` int64, part of each state.
-        final: no number of bytes tells apart states of one part.
+        final: whether no greater depth tells apart states of one part.
     """
 
     transitions: Ints
@@ -124,7 +124,7 @@ class EquivalentStates:
         return EquivalentStates(transitions, strings, part)
 
     def finer(self) -> EquivalentStates:
-        """The partition at twice the depth."""
+        """The partition at twice the depth (:data:`FIRST` after 0), or the final partition if that is reached before."""
         others = np.flatnonzero(self.strings < 0)[1:]
         transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
         depth = 2 * self.depth or FIRST
@@ -136,7 +136,7 @@ class EquivalentStates:
         return EquivalentStates(self.transitions, self.strings, part, depth)
 
 
-#: Most tokens of a walk from several states: 16 bytes each, and some more meanwhile.
+#: Greatest number of tokens of a walk from several states; each takes 16 bytes, and more during the walk.
 TOKENS = 1 << 21
 #: States whose masks are packed at a time, at a byte per token.
 CHUNK = 32
@@ -147,7 +147,7 @@ class StateMasks:
     """Masks of all states.
 
     Attributes:
-        rows: ``R`` distinct masks; the first allows all, for unreachable states and the dead one.
+        rows: ``R`` distinct masks; the first allows all, for unreachable states and the dead state.
         of: ``[S]`` int64, row of each state.
         alive: ``[S]`` bool: tokens lead from the state to the end of a text.
         stops: the row that allows stop tokens only.
@@ -178,7 +178,7 @@ class _Distinct:
         self._ends = lexicon.mask(lexicon.stops)
 
     def add(self, mask: NDArray[np.int32], ending: bool) -> int:
-        """The index of `mask`, with the stop tokens if the text may end."""
+        """Adds `mask`, plus the stop tokens if `ending`, unless it is known; returns its index."""
         row = Row.of(mask | self._ends if ending else mask)
         mask_number = self._known.setdefault(row.key, len(self.rows))
         if mask_number == len(self.rows):
@@ -201,10 +201,10 @@ class _Automaton:
     lexicon: Lexicon
 
     def by_classes(self) -> StateMasks:
-        """Masks if every byte is a token: then every state leads to the end of a text, and every token that leads to one is legal.
+        """The masks if every byte is a token. Then a text can end from every state, so that a token is legal if it leads to any state.
 
-        Inside strings, masks are composed from those of classes. Elsewhere few tokens are legal; they are walked from one state of
-        each group that no walk of that many bytes can tell apart.
+        Inside strings, masks are composed from the masks of classes. Elsewhere few tokens are legal; they are walked from one state of
+        each group of states that take the same tokens.
         """
         states = len(self.transitions)
         strings = StringStates.of(self.transitions, self.byte_class, self.lexicon)
@@ -216,7 +216,7 @@ class _Automaton:
         bytes_read = np.zeros(states, np.int64)
         while len(unresolved):
             equivalent = equivalent.finer()
-            # A state of a class that was walked already represents the class.
+            # States that have a mask come first, so that they represent their parts.
             unresolved = unresolved[np.argsort(mask_number[unresolved] < 0, kind="stable")]
             _, first, same = np.unique(equivalent.part[unresolved], return_index=True, return_inverse=True)
             representatives = unresolved[first]
@@ -240,7 +240,7 @@ class _Automaton:
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
         """Yields batches of `states`, the number of bytes read outside of strings from each, and their masks ``[n, W]``."""
-        # Upper bound of the tokens of each walk: those that begin with a legal byte.
+        # An upper bound of the tokens of each walk: all tokens that begin with a legal byte.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
             paths = self._walk(part, strings.class_of >= 0)
@@ -255,7 +255,7 @@ class _Automaton:
                 yield chunk, paths.deep[begin : begin + CHUNK], allowed
 
     def by_walking(self) -> StateMasks:
-        """Masks if some bytes are no tokens: legal are only tokens that lead to states from which tokens lead to the end of a text."""
+        """Masks if some bytes are no tokens: a token is legal only if further tokens can lead from its state to the end of a text."""
         alive = self._alive()
         starts = np.flatnonzero(alive)
         rows = _Distinct(self.lexicon)

@@ -1,7 +1,7 @@
 """Legal tokens of states inside strings, by the number of plain characters that may follow.
 
-All plain characters lead to the same state there. So only the number of plain characters at a token's beginning and the rest behind
-them matter. Only the rest is walked, and many tokens share it.
+Inside a string, all plain characters lead to the same state. So only the number of plain characters at a token's beginning and the
+rest after them matter. Only the rest is walked, and many tokens share it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StringStates:
     Attributes:
         class_of: ``[S]`` int64, class of each state, -1 outside of strings.
         room: ``[K]`` int64, how many plain characters may come next.
-        sets: ``[K, longest + 1]`` int32, the set of rests that are legal after so many plain characters; -1: no room.
+        sets: ``[K, longest + 1]`` int32, the set of rests that are legal after 0, 1, … plain characters; -1: no room.
         legal: ``[sets + 1, rests]`` bool. The empty rest (the end of a token) is in every set but the last one, which is empty.
     """
 
@@ -66,7 +66,7 @@ class StringStates:
         """The tokens that begin with the plain characters of a trie's node and are legal in a class of states.
 
         Args:
-            nodes, classes: of each place.
+            nodes, classes: for each place, the node and the class.
 
         Returns:
             places, tokens.

@@ -1,24 +1,13 @@
-"""Structural tags: free text with grammars in it, each from a begin marker on, as models think before they answer and call tools.
+"""Structural tags: free text in which grammars begin after markers, for models that think before they answer or call tools.
 
 A text is in one of a few phases: free text, or text of a grammar. ``markers`` finds begin markers in free text, ``phases`` goes from
-one phase to the next, ``grammar`` is the compiled form, ``specs`` are the specifications, ``calls`` calls of functions, ``thinking``
-knows how models mark their thoughts.
+one phase to the next, ``tagged`` is the compiled form, ``specs`` has the specifications, ``calls`` function calls, and ``thinking``
+the markers of models' thoughts.
 """
 
 from .calls import Calls
 from .specs import After, Tagged, after, tagged
 from .tagged import TaggedGrammar
-from .thinking import Thinking, ThinkingMarkers, begun, known_markers
+from .thinking import Thinking, ThinkingMarkers
 
-__all__ = [
-    "After",
-    "Calls",
-    "Tagged",
-    "TaggedGrammar",
-    "Thinking",
-    "ThinkingMarkers",
-    "after",
-    "begun",
-    "known_markers",
-    "tagged",
-]
+__all__ = ["After", "Calls", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "after", "tagged"]

@@ -17,7 +17,7 @@ from .specs import Phases, Structure
 
 @dataclass(frozen=True)
 class Calls(Structure):
-    """Free text, then calls; the text ends behind the calls.
+    """Free text, then calls; the text ends after the calls.
 
     Attributes:
         functions: the functions that may be called.
@@ -88,7 +88,7 @@ class Calls(Structure):
         return behind
 
     def _call(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase of a call, from behind its mark."""
+        """The phase of a call, from after its mark."""
         format = self.format
         if format.notation is not None:
             return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)
@@ -107,7 +107,7 @@ class Calls(Structure):
         return phases.add(Free(tuple((phases.symbols(text), phase) for text, phase in heads), ends=False, exact=True))
 
     def _in_notation(self, notation: Notation, vocabulary: Vocabulary) -> CallSpec:
-        """The grammar of a call behind its mark, with stand-ins for special tokens in its arguments."""
+        """The grammar of a call after its mark, with stand-ins for special tokens in its arguments."""
         texts = "".join(notation.texts)
         names = tuple(sorted((name for name in vocabulary.special if name in texts), key=len, reverse=True))
         own = {each.name: _with_stand_ins(getattr(notation, each.name), names) for each in fields(notation)}

@@ -1,7 +1,7 @@
 """Markers, and the automaton that finds them in free text (Aho and Corasick 1975).
 
-Its alphabet consists of bytes, and one symbol for each special token, since these are never spelt in other tokens. So a marker of
-text is found however it is split into tokens, also where it begins or ends within a token.
+Its alphabet consists of bytes, and one symbol for each special token, because other tokens never spell a special token. A marker of
+text is found however it is split into tokens, even if it begins or ends within a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..vocabulary import Vocabulary
 TOKEN = 256
 
 Symbols = tuple[int, ...]
-#: Most effects of tokens that are remembered for the markers of a phase.
+#: Greatest number of cached effects of tokens, for each phase.
 REMEMBERED = 1 << 14
 
 
@@ -59,7 +59,7 @@ class Found:
     Attributes:
         node: the longest beginning of a marker that the text ends with; unused where a marker is complete.
         marker: index of the marker that the token completes, None for none.
-        rest: bytes of the token behind that marker.
+        rest: bytes of the token after that marker.
     """
 
     node: int
@@ -68,13 +68,13 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. At node 0 the text ends with no beginning of a marker.
+    """The automaton of a few markers. At node 0 the end of the text begins no marker.
 
     Args:
         markers: each in symbols.
 
     Raises:
-        GrammarError: a marker is empty, or can never be found because another one ends within it.
+        GrammarError: a marker is empty, or can never be found because another marker ends within it.
     """
 
     def __init__(self, markers: Sequence[Symbols], vocabulary: Vocabulary) -> None:
@@ -83,7 +83,7 @@ class Markers:
         self._found: dict[tuple[int, int], Found] = {}
         self._next: list[dict[int, int]] = [{}]
         self.paths: list[Symbols] = [()]
-        #: The first marker that continues each node.
+        #: For each node, the first marker that continues it.
         self.toward: list[int] = [0]
         for number, marker in enumerate(markers):
             if not marker:
@@ -110,7 +110,7 @@ class Markers:
                 first, second = self._complete[node], self.toward[next(iter(self._next[node].values()))]
                 raise GrammarError(
                     f"the marker {self._shown(second)} has {self._shown(first or 0)} in it, which is a marker too and would always be "
-                    "found first: choose markers of which none is in another one",
+                    "found first: choose markers that are not in each other",
                     "marker",
                 )
 
@@ -137,7 +137,7 @@ class Markers:
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
     def found(self, node: int, token: int) -> Found:
-        """The effect of a token behind a text at `node`. It is cached, because drafts and steps ask for the same tokens repeatedly."""
+        """The effect of a token after a text at `node`. It is cached, because drafts and steps ask for the same tokens repeatedly."""
         known = self._found.get((node, token))
         if known is None:
             if len(self._found) >= REMEMBERED:
@@ -146,7 +146,7 @@ class Markers:
         return known
 
     def read(self, node: int, symbols: Symbols | bytes) -> Found:
-        """The effect of `symbols` behind a text at `node`."""
+        """The effect of `symbols` after a text at `node`."""
         for place, symbol in enumerate(symbols, start=1):
             node = self.step(node, symbol)
             if (complete := self._complete[node]) is not None:
@@ -154,7 +154,7 @@ class Markers:
         return Found(node)
 
     def completing(self, node: int) -> list[int]:
-        """Tokens that complete a marker behind a text at `node`."""
+        """Tokens that complete a marker after a text at `node`."""
         vocabulary, completing = self.vocabulary, set[int]()
         while True:
             path = self.paths[node]

@@ -1,9 +1,9 @@
-"""Phases of text: free text, where markers begin others, and text of a grammar; and the automaton that moves from one to the next.
+"""The phases of a text (free text, where markers begin other phases, and text of a grammar), and the automaton that moves between them.
 
-In free text every token may be drawn, without a mask. Few tokens are illegal there: one that completes a begin marker but continues
-against the grammar behind it, and a stop token where the text may not end yet. Such a token is replaced after it was drawn, by a
-token for the marker's part of it, or by the marker's next token. So the text before a marker is what would have been written without
-a grammar.
+In free text every token may be drawn, without a mask. Few tokens are illegal there: a token that completes a begin marker and goes on
+with bytes that the grammar after the marker forbids, and a stop token where the text may not end yet. An illegal token is replaced
+after it was drawn: by a token for its bytes of the marker, or by the marker's next token. So the text before a marker is the text
+that the model would write without a grammar.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Free:
     """Free text.
 
     Attributes:
-        markers: the markers that end it, and the phase that each leads to; None: a marker that may not be written here.
+        markers: the markers that end it, and the phase that each leads to; None: this marker may not be written here.
         ends: whether the text may end here.
         budget: tokens after which a marker is forced; None for any number.
         closing: index of the marker that is forced.
@@ -46,9 +46,9 @@ class Inside:
 
     Attributes:
         grammar: its language includes the text of an end marker.
-        then: the phase behind it; None: the text ends.
-        end: the token that ends it; None: it ends where it is complete.
-        opens: a token that may be written instead of it, and the phase that this leads to.
+        then: the next phase; None: the text ends with this one.
+        end: the token that ends the phase; None: the phase ends where the grammar's text is complete.
+        opens: a token that may be written instead of the grammar's text, and the phase that the token leads to.
     """
 
     grammar: CompiledGrammar
@@ -57,11 +57,11 @@ class Inside:
     opens: tuple[int, int] | None = None
 
     def closed(self, inner: Matcher) -> bool:
-        """Whether the text of its end marker is complete."""
+        """Whether the phase has ended, because its text is complete, end marker included."""
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token` opens a phase in the place of the grammar, of which nothing is written at `place`."""
+        """Whether `token` leads to the phase of `opens`: only if nothing of the grammar's text is written at `place`."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
@@ -83,10 +83,10 @@ class Place:
 
     Attributes:
         phase: number of the phase.
-        node: of the phase's markers, in free text.
+        node: in free text, the node in the automaton of the phase's markers.
         count: tokens of this phase so far.
         inner: the grammar's matcher; None in free text.
-        taker: the matcher that took the token in front, of this grammar or of one that it ended; None if none did.
+        taker: the matcher that took the last token, of this grammar or of a grammar that the token ended; None without one.
         lead: the grammar's first bytes, if they were in the begin marker's last token.
     """
 
@@ -98,12 +98,12 @@ class Place:
     lead: bytes = b""
 
 
-#: The phase's number behind a stop token.
+#: The number of the phase after a stop token.
 ENDED = -1
 
 
 class PhaseAutomaton:
-    """Places, and how a token leads from one to the next.
+    """Places, and how a token leads from a place to the next place.
 
     Attributes:
         markers: the automaton of each phase's markers, None for text of a grammar.
@@ -142,7 +142,7 @@ class PhaseAutomaton:
                     )
 
     def _stop_in(self, marker: Symbols, target: int) -> int | None:
-        """The first stop token in `marker`, unless it is the last part and the text may end there; None if there is none."""
+        """The first stop token in `marker`; a last symbol after which the text may end does not count. None if there is none."""
         behind = self.phases[target]
         whole = isinstance(behind, Free) and (behind.ends or behind.over)
         inner = marker[:-1] if whole else marker
@@ -192,7 +192,7 @@ class PhaseAutomaton:
         return Place(place.phase, found.node, place.count + 1)
 
     def only(self, place: Place) -> Collection[int] | None:
-        """The legal tokens where free text is restricted, because the budget is used up or only markers may follow."""
+        """The legal tokens if free text is restricted (its budget is used up, or only markers or the end may follow), else None."""
         phase = self.phases[place.phase] if place.phase != ENDED else None
         if not isinstance(phase, Free):
             return None
@@ -238,7 +238,7 @@ class PhaseAutomaton:
         return known
 
     def _toward(self, number: int, marker: Symbols, begin: int) -> int:
-        """The token that continues `marker` behind its first `begin` symbols."""
+        """The token that continues `marker` after its first `begin` symbols."""
         rest = marker[begin:]
         if rest[0] >= TOKEN:
             return rest[0] - TOKEN
@@ -254,7 +254,7 @@ class PhaseAutomaton:
         return tokens[0]
 
     def replacements(self, number: int, node: int) -> Mapping[int, int]:
-        """The illegal tokens behind free text at `node`, and the token written instead of each."""
+        """For each token that is illegal after free text at `node`, the token that is written instead."""
         known = self._replacements.get((number, node))
         if known is None:
             known = self._replacements[number, node] = self._replaced(number, node)

@@ -1,4 +1,4 @@
-"""Specifications of grammars that begin behind a marker (`after`), and of tags in free text (`tagged`)."""
+"""Specifications of grammars that begin after a marker (`after`), and of tags in free text (`tagged`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Phases:
         return symbols_of(marker, self.vocabulary)
 
     def of(self, grammar: Inner | None) -> int:
-        """Adds phases for `grammar`, behind which the text ends; returns the first one's number. None is free text."""
+        """Adds phases for `grammar`, after which the text ends; returns the number of the first phase. None is free text."""
         if grammar is None:
             return self.add(Free())
         if isinstance(grammar, Structure):
@@ -59,7 +59,7 @@ class Phases:
         """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the grammar.
 
         Raises:
-            GrammarError: the marker cannot be found behind the grammar.
+            GrammarError: the marker cannot be found after the grammar.
         """
         if end is None:
             return self.of(grammar)
@@ -107,10 +107,10 @@ class After(Structure):
 
     Attributes:
         marker: ends the free text.
-        grammar: of the text behind the marker; None for free text.
+        grammar: grammar of the text after the marker; None for free text.
         budget: tokens of free text after which the marker is forced; None for any number.
         closing: the text that is forced then, if it is more than the marker; it ends with the marker.
-        begin: the marker that free text begins with, if the prompt does not contain it. A text without it is of the grammar.
+        begin: the marker that free text begins with, if the prompt does not contain it. A text that begins otherwise is of the grammar.
     """
 
     marker: Marker
@@ -172,8 +172,8 @@ class Tagged(Structure):
 
     Attributes:
         tags: begin marker, grammar, and end marker of each kind; without an end marker the text ends with the grammar.
-        required: whether the text may not end before a tag.
-        several: whether there may be several tags; else the text ends behind the first.
+        required: whether the text must have a tag.
+        several: whether there may be several tags; else the text ends after the first.
         budget: tokens of free text after which the first kind of tag is forced; None for any number.
     """
 
@@ -252,8 +252,7 @@ def _as_rule(lark: str) -> str:
 def _check_marker(marker: Any, where: str) -> None:
     if isinstance(marker, bool) or not isinstance(marker, str | int) or marker == "":
         raise GrammarError(
-            f"{where}: {shortened(repr(marker))} is no marker: give a nonempty text, or the id of a token",
-            "marker",
+            f"{where}: {shortened(repr(marker))} is no marker: give a nonempty text, or the id of a token", "marker"
         )
 
 
@@ -283,13 +282,13 @@ def after(marker: Marker, grammar: Any) -> After:
 
 
 def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool = True) -> Tagged:
-    """Free text in which markers begin grammars, for ``generate(grammar=…)``: calls of tools, say.
+    """Free text in which markers begin grammars (tool calls, for example), for ``generate(grammar=…)``.
 
     Args:
         tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
             tokens.
-        required: whether the text may not end before a tag.
-        several: whether there may be several tags; else the text ends behind the first.
+        required: whether the text must have a tag.
+        several: whether there may be several tags; else the text ends after the first.
 
     Raises:
         GrammarError: no tags, or an invalid marker or grammar.

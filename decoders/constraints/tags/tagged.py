@@ -17,7 +17,7 @@ from .phases import ENDED, Free, Inside, Phase, PhaseAutomaton, Place
 
 @lru_cache(16)
 def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Vocabulary) -> TaggedGrammar:
-    """The grammar of `phases`, cached with what it computes about its markers."""
+    """The grammar of `phases`, cached together with its automata of markers."""
     return TaggedGrammar(phases, first, name, vocabulary)
 
 
@@ -42,6 +42,10 @@ class TaggedGrammar(CompiledGrammar):
 
     def start(self) -> TaggedMatcher:
         return TaggedMatcher(self)
+
+    @property
+    def parts(self) -> Sequence[CompiledGrammar]:
+        return self.grammars
 
     def bounded(self, budget: int | None) -> TaggedGrammar | None:
         """This grammar with `budget` tokens for thoughts; None if it has no place for thoughts."""
@@ -81,7 +85,7 @@ class TaggedGrammar(CompiledGrammar):
 
 
 class TaggedMatcher(Matcher):
-    """A stack of places, one per token taken; rolling back pops places, and rolls back the matcher inside."""
+    """A stack of places, one per token taken; rolling back pops places, and rolls back the grammars' matchers."""
 
     def __init__(self, grammar: TaggedGrammar) -> None:
         self.grammar: TaggedGrammar = grammar

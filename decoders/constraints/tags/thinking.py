@@ -25,14 +25,48 @@ class ThinkingMarkers:
     """How a thought begins and ends.
 
     Attributes:
-        begin: in front of a thought.
-        end: behind it; the answer follows.
+        begin: the marker in front of a thought.
+        end: the marker after the thought, before the answer.
         closing: the text written to end a thought, if it is more than `end`; it ends with `end`.
     """
 
     begin: Marker
     end: Marker
     closing: str | None = None
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
+        """The known markers for which `tokenizer` has tokens, else the known markers in the chat template; None without any."""
+        if tokenizer is None:
+            return None
+        names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
+        for each in KNOWN:
+            tokens = ("<|channel|>", "<|message|>", "<|end|>") if each.closing else (each.begin, each.end)
+            if all(name in names or str(name).split("thought")[0] in names for name in tokens):
+                return each
+        return next((each for each in KNOWN if str(each.end) in text), None)
+
+    def begun(self, prompt: Sequence[int], vocabulary: Vocabulary) -> bool | None:
+        """True if `prompt` (token ids) ends within a thought, False if after a thought, None if its last turn has no thought.
+
+        Text in front of the last special token, which begins the turn, does not count.
+        """
+        begin, end = symbols_of(self.begin, vocabulary), symbols_of(self.end, vocabulary)
+        own = {symbol for symbol in (*begin, *end) if symbol >= TOKEN}
+        symbols: list[int] = []
+        for token in reversed(prompt[-LOOKED_AT:]):
+            text = vocabulary.tokens[token] if 0 <= token < len(vocabulary) else None
+            if TOKEN + token in own or text is None:
+                if TOKEN + token not in own:
+                    break
+                symbols.append(TOKEN + token)
+            else:
+                symbols.extend(reversed(text))
+        symbols.reverse()
+        last_begin, last_end = _last(symbols, begin), _last(symbols, end)
+        if last_begin == last_end:  # neither marker was found
+            return None
+        return last_begin > last_end
 
 
 #: Tried in this order: gpt-oss (harmony), Qwen and DeepSeek and most others, Magistral, Gemma 4, Seed, Kimi, Command A.
@@ -52,24 +86,12 @@ KNOWN = (
 LOOKED_AT = 4096
 
 
-def known_markers(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-    """The markers that `tokenizer` has tokens for, else those in its chat template or `template`; None if none are known."""
-    if tokenizer is None:
-        return None
-    names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
-    for each in KNOWN:
-        tokens = ("<|channel|>", "<|message|>", "<|end|>") if each.closing else (each.begin, each.end)
-        if all(name in names or str(name).split("thought")[0] in names for name in tokens):
-            return each
-    return next((each for each in KNOWN if str(each.end) in text), None)
-
-
 @dataclass(frozen=True)
 class Thinking:
     """The value of ``thinking=``.
 
     Attributes:
-        tokens: most tokens of a thought; None for any number.
+        tokens: greatest number of tokens of a thought; None for any number.
         begin, end: its markers; None: the tokenizer's.
     """
 
@@ -79,7 +101,7 @@ class Thinking:
 
     @staticmethod
     def of(value: Any) -> Thinking:
-        """A number of tokens, or a dict with ``tokens``, ``begin`` and ``end``.
+        """Reads `value`: a number of tokens, or a dict with ``tokens``, ``begin`` and ``end``.
 
         Raises:
             SettingsError: another value.
@@ -107,9 +129,9 @@ class Thinking:
         """How a thought begins and ends.
 
         Raises:
-            UnsupportedError: no markers are given, and none of the tokenizer are known.
+            UnsupportedError: no markers are given, and the tokenizer's markers are not known.
         """
-        known = known_markers(tokenizer)
+        known = ThinkingMarkers.of(tokenizer)
         if self.end is not None:
             own = next((each for each in KNOWN if each.end == self.end), ThinkingMarkers("", self.end))
             begin = self.begin if self.begin is not None else own.begin
@@ -130,10 +152,10 @@ class Thinking:
         self, grammar: Spec | CompiledGrammar | None, prompt: Sequence[int], vocabulary: Vocabulary,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> Spec | CompiledGrammar | None:  # fmt: skip
-        """The grammar of a text that may begin with a thought, or is within one.
+        """The grammar of a text that may begin with a thought, or continues a thought of the prompt.
 
         Args:
-            grammar: of the answer; if it has a marker of its own (`after`), that ends the thought.
+            grammar: grammar of the answer; if it has a marker of its own (`after`), this marker ends the thought.
         """
         if isinstance(grammar, After) and self.end is None:
             return replace(grammar, budget=self.tokens)
@@ -142,38 +164,15 @@ class Thinking:
         if isinstance(grammar, TaggedGrammar) and (bounded := grammar.bounded(self.tokens)) is not None:
             return bounded
         markers = self.markers(tokenizer)
-        open = begun(prompt, markers, vocabulary)
+        open = markers.begun(prompt, vocabulary)
         if open is False:
             return grammar
         begin = None if open else markers.begin
         return After(markers.end, grammar, budget=self.tokens, closing=markers.closing, begin=begin)
 
 
-def begun(prompt: Sequence[int], markers: ThinkingMarkers, vocabulary: Vocabulary) -> bool | None:
-    """Whether `prompt` ends within a thought; False behind one, None if its last turn has none.
-
-    Text in front of the last special token, which begins the turn, does not count.
-    """
-    begin, end = symbols_of(markers.begin, vocabulary), symbols_of(markers.end, vocabulary)
-    own = {symbol for symbol in (*begin, *end) if symbol >= TOKEN}
-    symbols: list[int] = []
-    for token in reversed(prompt[-LOOKED_AT:]):
-        text = vocabulary.tokens[token] if 0 <= token < len(vocabulary) else None
-        if TOKEN + token in own or text is None:
-            if TOKEN + token not in own:
-                break
-            symbols.append(TOKEN + token)
-        else:
-            symbols.extend(reversed(text))
-    symbols.reverse()
-    last_begin, last_end = _last(symbols, begin), _last(symbols, end)
-    if last_begin == last_end:  # neither marker was found
-        return None
-    return last_begin > last_end
-
-
 def _last(symbols: list[int], marker: tuple[int, ...]) -> int:
-    """The index behind the last `marker` in `symbols`; -1 if there is none."""
+    """The index after the last `marker` in `symbols`; -1 if there is none."""
     size = len(marker)
     places = range(len(symbols) - size, -1, -1)
     return next((place + size for place in places if tuple(symbols[place : place + size]) == marker), -1)

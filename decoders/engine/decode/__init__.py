@@ -1,1 +1,1 @@
-"""The decoding room: requests, batches and their steps. In the engine it alone imports ``model``."""
+"""Decoding: requests, batches and their steps. It imports the sibling package ``model``, never the other way round."""

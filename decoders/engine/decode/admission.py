@@ -1,4 +1,4 @@
-"""Admission of requests to a batch: each gets a row of the pool, and its prompt is read there while other rows are decoded."""
+"""Admission of requests to a batch: each request gets a place in the pool, where its prompt is prefilled while other rows decode."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.target import PREFILL_CHUNK
 from ..model.weights.state import WeightState
+from .output import RequestOutput
+from .places import take_over
 from .prefix_cache import NOTHING, KeptText, PrefillPlan
-from .prompt_reader import PromptReader
-from .request import Request, RequestOutput
+from .prompt_reader import PromptReader, read_chunk
+from .request import Request
 from .session import Session
 
-#: Greatest number of tokens of a pass over several prompts; a longer prompt keeps the processor busy alone.
+#: Most tokens in a pass over several prompts. A prompt with more tokens gets its own passes, since it keeps the processor busy alone.
 SHARED_PASS = 512
 
 
@@ -29,14 +31,14 @@ class Seat:
 
     Attributes:
         member: the request and its output.
-        place: its row in the pool.
-        plan: how its prompt is prefilled; None before the prefill begins.
-        to_read: chunks of the plan that are not read yet.
-        chunks: the prompt's chunks for a strategy that reads prompts, without logits, which are large.
-        weights: the weights at the beginning of its prefill; None before.
-        row: its row of the batch; None while the prompt is read.
-        turns: number of passes over its prompt. The seat with the fewest turns is next; a new request begins with the fewest turns of
-            the waiting seats.
+        place: index of the request's row in the pool.
+        plan: how the prompt is prefilled; None before the prefill begins.
+        to_read: chunks of the plan that are not prefilled yet, ``(offset from the plan's start, number of tokens)`` each.
+        chunks: results of passes over the prompt, for a strategy that reads prompts. They have no logits, because logits are large.
+        weights: state of the model's weights when the prefill began; None before.
+        row: index of the request's row in the batch; None until the prompt is prefilled.
+        turns: number of passes over the prompt. The seat with the fewest turns is next, so a new seat starts with the fewest turns of
+            any waiting seat.
     """
 
     member: RequestOutput
@@ -62,11 +64,12 @@ class Seat:
 
 
 class Admission:
-    """Finds places for requests and reads their prompts.
+    """Finds places in the pool for requests and prefills their prompts.
 
     Args:
         prompts: the prompt reader of the batch that the requests will join.
-        reserved: number of first places of the pool that no request gets.
+        pool: the session whose rows are the places.
+        reserved: number of places at the start of the pool that no request gets.
 
     Attributes:
         seats: all requests, in order of arrival.
@@ -78,9 +81,9 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """The free place whose text shares the longest prefix with the prompt, else the least recently used.
+        """Returns the free place whose kept text shares the longest prefix with the prompt; of equals, the least recently used.
 
-        Drops the rest of its text, so that moving rows does not copy it.
+        The place's text behind that prefix is dropped, so that moving rows does not copy it.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
@@ -92,19 +95,19 @@ class Admission:
 
     @property
     def _rows(self) -> int:
-        """Rows that wait while prompts are read."""
+        """Number of rows that are being decoded, and therefore wait while prompts are prefilled."""
         return sum(seat.row is not None for seat in self.seats)
 
     @property
     def mixes(self) -> bool:
-        """Whether steps read pieces of prompts in their own passes (chunked prefill), so that no row waits for a prefill."""
+        """Whether a step's pass also prefills a piece of a waiting prompt (chunked prefill), so that no row waits for a prefill."""
         batch = self.batch
         return not batch.request.strategy.reads_prompt and batch.forward_pass.tiers.mixes(
             self._rows, single=batch.blocks.single
         )
 
     def read(self, pause: float) -> None:
-        """Prefills waiting prompts in turns, for about `pause` seconds and at least one pass; if no row waits, to the end."""
+        """Prefills waiting prompts in turns: for about `pause` seconds, at least one pass; to the end if no rows are being decoded."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -120,7 +123,7 @@ class Admission:
                 self.batch.forward_pass.tiers.book_mixed(spent, self._rows, single=self.batch.blocks.single)
 
     def _pass(self, seats: list[Seat]) -> None:
-        """One pass over the next chunk of several prompts in adjacent places."""
+        """Runs one pass over the next chunk of each seat's prompt; the seats are in adjacent places."""
         done, count = seats[0].to_read[0]
         starts = [seat.plan.starts[0] for seat in seats if seat.plan is not None]
         for seat in seats:
@@ -129,7 +132,7 @@ class Admission:
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
-        """The piece of a prompt that the next step reads: the seat, the piece's first slot, and its number of tokens."""
+        """The piece of a prompt that the next step prefills: the seat, the piece's first slot, and its number of tokens."""
         if (seat := self._next(pause)) is None:
             return None
         assert seat.plan is not None
@@ -138,34 +141,34 @@ class Admission:
         return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Adds the seconds of a pass over `count` tokens, the seat's prompt included, to the seat's report."""
+        """Adds a pass to the seat's report. The pass took `seconds` for `count` prompt tokens, of this seat and others."""
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """The waiting seat with the fewest turns; the first of equals. together: whether several prompts may share passes."""
+        """The waiting seat with the fewest turns; of equals, the first. together: whether several prompts may share passes."""
         while waiting := [s for s in self.seats if s.row is None and not s.ready and s.member.error is None]:
             seat = min(waiting, key=lambda each: each.turns)
             if seat.plan is None:
                 started = time.perf_counter()
                 read = self._start_reading(self._companions(seat) if together else [seat], pause)
                 seat.member.report.timings.prefill += time.perf_counter() - started
-                if read and self._rows:  # reading images took a whole pass, and rows wait
+                if read and self._rows:  # reading images took a whole pass, so the waiting rows get their step now
                     return None
             if seat.to_read:
                 return seat
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
-        """The seats that can share the next pass of `seat`, itself included."""
+        """`seat`, and the seats that can share its next pass."""
         following = seat.to_read[0]
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
-        """The seats whose prompts are prefilled in the same passes as the prompt of `seat`, itself included.
+        """`seat`, and the seats whose prompts are prefilled in the same passes as its prompt.
 
-        Lengths are within a factor of two. Prompts that share more than half of their text are not read together: their common part
-        is read once and copied.
+        Their lengths differ by a factor of at most two. Prompts that share more than half of their text are prefilled one after the
+        other, so that the common part is computed once and copied.
         """
         own, prompt = seat.prefix, seat.prompt
         if seat.member.request.multimodal is not None:
@@ -181,9 +184,9 @@ class Admission:
         return self._beside(seat, fits, lambda other: len(other.prompt))
 
     def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
-        """`seat` and waiting seats in adjacent places for which `fits` is True, in the order of places.
+        """`seat` and the waiting seats in adjacent places for which `fits` is True, in the order of places.
 
-        tokens: returns a seat's number of tokens per pass; the total is at most :data:`SHARED_PASS`.
+        tokens: returns a seat's number of tokens per pass. The tokens of all returned seats are at most :data:`SHARED_PASS`.
         """
         target = self.pool.target
         if target.recurrent or target.static or self.batch.request.strategy.reads_prompt:
@@ -199,16 +202,17 @@ class Admission:
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
-        """Puts prompts in their places, copies prefixes from other places, and plans the passes over the rest. Returns whether images
-        were read; an error of reading images ends its request only.
+        """Puts prompts in their places, copies prefixes from other places, and plans the passes over the rest. Returns whether a pass
+        over images ran; an exception of that pass ends only its request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:
             request = seat.member.request
-            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # it has to read the whole prompt
+            # A strategy that reads prompts needs passes over the whole prompt.
+            reuse = request.runtime.reuse and not request.strategy.reads_prompt
             inputs, length = request.multimodal, len(seat.prompt)
             self.pool.put(seat.place, seat.prompt, inputs.shifts[0] if inputs is not None else 0)
-            kept += self.pool.take_over({seat.place: seat.prefix}, self._texts(seat)) if reuse else [0]
+            kept += take_over(self.pool, {seat.place: seat.prefix}, self._texts(seat)) if reuse else [0]
             self.pool.drop(seat.place)
             if inputs is not None and not self.prompts.images_in_place(inputs, [length], kept[-1:]):
                 try:
@@ -232,20 +236,20 @@ class Admission:
         return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a pass. For a strategy that reads prompts, it keeps each pass's results until the strategy reads
-        them; prompts with images keep theirs elsewhere.
+        """The function that runs a prefill pass. For a strategy that reads prompts, it also adds the pass's results to `seat.chunks`;
+        for prompts with images, :meth:`_start_reading` has done that already.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
         def run(*stretch: Any) -> None:
-            seat.chunks.append(self.batch.read_chunk(length, *stretch, logits=False))
+            seat.chunks.append(read_chunk(self.batch, length, *stretch, logits=False))
 
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """The text in every place, used or free; in the place of `seat`, the former text."""
+        """The text in every place, used or free; for the place of `seat`, the text that it held before."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:
@@ -253,7 +257,7 @@ class Admission:
         return [(self.pool, place, text) for place, text in enumerate(texts)]
 
     def held(self, seat: Seat) -> KeptText:
-        """The text with keys and values in a seat's slots; none if the weights have changed since."""
+        """The text whose keys and values are in a seat's slots; empty if the weights have changed since the prefill began."""
         if seat.weights is not None and seat.weights is not self.pool.target.weights:
             return NOTHING
         if seat.row is not None:

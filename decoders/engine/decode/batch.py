@@ -1,6 +1,6 @@
-"""Rows that are decoded together: the requests they belong to, and what a step does with their drafts.
+"""A batch: rows that are decoded together, the requests that they belong to, and what a step does with their drafts.
 
-Between two steps rows join and leave. A :class:`~decoders.engine.decode.proposer.Proposer` proposes their drafts.
+Rows may join and leave between two steps. A :class:`~decoders.engine.decode.proposer.Proposer` proposes the drafts.
 """
 
 from __future__ import annotations
@@ -16,55 +16,56 @@ from torch import Tensor
 
 from ...common.devices import moved_together
 from ...errors import InputError
-from ...strategy import Draft, HostRows, PromptChunk
+from ...strategy import Draft, HostRows
 from ...tree import TreeTensors
 from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece
 from ..model.buckets import round_up, row_bucket
-from ..model.cache import CacheBuffers
 from ..model.invariance import branch_length
-from ..model.target import ForwardResult, Target
+from ..model.target import Target
 from .core import Core, StepOutput
-from .criteria import Outcome
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
-from .request import Request, RequestOutput, empty_report
+from .output import RequestOutput
+from .recorded_core import core_of
+from .request import Request, empty_report
 from .rows import Rows, check_tree, raise_faults
 from .rules import rule_of
 from .session import Session
-from .verify import NOTHING_LEFT
+from .verify import NOTHING_LEFT, Outcome
 
 
 class Batch:
-    """Rows that are decoded together. What belongs to one request is in its :class:`RequestOutput`.
+    """Rows that are decoded together. Each request's own output is in its :class:`RequestOutput`.
 
-    A call of ``generate`` has a batch of its own (:mod:`~decoders.engine.decode.call`). In a scheduler's
-    (:mod:`~decoders.engine.decode.lane`) requests of one row join and leave.
+    A call of ``generate`` has its own batch (:mod:`~decoders.engine.decode.call`). In a scheduler's batch
+    (:mod:`~decoders.engine.decode.lane`) requests with one row each join and leave.
 
     Attributes:
-        request: what the members have in common; its prompts are the rows' texts.
-        members: the requests and the first row of each, in the order of rows; every row is a member's.
-        capacity: greatest number of rows.
-        shared: whether requests join and leave; then errors and reports are per request.
-        width: rows of a step. Where sizes are static, some may be padding, which counts as ended.
-        verifier: decides what is accepted; None: the built-in rule does.
-        report: of all steps.
+        request: one request made of all members: their common settings; its prompts are the texts of all rows.
+        members: each request's output and the index of its first row, in the order of rows. Every row except padding is a member's.
+        capacity: most rows that the batch can have.
+        shared: whether requests join and leave; errors and reports are then per request.
+        width: number of rows in a step. Where sizes are static, some rows may be padding, which counts as ended.
+        verifier: decides which draft tokens are accepted; None: the built-in rule.
+        report: the report on all steps.
         session: holds the rows' tokens, keys and values.
         longest: most tokens that a row can have, prompt included.
         noise_keys: ``[B]`` int64, the noise key of each row.
-        guide: tracks the rows' positions in their grammars; None where no row has one.
-        core: forward, verification and commit of a block.
-        pending: committed tokens that the next step runs once more in front of the root.
-        prompt_left: number of pending tokens that are the end of the prompts and not prefilled yet.
+        guide: tracks the rows' positions in their grammars; None if no row has a grammar.
+        core: runs the forward pass over a block, verifies the block, and commits the accepted tokens.
+        pending: number of committed tokens that the next step runs in front of the root: the end of the prompts, or tokens that were
+            accepted on a later branch of a tree and run once more (:mod:`~decoders.engine.model.invariance`).
+        prompt_left: how many of the pending tokens are the end of the prompts, which is not prefilled yet.
         where: the current phase, for notes on errors.
-        next_piece: returns the piece of a waiting prompt that the next step reads in its own pass (chunked prefill); None for none.
-        root: ``[B, H]``, the embedding of each row's last position before the first step, if that position has no token id.
-        may_err: whether the device may hold faults of hooks (:meth:`raise_faults`).
+        next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
+        root: ``[B, H]``, the embedding of each row's last position, for the first step only, if that position has no token id.
+        may_err: whether faults of strategies or verifiers may be noted on the device (:meth:`raise_faults`).
 
     Args:
-        request: the first or only one.
-        capacity: most rows where requests join and leave; None for one call.
+        request: the first or only request.
+        capacity: most rows, for a batch that requests join and leave; None for the batch of one call.
     """
 
     session: Session
@@ -89,7 +90,7 @@ class Batch:
         self.next_piece: Callable[[], PromptPiece] | None = None
         self.may_err = self.verifier is not None
         self.root = request.given.last if request.given is not None else None
-        if self.root is not None:  # zeros for padding rows
+        if self.root is not None:  # padding rows get zeros
             self.root = F.pad(self.root, (0, 0, 0, self.width - len(self.root)))
 
     @property
@@ -107,12 +108,12 @@ class Batch:
 
     @property
     def row_count(self) -> int:
-        """Rows of requests; padding rows are not counted."""
+        """Number of rows without padding."""
         return sum(member.rows for member, _ in self.members)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every row."""
+        """Number of tokens of every row, prompt included."""
         return [length for member, _ in self.members for length in member.lengths]
 
     @property
@@ -120,7 +121,7 @@ class Batch:
         return [ended for member, _ in self.members for ended in member.finished]
 
     def known(self, outcome: Outcome | None = None) -> HostRows:
-        """The rows as lists, without reading the device. outcome: a step that is not in the members' outputs yet."""
+        """The rows as lists, without reading the device. outcome: a step whose tokens are not in the members' outputs yet."""
         count = self.row_count
         padding = self.width - count
         new = [[] for _ in range(count)] if outcome is None else outcome.written
@@ -131,7 +132,7 @@ class Batch:
         prompts = [len(member.request.prompts[row]) for member, row in rows]
 
         def tokens_from(first: int) -> list[list[int]]:
-            # The members' outputs may have grown since, by `new` and by later steps.
+            # Since `lengths` was computed, the members' outputs may have got the tokens of `new` and of later steps.
             texts = [member.tokens_from(row, first) for member, row in rows]
             own = [
                 (text + tokens[max(first - begin, 0) :])[: max(begin + len(tokens) - first, 0)]
@@ -143,19 +144,19 @@ class Batch:
 
     @property
     def culprit(self) -> str:
-        """The strategy as messages name it."""
+        """The strategy's name in error messages."""
         strategy = self.request.strategy
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
     def arrange(
         self, request: Request, members: list[tuple[RequestOutput, int]], sources: Sequence[int], *, same: bool
     ) -> None:  # fmt: skip
-        """Takes `members` as the rows, whose tokens, keys and values are in the session.
+        """Makes the rows of `members` the batch's rows. Their tokens, keys and values are already in the session.
 
         Args:
-            request: what the members have in common.
+            request: see :attr:`request`.
             sources: the former index of each row, -1 for a new row.
-            same: whether the rows before were decoded by the same plan.
+            same: whether the former rows were decoded by the same sampling plan; the core then stays.
         """
         self.request, self.members[:], self.width = request, members, len(sources)
         self.longest = max(
@@ -164,14 +165,14 @@ class Batch:
         self.noise_keys = self.rows.sampling.keys.clone()
         self.guide = self._guide(sources)
         if not same:
-            # A strategy may keep what it is shown, and the next replay would overwrite that.
+            # A strategy may keep the tensors that it observes; without a copy the next replay would overwrite them.
             copy = request.strategy.observes
             rule = rule_of(self.forward_pass, request, self.verifier, self.members, self.shared)
-            self.core = Core.of(self.forward_pass, request.plan, rule, self.session.recordings, copy=copy)
+            self.core = core_of(self.forward_pass, request.plan, rule, self.session.recordings, copy=copy)
         self.fit_blocks()
 
     def _guide(self, sources: Sequence[int]) -> Guide | None:
-        """The guide of the rows; rows that stay keep their positions."""
+        """The guide of the rows. Rows that stay in the batch keep their positions in their grammars."""
         request, target = self.request, self.target
         if not request.plan.masked:
             return None
@@ -184,18 +185,19 @@ class Batch:
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def fit_blocks(self) -> None:
-        """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so it comes before `start`."""
-        self.forward_pass.tiers.fit(self.blocks, self.row_count)
+        """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so call it before `start`."""
+        self.forward_pass.fit(self.blocks, self.row_count)
 
     def block_of(self, draft: Draft) -> NodeBlock:
-        """The draft, checked and padded to a block."""
-        draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
-        self.target.ranks.check_draft(draft, self.lengths)
+        """Checks the draft's trees, and returns the draft padded to a block."""
+        draft_tokens, tree = self.blocks.of(draft)
+        if self.target.ranks.size > 1:
+            self.target.ranks.check_draft(draft, self.lengths)
         if isinstance(draft.topology, TreeTensors):
             waits = draft.on_host or not self.target.static
             self.may_err = self.may_err or not waits
             check_tree(draft.topology, self.rows, self.culprit, wait=waits)
-        # Recorded steps get all their room at once, because the host does not read lengths between replays.
+        # Recorded steps get room for the longest row at once, because the host does not read lengths between replays.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
@@ -206,7 +208,7 @@ class Batch:
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """`block` with the grammars' masks after each node, and without the draft tokens that they forbid."""
+        """`block` with the grammars' masks after each node, and without the draft tokens that the grammars forbid."""
         self.where = "forward pass and verification"
         if self.guide is None:
             return block
@@ -215,13 +217,13 @@ class Batch:
             drafted = draft.tokens if draft.on_host else draft.tokens.new_empty(self.width, 0, device="cpu")
             tokens = F.pad(drafted, (0, tokens.shape[1] - drafted.shape[1]), value=-1)
         legal, masks = self.guide.block(tokens, block.shape_of(draft, self.guide.on_device), draft.levels)
-        if on_host:  # a matcher on the host has already been shown the draft, and has read nothing from the device
+        if on_host:  # the draft reached the guide without a read of the device; its legal tokens now go to the device
             legal = block.draft_tokens if legal is tokens else moved_together([legal], self.target.device)[0]
-        # A verifier of the draft's distribution must judge every token drawn from it: leaving one out would bias the output.
+        # A verifier that uses the draft's distribution must judge every token drawn from it: a token left out would bias the output.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
     def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome:
-        """What was accepted. This is the one place where the host waits for the device."""
+        """Returns which tokens were accepted. This is the only place of a step where the host waits for the device."""
         self.raise_faults(wait=False)
         traced = [(member, first) for member, first in self.members if member.request.runtime.trace]
         summary, new, paths = out.read(self.session.lists, paths=draft.drafters is not None or bool(traced))
@@ -233,16 +235,14 @@ class Batch:
                 for row, count in enumerate(outcome.accepted)
             ]
         if traced:
-            tokens = block.draft_tokens[:, : draft.tokens.shape[1]].tolist()  # without the tokens that grammars forbid
+            tokens = block.draft_tokens[:, : draft.tokens.shape[1]].tolist()  # without tokens that grammars forbid
             for member, first in traced:
                 member.trace(draft, tokens, paths, outcome, first)
         return outcome
 
     def check_drawn(self, outcome: Outcome, out: StepOutput | None = None) -> None:
-        """Raises InputError if processors left no token to draw; a request that shares steps ends without this step's tokens.
-
-        Args:
-            out: the step whose rows are cut then; None for a call of its own.
+        """Raises InputError if logits processors left no token to draw. In a shared batch the error instead ends the request, and its
+        row gets no tokens from this step. out: the step in a shared batch, to cut the row; else None.
         """
         for member, first in self.members if self.request.plan.reads_text else ():
             for row, tokens in enumerate(outcome.part(first, member.rows).written):
@@ -265,7 +265,7 @@ class Batch:
         out.summary[:, row] = torch.tensor([0, 0, outcome.drafted[row], 1], device=out.summary.device)
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None:
-        """Cuts a step's tokens where a stopping criterion of a request says so."""
+        """Cuts each row's new tokens after the token at which a stopping criterion of its request ends it."""
         for member, first in self.members:
             if member.criteria is not None:
                 self.where = "stopping criteria"
@@ -275,7 +275,7 @@ class Batch:
                     outcome.put(first, part)
 
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Moves recurrent states, which cannot be cut back, and grammars on to what was committed."""
+        """Advances recurrent states and grammars over the committed tokens; after :meth:`stop`, as a state cannot be cut back."""
         if (states := self.rows.buffers.states) is not None:
             states.commit(out.path, out.summary[0], self.rows.length)
         if self.guide is not None:
@@ -285,11 +285,11 @@ class Batch:
         """Adds a step to the outputs of the requests, and calls their streamers and observers.
 
         Args:
-            out: needed for logits and scores only.
+            out: read only for logits, scores and paths; None after a replay of the whole step.
         """
         self.where = "streamer"
         if self.shared:
-            self.report.steps += 1  # otherwise the only request counts its own steps
+            self.report.steps += 1  # in a batch that is not shared, the one request's output counts them
         for member, first in self.members:
             new = member.book(outcome.part(first, member.rows), out, first)
             with self._callback_of(member):
@@ -299,7 +299,7 @@ class Batch:
 
     @contextmanager
     def _callback_of(self, member: RequestOutput) -> Iterator[None]:
-        """Where requests share steps, an exception of a callback ends only the request that the callback belongs to."""
+        """Surrounds a callback of `member`. In a shared batch an exception of the callback ends only that request."""
         try:
             yield
         except Exception as error:
@@ -309,13 +309,13 @@ class Batch:
             member.error = member.error or error
 
     def raise_faults(self, wait: bool) -> None:
-        """Raises the faults of hooks that the device has noted. If `wait` is false, faults are read only on a CPU."""
+        """Raises faults of strategies and verifiers that the device has noted. If `wait` is false, only a CPU's faults are read."""
         if not self.may_err or (self.target.static and not wait):
             return
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the tokens that were left to the first step, because a draft model shares the target's slots and needs them now."""
+        """Prefills the end of the prompts that was left to the first step, for a draft model that shares the target's slots."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
@@ -323,8 +323,8 @@ class Batch:
         self.pending = self.prompt_left = 0
 
     def rerun(self, count: int) -> int:
-        """How many committed tokens the next step runs once more so that it runs the last `count`: rounded up to a multiple, and
-        without tokens whose keys and values the loop cannot compute.
+        """How many committed tokens the next step runs in front of the root if it has to run the last `count`: the count rounded up to
+        a multiple, without tokens whose keys and values the loop cannot compute.
         """
         multiple, reaches = self.target.multiple, [n for member, _ in self.members for n in member.request.reach]
         tokens = round_up(count, multiple)
@@ -335,38 +335,9 @@ class Batch:
 
     @property
     def prefill(self) -> Callable[..., None]:
-        """Reads a chunk of the prompts, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
+        """The function that prefills a chunk, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
         return partial(self.forward_pass.prefill, recordings=self.session.recordings)
-
-    def read_chunk(
-        self, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
-    ) -> PromptChunk:  # fmt: skip
-        """Runs a chunk of texts for a strategy that reads prompts.
-
-        Args:
-            lengths: ``[B]``, of the texts.
-            tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
-            logits: whether the chunk has logits.
-        """
-        positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        valid = positions < lengths[:, None] - 1
-        result = self.forward_pass.features(
-            tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
-        )
-        return chunk_of(result, tokens, begin, lengths, logits=logits)
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies that draft for the model of `engine`."""
         return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
-
-
-def chunk_of(result: ForwardResult, tokens: Tensor, begin: Tensor, lengths: Tensor, *, logits: bool) -> PromptChunk:
-    """A stretch of texts with the results of a pass over it.
-
-    Args:
-        tokens: ``[B, N]``, from slots `begin` ``[B]`` on.
-        lengths: ``[B]``, of the texts.
-    """
-    positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    valid = positions < lengths[:, None] - 1
-    return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)

@@ -1,4 +1,4 @@
-"""Measures the cost curve of a model: steps of many sizes on rows of dummy text."""
+"""Measures a model's cost curve, which is the seconds of a step by its size, with steps on rows of dummy text."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import Core, CoupledRule
+from .core import CoupledRule
+from .recorded_core import core_of
 from .rows import no_sampling
 from .sessions import Sessions
 
-#: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
+#: Numbers of nodes per block, root included, that a full calibration measures: 0, 1, 2, 4, … draft tokens.
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Timed steps per size.
 REPEATS = 5
-#: The same within a call, which waits for the measurement once per number of rows and tier, and then learns from its steps. A device
-#: that records steps has a larger block, too: there many nodes may cost as much as one, and budgets end at twice the measured number.
+#: Numbers of nodes to measure within a call, which waits for it, once per number of rows and tier. Devices that record steps also
+#: measure a larger block: many nodes may cost as much as one there, and node budgets end at twice the largest measured size.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
 
 
 def subject_of(target: Target) -> Subject:
-    """The subject of the cost curve of `target`: model, machine and versions."""
+    """What the cost curve of `target` is valid for: the model, the machine and the versions of the software."""
     config = target.model.config
     text = config.get_text_config()
     names = (
@@ -82,10 +83,10 @@ def subject_of(target: Target) -> Subject:
 
 
 class Calibrator:
-    """The known costs of an engine's steps: in memory, and in files.
+    """The costs of an engine's steps that are known so far, in memory and in files.
 
     Attributes:
-        line: fitted to the steps of calls without a curve.
+        line: a line fitted to the steps of calls that have no cost curve.
     """
 
     def __init__(self, forward_pass: ForwardPass, sessions: Sessions) -> None:
@@ -96,13 +97,11 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
-        """How steps of `rows` rows differ from the curve at contexts of this order of magnitude, by tier; in memory only.
-        :class:`~decoders.costs.StepCosts` updates it.
-        """
+        """By tier (compiled or not), how steps of `rows` rows and such contexts differ from the curve; `StepCosts` updates it."""
         return self._ratios.setdefault((rows, context.bit_length() // 2), {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
-        """The curve measured so far; None if it has no points. folder: None reads no files."""
+        """The curve measured so far; None if it has no points. folder: where curves are stored; None: read no files."""
         if folder is not None and folder not in self._read:
             self._read.add(folder)
             kept = self.target.ranks.first_object(lambda: read(folder, self._empty().subject))
@@ -114,14 +113,14 @@ class Calibrator:
         self, folder: Path | None, rows: Sequence[int], contexts: Sequence[int], compile: Compile, seconds: float = 10.0,
         anew: bool = False,
     ) -> CostCurve:  # fmt: skip
-        """The curve with points for every number of rows.
+        """Returns the curve, after measuring the points that it lacks.
 
         Args:
-            rows, contexts: sizes to measure.
-            compile: tier, as in a call; "auto" is the tier in which a call would run now.
-            seconds: time limit; omits later sizes, but always measures two sizes of the first context.
-            anew: whether to measure everything. If not, a call waits: measures few numbers of nodes, and only numbers of rows that
-                were not measured at any context.
+            rows, contexts: numbers of rows, and context lengths in tokens, to measure.
+            compile: the tier, as a call's setting; "auto" is the tier in which a call would run now.
+            seconds: time limit. At least two numbers of nodes are measured; then measuring stops when the time is up.
+            anew: whether to measure everything again. Otherwise, because a call waits for it, only a few numbers of nodes are measured,
+                and only for numbers of rows without measurements at any context.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)
@@ -132,8 +131,8 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # Steps without a draft may have a separate graph since the measurement of a padded block. Not at a context much longer
-            # than the call's, which would take more memory and time than the call.
+            # A step without a draft was measured as a padded block, and may have a graph of one node by now: measure that. A context
+            # much longer than the call's is left out, because the measurement would take more memory and time than the call.
             elif (
                 near <= 4 * context
                 and (row_count, near, 1, compiled) not in places
@@ -158,9 +157,9 @@ class Calibrator:
         return CostCurve(subject=subject_of(self.target))
 
     def _runs_single(self, rows: int, compile: Compile) -> bool:
-        """Whether a plain step of a call has one node per row now."""
+        """Whether a step without a draft now runs one node per row, without padding."""
         with self.forward_pass.tiers.during(compile, Report("calibration")):
-            return self.forward_pass.tiers.runs_single(rows)
+            return self.forward_pass.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
         return bool(compile) and (compile is True or self.forward_pass.tiers.may_take(PassKind(max(rows) > 1)))
@@ -171,12 +170,12 @@ def measure(
     forward_pass: ForwardPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
     repeats: int,
 ) -> list[CostPoint]:  # fmt: skip
-    """Median seconds of steps of a greedy call, a point per size. Stops at `end` (by the target's ``ranks.clock``, without time for
-    compiling) after at least two sizes.
+    """Returns the median seconds of a greedy call's steps, a point per size. After two sizes it stops at `end`, by the target's
+    ``ranks.clock``; seconds of compilation are added to `end`.
 
-    Sizes take turns, so that a temporarily slower machine does not slow a single size. In each turn the second step counts, since the
-    first finds another size's data in the processor's caches. Keys and values of the rows are not computed: a step's time does not
-    depend on them.
+    Sizes take turns, so that a temporarily slower machine does not distort a single size. In each turn the second step counts, since
+    the first finds another size's data in the processor's caches. The slots keep whatever keys and values they have, because a step's
+    time does not depend on them.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock
@@ -192,9 +191,9 @@ def measure(
         sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
     ):
         session = opened.session
-        forward_pass.tiers.fit(session.blocks, rows)
+        forward_pass.fit(session.blocks, rows)
         plan, nothing = SamplingPlan(), Draft.nothing(rows, device)
-        core = Core.of(forward_pass, plan, CoupledRule(forward_pass, plan), session.recordings, copy=False)
+        core = core_of(forward_pass, plan, CoupledRule(forward_pass, plan), session.recordings, copy=False)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))
 
@@ -218,7 +217,7 @@ def measure(
             needed = 2 * (repeats - 1) * sum(first for first, *_ in times.values())
             if index >= 2 and clock() + needed > end:
                 break
-            first = sum(seconds(size) for _ in range(runs))  # compiles and records
+            first = sum(seconds(size) for _ in range(runs))  # in these steps the size is compiled and recorded
             passes = forward_pass.compiled_passes
             times[size] = [seconds(size)]
             end += max(first - times[size][0], 0.0)

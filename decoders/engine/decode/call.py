@@ -1,6 +1,6 @@
-"""A call of ``generate``: the rows of one request begin together, and steps are made until all of them have ended.
+"""A call of ``generate``: the rows of one request begin together, and steps run until all of them have ended.
 
-Where a device records and nothing in a step needs the host, whole steps are recorded once and replayed.
+If the device records steps (CUDA graphs) and nothing in a step needs the host, a whole step is recorded once and then replayed.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnsupportedError
-from ...report import Stopwatch
 from ..model.ranks import Ranks
 from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
 from ..model.static_inputs import StaticInputs
 from ..model.threads import release_threads
 from .batch import Batch
 from .clock import StepClock
-from .criteria import Outcome
 from .drafters.counts import DraftCounts
 from .drafters.drafter import ModelDrafter
 from .engine import Engine
 from .kind import inputs_of
 from .losses import warn_of_load
+from .output import RequestOutput
 from .prompt_reader import PromptReader
 from .proposer import Proposer
-from .request import Request, RequestOutput
+from .request import Request
 from .rows import shapes_of
 from .sampling import sampling_of
-from .step import step
+from .step import Stopwatch, step
+from .verify import Outcome
 
-#: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; those that need more get it then.
+#: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; a longer text gets more slots on the way.
 SLOTS_AHEAD = 2048
 
 
 def decode(engine: Engine, request: Request) -> RequestOutput:
-    """Decodes a request to its end. Calls on one engine run one after the other.
+    """Decodes a request to its end, and returns its output. Calls on one engine run one after the other.
 
-    An exception raised meanwhile gets a note, and the output so far as its attribute ``partial``.
+    An exception raised while decoding gets a note, and an attribute ``partial`` with the output so far.
     """
     called = time.perf_counter()
     try:
-        with engine.decoding(request.side), ExitStack() as stack:  # the stack gives sessions back, whatever happens
+        with engine.decoding(request.side), ExitStack() as stack:  # the stack gives sessions back in any case
             waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request)
@@ -54,7 +54,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             timings.wait = waited
             if request.begun is not None:
                 timings.pack, timings.kernels, timings.check = engine.prepared_since(request.begun)
-                timings.prepare = called - request.begun - timings.pack - timings.kernels - timings.check
+                timings.prepare = called - request.begun - timings.ready
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:
                 begin(proposer, output, stack, stopwatch)
@@ -66,7 +66,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                         step(proposer, batch, clock)
                     else:
                         recording.advance()
-                timings.host += stopwatch.next() - (timings.steps + timings.prefill - booked)  # between the steps
+                timings.host += stopwatch.next() - (timings.steps + timings.prefill - booked)  # time between the steps
                 end(proposer)
             except BaseException as error:
                 proposer.finish(error)
@@ -82,11 +82,11 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             warn_of_load(batch.report)
             return output
     finally:
-        release_threads()  # the next call may be another thread's
+        release_threads()  # another thread may make the next call
 
 
 def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch: Stopwatch) -> None:
-    """Gives the request rows, reads its prompts, and starts its strategy."""
+    """Opens a session for the request's rows, prefills its prompts, and starts its strategy."""
     batch = proposer.batch
     engine, request, target = batch.engine, batch.request, batch.target
     strategy, timings = request.strategy, batch.report.timings
@@ -97,7 +97,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
-    # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
+    # A strategy that reads prompts gets a pass over every token: equal calls then draft alike, and its own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
@@ -127,12 +127,12 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
 
 
 def end(proposer: Proposer) -> None:
-    """Ends a call whose rows have ended: reads the faults on the device, and keeps the rows' texts for later calls."""
+    """Ends a call whose rows have ended: raises faults noted on the device, keeps the rows' texts for later calls, fills the report."""
     batch = proposer.batch
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    if batch.request.given is None:  # otherwise slots hold keys and values that the caller has computed
+    if batch.request.given is None:  # otherwise slots hold the caller's keys and values, not to be reused
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = proposer.resources.peak_memory
@@ -143,7 +143,7 @@ def end(proposer: Proposer) -> None:
 
 
 def close(proposer: Proposer, output: RequestOutput, error: BaseException | None = None) -> None:
-    """Completes the report and calls the observers' `end`."""
+    """Completes the report, and calls the observers' ``end``."""
     report = proposer.batch.report
     report.stages = [drafter.report() for drafter in proposer.drafters]
     report.finished(output.request.begun)
@@ -151,10 +151,11 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 
 
 def agreed(request: Request, ranks: Ranks) -> Request:
-    """`request` as all processes that share the model decode it.
+    """`request` in the form that all processes of a shared model can decode: with compilation off if there are several.
 
     Raises:
-        RanksError: the processes were asked for different things. UnsupportedError: for compiled passes.
+        RanksError: the processes were given different requests.
+        UnsupportedError: the request has ``compile=True``, and several processes share the model.
     """
     if not ranks.several:
         return request
@@ -168,7 +169,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
 
 
 def recordable(proposer: Proposer) -> bool:
-    """Whether a step of its batch can be recorded and replayed: it needs nothing from the host, and its shapes are fixed."""
+    """Whether a step of `proposer` and its batch can be recorded and replayed: it needs nothing from the host, with fixed shapes."""
     batch, request = proposer.batch, proposer.batch.request
     return (
         batch.session.recordings is not None and request.strategy.on_device
@@ -185,12 +186,12 @@ def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
 
 
 class StepRecording:
-    """Makes the steps of a batch. The first steps run unrecorded; later ones replay a recorded step.
+    """Runs the steps of a batch. The first steps run unrecorded; later steps replay a recorded step.
 
-    When more of the step has been compiled, it is recorded again; within a call only if tokens do not depend on the tier.
+    After more of the step has been compiled, it is recorded again; within a call only if tokens do not depend on the tier.
 
     Args:
-        proposer: its batch is recordable, and about to begin.
+        proposer: the proposer of a batch that has made no step yet and is :func:`recordable`.
         clock: times the steps that are not replayed.
     """
 
@@ -214,7 +215,7 @@ class StepRecording:
         self._failed = False
 
     def advance(self) -> None:
-        """Makes the next step, or as many as one recording can replay."""
+        """Runs the next step; or, if a recording fits, replays it for as many steps as it can."""
         key = self._key
         recorded = self._earlier(key) or self._new(key)
         if recorded is not None:
@@ -227,14 +228,14 @@ class StepRecording:
                 step(self.proposer, self.batch, self.clock)
 
     def _earlier(self, key: tuple) -> Recording | None:
-        """A recording of an earlier call, if it fits; this call then keeps its state in the recording's tensors."""
+        """A recording of an earlier call, if one fits, else None. With one, this call's state is in the recording's tensors."""
         if key in self._seen:
             return None
         self._seen.add(key)
         return self.recordings.reuse(key, RecordedCapacity(self.batch.width, 0, self.batch.longest), self.inputs.root)
 
     def _new(self, key: tuple) -> Recording | None:
-        """A recording of the step, for this call and later ones, once enough steps like it have run."""
+        """Records the step for this call and later calls, once enough steps with this key have run; else, or if it fails, None."""
         if self._plain[key] < WARM_UP_STEPS:
             return None
         batch, proposer, nodes = self.batch, self.proposer, self.batch.report.nodes
@@ -246,7 +247,7 @@ class StepRecording:
         try:
             recorded = self.recordings.record(key, capacity, self.inputs, lambda: step(proposer, batch, recording=True))
             self._failed = recorded is None
-            if self._key != key:  # something was compiled while the step was recorded
+            if self._key != key:  # a part of the step was compiled during the recording
                 self.recordings.drop(key)
                 recorded = None
         finally:
@@ -263,7 +264,7 @@ class StepRecording:
 
     @property
     def _key(self) -> tuple:
-        """What a recorded step depends on besides the tensors that it reads, which of its parts are compiled included."""
+        """What a recorded step depends on besides the tensors that it reads, including which of its parts are compiled."""
         return *self._depends_on, self.proposer.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
@@ -284,7 +285,7 @@ class StepRecording:
                 last = now
                 if all(batch.finished):
                     break
-        finally:  # a callback may have raised: the strategy is finished with its state, and the report shown, all the same
+        finally:  # also if a callback has raised: the strategy's `finish` needs its state, and observers get the report
             steps = report.steps - first
             report.replayed_steps += steps
             report.compiled_steps += steps * compiled

@@ -1,22 +1,23 @@
-"""The clock of a batch's steps: times their phases for the report, and teaches the cost models what they took."""
+"""The clock of a batch's steps: it times their phases for the report, and shows the seconds to the cost models."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
-from ...report import Stopwatch
+from ...common.devices import waiting_share
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
-from .criteria import Outcome
 from .proposer import Proposer
-from .step import Clock
+from .step import Clock, Stopwatch
+from .verify import Outcome
 
 
 class StepClock(Clock):
     """Times the steps of a batch.
 
     Attributes:
-        piece_seconds: the last step's share of time for a piece of another row's prompt.
+        piece_seconds: seconds of the last step that count for the prompt piece in its pass, by the piece's share of the pass's tokens.
     """
 
     def __init__(self, proposer: Proposer) -> None:
@@ -25,14 +26,15 @@ class StepClock(Clock):
         self.timings = batch.report.timings
         self.piece_seconds = 0.0
         self._threads = batch.engine.threads
-        self._observing = 0.0  # seconds of the strategy's last `observe`, where they count as part of drafting
+        self._observing = 0.0  # seconds of the last `observe`, if steps without a draft skip it
 
     def begun(self) -> None:
         self._before = replace(self.timings) if self.batch.shared else self.timings
         self._stopwatch, self._compile_seconds = Stopwatch(self.timings), self.timings.compile
         self._compiled = self._replayed = False
-        if self._threads is not None:
-            self._threads.begin_step()
+        if self._threads is not None and self._threads.most > 1:
+            self._threads.use()
+        self._began = time.perf_counter(), time.thread_time()
 
     def proposed(self) -> None:
         self._drafting = self._stopwatch.next()
@@ -51,14 +53,16 @@ class StepClock(Clock):
         report.replayed_steps += self._replayed
         core = self._stopwatch.next()
         if self._threads is not None:
-            wall, computing = self._threads.end_step()
-            report.waits(wall - (self.timings.compile - self._compile_seconds), computing)
+            seconds = self._seconds()
+            if self._threads.most > 1:
+                self._threads.judge(*seconds)
+            report.waiting += (waiting_share(*seconds) - report.waiting) / (report.steps + 1)
             report.threads = self._threads.count
         if self._replayed:
             self.proposer.book_replay(self._drafting + core)
         if batch.prompt_left and not report.steps:
             report.prefill_steps = 1
-            self.timings.prefill += core  # not a measure of the cost of nodes
+            self.timings.prefill += core  # the pass read the end of the prompts, too: it does not show what nodes cost
         else:
             self._learn_cost(core, draft, block, outcome)
         if not report.steps:
@@ -88,11 +92,18 @@ class StepClock(Clock):
                 member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
                 member.report.waiting = self.report.waiting
 
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds since the step began, without compilation, and this thread's seconds on a processor."""
+        wall, computing = (
+            now - began for now, began in zip((time.perf_counter(), time.thread_time()), self._began, strict=True)
+        )
+        return wall - (self.timings.compile - self._compile_seconds), computing
+
     def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
         """Books the `core` seconds of the step, and shows them to the cost models."""
         batch, timings = self.batch, self.timings
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
-        if block.piece is not None:  # not a measure of the cost of nodes
+        if block.piece is not None:  # the pass read a piece of a prompt, too: it does not show what nodes cost
             read = block.piece.tokens.shape[1]
             self.piece_seconds = core * read / (read + nodes * batch.width)
             timings.core += core - self.piece_seconds
@@ -103,7 +114,7 @@ class StepClock(Clock):
         worth, costs = self.proposer.worth, self.proposer.resources.costs
         if worth is None and costs is None:
             return
-        # Later steps of this size are replayed, and faster.
+        # A step that is not replayed yet is slower than the later, replayed steps of its size: it would mislead the cost models.
         if batch.session.recordings is not None and not self._replayed:
             return
         agreed = batch.target.ranks.first_number

@@ -1,4 +1,4 @@
-"""What a step computes: forward over a block of nodes, verify, commit; uncompiled at once, compiled or replayed once that pays."""
+"""What a step computes: forward over a block of nodes, verify, commit. Steps run uncompiled until compiling or recording them pays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
 from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
 from ..model.compiled.tiers import Beside, Tiers
-from ..model.recordings import Recordings
 from ..model.target import ForwardResult, Target
 from .rows import Rows
 from .verify import Verified, append, draw_tokens, follow_matches, settle
@@ -27,19 +26,19 @@ from .verify import Verified, append, draw_tokens, follow_matches, settle
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Device results of a step.
+    """The results of a step, on the device.
 
     Attributes:
-        nodes: as in :class:`decoders.strategy.Step`.
-        chosen: as in :class:`~decoders.engine.decode.verify.Verified`.
-        path: as there.
-        new: ``[B, N]`` int64, tokens in order of commitment.
-        summary: ``[4, B]`` int64 for the host: tokens emitted, draft tokens accepted, draft tokens made, finished.
+        nodes: see :class:`decoders.strategy.Step`.
+        chosen: see :class:`~decoders.engine.decode.verify.Verified`.
+        path: see :class:`~decoders.engine.decode.verify.Acceptance`.
+        new: ``[B, N]`` int64, the step's new tokens of each row, in order.
+        summary: ``[4, B]`` int64, per row: new tokens, accepted draft tokens, draft tokens, and whether the row has ended.
         logits: ``[B, N, V]``.
-        scores: the processed ones if the plan keeps them.
+        scores: ``[B, N, V]``, the processed scores, if the plan keeps them.
         hidden: ``[B, N, H]``.
-        layers: ``[B, N, T, H]``, if any were asked for.
-        for_host: of :meth:`packed`.
+        layers: ``[B, N, T, H]``, hidden states of the T layers that the strategy reads; None if it reads none.
+        for_host: everything that the host reads, in one tensor; set by :meth:`packed`.
     """
 
     nodes: Tensor
@@ -54,7 +53,7 @@ class StepOutput:
     for_host: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> StepOutput:
-        """Views of the entries of some rows."""
+        """The results of the rows from `begin` to `end`, as views."""
         rows, scores, layers = slice(begin, end), self.scores, self.layers
         return StepOutput(
             self.nodes[rows], self.chosen[rows], self.path[rows], self.new[rows], self.summary[:, rows], self.logits[rows],
@@ -63,7 +62,7 @@ class StepOutput:
         )  # fmt: skip
 
     def observed(self, sequences: Sequences, known: HostStep | None = None) -> Step:
-        """This step as its strategy sees it; `sequences` hold what it committed. known: what the host has read of it."""
+        """This step as its strategy sees it. sequences: rows that include its tokens; known: the results that the host has read."""
         emitted, accepted, _, _ = self.summary.unbind(0)
         return Step(
             self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers,
@@ -71,7 +70,7 @@ class StepOutput:
         )  # fmt: skip
 
     def packed(self) -> StepOutput:
-        """The same output with everything that the host reads in one tensor, so that one copy fetches it."""
+        """This output, with everything that the host reads in one tensor, so that one copy fetches it."""
         parts = self.summary, self.new, self.path
         for_host = torch.cat([part.flatten() for part in parts])
         split = for_host.split([part.numel() for part in parts])
@@ -79,19 +78,14 @@ class StepOutput:
         return replace(self, summary=summary, new=new, path=path, for_host=for_host)
 
     def read(self, lists: Callable[..., tuple[list, ...]], paths: bool = False) -> tuple[list, list, list]:
-        """:attr:`summary`, :attr:`new` and :attr:`path` as lists.
-
-        Args:
-            lists: returns the values of tensors.
-            paths: whether the caller needs the paths.
-        """
+        """:attr:`summary`, :attr:`new` and, if the caller needs `paths`, :attr:`path` as lists. lists: converts tensors to lists."""
         if self.for_host is None:
             summary, new, *path = lists(self.summary, self.new, *([self.path] if paths else []))
             return summary, new, path[0] if path else []
         return self.unpacked(lists(self.for_host)[0])
 
     def unpacked(self, values: list[int]) -> tuple[list, list, list]:
-        """The same from the values of :attr:`for_host`."""
+        """The lists that :meth:`read` returns, from the values of :attr:`for_host`."""
         rows, width = self.new.shape
         lines = [values[begin : begin + rows] for begin in range(0, 4 * rows, rows)]
         rest = [values[begin : begin + width] for begin in range(4 * rows, len(values), width)]
@@ -103,28 +97,29 @@ class Rule(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether the rule never needs the host, so that a device records it together with the pass."""
+        """Whether the rule never needs the host, so that a device can record it together with the pass."""
         ...
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """What is accepted of the `draft` that `block` was made of; None for a draft of a draft model.
+        """Decides which nodes of `block` are accepted.
 
         Args:
-            nodes: ``[B, N]``, the block's.
-            forwarded: the target's results for them.
+            draft: the draft in the block; None if a draft model verifies the block.
+            nodes: ``[B, N]`` int64, the tokens of the block's nodes.
+            forwarded: the results of the forward pass over `nodes`.
         """
         ...
 
 
 class Core:
-    """The device's part of a step: a model's pass over a block, a rule that verifies it, and the commitment of the accepted tokens.
+    """The device's part of a step: the model's pass over a block, its verification by a rule, and the commit of the accepted tokens.
 
     Attributes:
-        forward_pass: the model's.
-        functions: of the model's steps.
-        rule: verifies.
+        forward_pass: the forward pass of the model.
+        functions: the :class:`StepFunctions` of that pass.
+        rule: decides which nodes are accepted.
         plan: the operations on the logits.
     """
 
@@ -132,17 +127,8 @@ class Core:
         self.forward_pass, self.target, self.plan, self.rule = forward_pass, forward_pass.target, plan, rule
         self.functions = StepFunctions.of(forward_pass)
 
-    @staticmethod
-    def of(
-        forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule, recordings: Recordings | None, *, copy: bool
-    ) -> Core:  # fmt: skip
-        """A core, or a :class:`RecordedCore` where there are `recordings`. copy: as of that."""
-        if recordings is None:
-            return Core(forward_pass, plan, rule)
-        return RecordedCore(forward_pass, plan, rule, recordings, copy=copy)
-
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """The target's pass over a block, the verification of its nodes, and the update of the rows."""
+        """Runs the target's pass over a block, verifies its nodes, and updates the rows."""
         nodes, given = input_of(block, rows)
         forwarded = self.forward_pass(given)
         verified = self.rule.verify(draft, block, nodes, forwarded, rows)
@@ -151,11 +137,11 @@ class Core:
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
     ) -> StepOutput:  # fmt: skip
-        """Moves the accepted path's keys and values, unless every path is `in_place`, and appends its tokens.
+        """Appends the tokens of the accepted path to the rows. Moves the path's keys and values, unless every path is `in_place`.
 
-        Recurrent states stay where they were, as stopping criteria may still cut the rows.
+        Recurrent states are not advanced here, because stopping criteria may still cut the rows.
         """
-        # One shape, whether rows share their stop tokens or not: compiled code serves both.
+        # The shape is the same whether rows share their stop tokens or not, so that one compiled function serves both cases.
         stop_tokens = rows.sampling.stop_tokens.expand(len(nodes), -1).contiguous()
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
         chosen = verified.chosen
@@ -170,51 +156,6 @@ class Core:
         return StepOutput(
             nodes, chosen, path, new, summary, result.logits, verified.scores, result.hidden, result.layers
         )
-
-
-class RecordedCore(Core):
-    """A core on a device that records: for blocks of a recorded size it replays everything, or the pass if the rule needs the host.
-
-    Args:
-        recordings: of the session of the rows.
-        copy: whether results are to outlive the next replay.
-    """
-
-    def __init__(
-        self, forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule, recordings: Recordings, *, copy: bool
-    ) -> None:
-        super().__init__(forward_pass, plan, rule)
-        self.recordings, self.copy = recordings, copy
-
-    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """As :meth:`Core.forward_verify_commit`, with everything that the host reads in one tensor."""
-        if self.rule.on_device:
-            plain = super().forward_verify_commit
-            key = "step", self.plan, self.target.layers, draft.in_place
-            return self._replayed(key, lambda block, rows: plain(draft, block, rows).packed(), block, rows)
-        nodes, forwarded = self._replayed(
-            ("forward", self.target.layers), self._forward, replace(block, masks=None), rows
-        )
-        verified = self.rule.verify(draft, block, nodes, forwarded, rows)
-        return self.commit(nodes, block.tree, rows, forwarded, verified, draft.in_place).packed()
-
-    def _forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
-        nodes, given = input_of(block, rows)
-        return nodes, self.forward_pass(given)
-
-    def _replayed(
-        self, key: tuple, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows
-    ) -> Any:  # fmt: skip
-        """``function(block, rows)``, or a replay of it. key: what it depends on besides the model and its arguments."""
-        if block.text.length or block.piece is not None or block.root is not None:
-            return function(block, rows)
-
-        def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
-            return function(NodeBlock(draft_tokens, tree, block.view, masks), rows)
-
-        key = *key, rows.place, len(block.view)
-        given = block.draft_tokens, block.tree, block.masks
-        return self.forward_pass.replayed(self.recordings, key, run, given, len(rows.length), self.plan, copy=self.copy)
 
 
 def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
@@ -238,7 +179,7 @@ class StepFunctions(Beside):
 
     @staticmethod
     def of(forward_pass: ForwardPass) -> StepFunctions:
-        """Those of a forward pass, made once."""
+        """The functions for a forward pass. They are created once per pass."""
         tiers = forward_pass.tiers
         if not isinstance(tiers.beside, StepFunctions):
             tiers.beside = StepFunctions()
@@ -264,10 +205,10 @@ class StepFunctions(Beside):
         self, tiers: Tiers, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor,
         masks: Masks | None = None, prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """:func:`decoders.engine.decode.verify.draw_tokens`.
+        """:func:`decoders.engine.decode.verify.draw_tokens`, compiled or not.
 
-        On the CPU it is faster than what the compiler makes of it; elsewhere it is many small kernels, and compiled where the
-        passes are.
+        On the CPU it runs uncompiled, which is faster. On other devices uncompiled code is many small kernels, so it is compiled if
+        the passes are.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes
         if not tiers.target.static or not tiers.mode:
@@ -286,7 +227,7 @@ class StepFunctions(Beside):
 
 @dataclass(frozen=True)
 class CoupledRule:
-    """Draws the target's token after every node, and accepts draft tokens that match. The built-in rule."""
+    """The built-in rule: draws the target's token after every node, and accepts draft tokens that match it."""
 
     forward_pass: ForwardPass
     plan: SamplingPlan
@@ -295,7 +236,7 @@ class CoupledRule:
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """The target's token after each node; what matches it is found when it is committed."""
+        """Returns the target's token after each node; :meth:`Core.commit` then finds the path whose tokens match."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
         prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
         draw, tiers = StepFunctions.of(self.forward_pass).draw, self.forward_pass.tiers
@@ -303,13 +244,13 @@ class CoupledRule:
 
 
 def _laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` for the compiled :func:`settle`, which does not read visibility."""
+    """Copies of `tree` for the compiled :func:`settle`. It does not read visibility, so the ancestors stand in for it."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
 
 
 def _settle_examples(target: Target, rows: int, count: int) -> tuple:
-    """Arguments of :func:`settle` to compile for, as :func:`~decoders.engine.model.compiled.regions.examples` has them."""
+    """Arguments to compile :func:`settle` with, of the sizes of :func:`~decoders.engine.model.compiled.regions.examples`."""
     device, tree = target.device, Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device)
     block = torch.zeros(rows, len(tree), dtype=torch.int64, device=device)
     lengths, stops = torch.full((rows,), 20, device=device), torch.full((rows, 8), -1, device=device)

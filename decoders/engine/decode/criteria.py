@@ -1,13 +1,12 @@
-"""Callbacks on the host: stopping criteria, asked after every token, and logits processors that read the prefix.
+"""Callbacks on the host: stopping criteria, which are called after every token, and logits processors that read the text so far.
 
-Processors run along the target's path, depth by depth: the same calls in the same order as in plain decoding, for any tree.
-Processors with a state therefore work, too.
+For any tree, processors get the same calls in the same order as in plain decoding, so processors with a state work, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,47 +18,7 @@ from ...tree import TreeTensors, parents_by_row
 from ..model.ranks import ALONE, Ranks
 from .core import StepOutput
 from .rows import Rows
-
-
-@dataclass
-class Outcome:
-    """A step as read by the host; lists by row.
-
-    Attributes:
-        emitted: number of committed tokens.
-        accepted: number of draft tokens among the emitted tokens.
-        drafted: number of verified draft tokens.
-        ended: whether the row has ended, 0 or 1.
-        new: the new tokens in order, `emitted` of them valid.
-        drafters: the strategies of the accepted tokens, if several strategies drafted; else empty.
-    """
-
-    emitted: list[int]
-    accepted: list[int]
-    drafted: list[int]
-    ended: list[int]
-    new: list[list[int]]
-    drafters: list[list[str]] = field(default_factory=list)
-
-    @staticmethod
-    def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:
-        """The outcome of the first `rows` rows, see :class:`StepOutput`; the others are padding."""
-        emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
-        return Outcome(emitted, accepted, drafted, ended, new[:rows])
-
-    @property
-    def written(self) -> list[list[int]]:
-        """The committed tokens."""
-        return [tokens[:count] for tokens, count in zip(self.new, self.emitted, strict=True)]
-
-    def part(self, first: int, count: int) -> Outcome:
-        """A copy for `count` rows from `first` on."""
-        return Outcome(*(figures[first : first + count] for figures in vars(self).values()))
-
-    def put(self, first: int, part: Outcome) -> None:
-        """Writes `part` to the rows from `first` on."""
-        for name, figures in vars(part).items():
-            getattr(self, name)[first : first + len(figures)] = figures
+from .verify import Outcome
 
 
 @dataclass(frozen=True)
@@ -67,10 +26,10 @@ class Criteria:
     """Stopping criteria, called on the host after every token.
 
     Attributes:
-        ask: ``(ids [B, P + t], scores)`` → ``[B]`` bool. scores: ``[B, V]`` per new token, None unless they are kept.
-        by_row: whether every criterion judges rows independently and has no state; then rows may have different lengths.
-        ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, all rows go on until all are stopped.
-        names: the criteria's names in errors.
+        ask: ``(ids [B, P + t], scores)`` → ``[B]`` bool. scores: ``[B, V]`` per new token; None unless scores are kept.
+        by_row: whether every criterion judges each row by itself and has no state, so that rows may have different lengths.
+        ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, rows go on until all are stopped.
+        names: the criteria's names, for error messages.
     """
 
     ask: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
@@ -83,9 +42,9 @@ class CriteriaRun:
     """The criteria of a call, called in the order of plain decoding.
 
     Args:
-        padded_rows: the rows in transformers' layout.
-        scores: per row and token, if scores are kept.
-        ranks: the processes that share the model. The first process's criteria decide, since criteria may read a clock.
+        padded_rows: the rows in transformers' layout, which criteria read.
+        scores: the processed scores per row and token; None unless scores are kept.
+        ranks: the processes that share the model. The criteria of the first process decide for all, since criteria may read a clock.
     """
 
     def __init__(
@@ -96,7 +55,7 @@ class CriteriaRun:
         self.stopped = torch.zeros((), dtype=torch.bool)
 
     def apply(self, outcome: Outcome, out: StepOutput, rows: Rows, finished: list[bool]) -> None:
-        """Cuts a step's tokens after the token at which a criterion stops, in `outcome`, `out` and `rows`."""
+        """Cuts each row's new tokens after the first token at which a criterion stops, in `outcome`, `out` and `rows`."""
         active = [row for row in range(self.batch) if not finished[row]]
         if self.criteria.by_row and self.criteria.ends_rows:
             ends = self._ask_each_row(outcome, active)
@@ -124,7 +83,7 @@ class CriteriaRun:
         return ends
 
     def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """:meth:`_ask_each_row` for criteria that see whole batches, with all rows at the slowest row's length."""
+        """:meth:`_ask_each_row` for criteria that judge whole batches. All rows are cut to the new tokens of the slowest row."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → its new tokens
         going = [emitted[row] for row in active if row not in ended]
@@ -147,20 +106,20 @@ class CriteriaRun:
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Which rows must stop, ``[B]`` bool; or ``[B, B]`` if rows end together, which transformers makes of a criterion's ``[B, 1]``:
-        rows end once every entry was true at some time.
+        """Which rows must stop, ``[B]`` bool. If rows end together it may be ``[B, B]``, as transformers broadcasts the ``[B, 1]`` of a
+        criterion: the rows then end once every entry has been true.
         """
         stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
         if stopped.shape == (rows,) or (stopped.shape == (rows, rows) and not self.criteria.ends_rows):
             return stopped
         raise UnsupportedError(
-            f"stopping_criteria ({', '.join(self.criteria.names)}) made {list(stopped.shape)} of {rows} rows: each criterion "
-            "must return a bool for every row, a tensor [rows]"
+            f"stopping_criteria ({', '.join(self.criteria.names)}) returned shape {list(stopped.shape)} for {rows} rows: each "
+            "criterion must return a bool for every row, a tensor [rows]"
         )
 
     def _scores(self, out: StepOutput, active: list[int], count: int) -> tuple[Tensor, ...] | None:
-        """``[B, V]`` per new token, zeros for rows that have ended."""
+        """The scores ``[B, V]`` of each of the first `count` new tokens, zeros for ended rows; None unless scores are kept."""
         if self.scores is None or out.scores is None:
             return None
         steps = []
@@ -170,7 +129,7 @@ class CriteriaRun:
         return tuple(torch.stack(rows) for rows in zip(*steps, strict=True))
 
 
-#: The chosen token of nodes off the path; no draft token equals it, nor does "no draft token" (-1).
+#: The chosen token of nodes off the path. It differs from every token id and from -1, which means "no draft token".
 NOT_REACHED = -2
 
 
@@ -179,9 +138,9 @@ class PaddedRows:
     """The rows in transformers' layout: the prompt with its left padding, then the generated tokens.
 
     Attributes:
-        prompt: ``[B, P]`` int64 as passed to ``generate``.
-        generated: token ids per row.
-        pad_token: follows a row's end.
+        prompt: ``[B, P]`` int64, as passed to ``generate``.
+        generated: generated token ids per row.
+        pad_token: fills a row after its end.
     """
 
     prompt: Tensor
@@ -200,7 +159,7 @@ Processors = Sequence[Callable[[Tensor, Tensor], Tensor]]
 
 
 def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` ``[B, V]`` float32 after all `processors`. An error of a processor gets a note.
+    """`scores` ``[B, V]`` float32 after all `processors`. An exception of a processor gets a note.
 
     Raises:
         UnsupportedError: a processor returned something other than scores of the same shape.
@@ -222,36 +181,30 @@ def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def choose_along_path(
-    nodes: Tensor,
-    tree: TreeTensors,
-    logits: Tensor,
-    rows: Rows,
-    padded_rows: PaddedRows,
-    processors: Processors,
-    plan: SamplingPlan,
-    masks: Masks | None = None,
-    scores: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    nodes: Tensor, tree: TreeTensors, logits: Tensor, rows: Rows, padded_rows: PaddedRows, processors: Processors,
+    plan: SamplingPlan, masks: Masks | None = None, scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Follows the target's own tokens down the trees of all rows, depth by depth.
 
-    Processors see whole batches at the same length, as in plain decoding. So all rows stop at the depth at which the first stops, and
-    lose some accepted draft tokens. `logits` are already masked by grammars.
+    Processors see whole batches at one length, as in plain decoding. So all rows stop at the depth at which the first row stops, and
+    some rows lose matching draft tokens.
 
     Args:
-        masks: their replacements are applied to the chosen tokens.
-        scores: ``[B, N, V]``, if processed scores are kept: receives the scores of nodes on the path.
+        masks: their replacements are applied to the chosen tokens; `logits` are already masked.
+        scores: ``[B, N, V]``, a buffer for the processed scores of nodes on the path; None if scores are not kept.
 
     Returns:
-        chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; and the number of tokens that each row may commit, ``[B]`` int64.
+        the token after each node, ``[B, N]`` int64, :data:`NOT_REACHED` off the path; and the number of tokens that each row may
+        commit, ``[B]`` int64.
     """
     batch = len(nodes)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     tokens, parents = nodes.tolist(), parents_by_row(tree, batch)
-    stops = set(rows.sampling.stop_tokens.flatten().tolist())  # all rows of a call share them
+    stops = set(rows.sampling.stop_tokens.flatten().tolist())  # all rows of a call have the same stop tokens
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
     generated = len(padded_rows.generated[active[0]])
-    # Equal siblings are the same text: all matching nodes of a depth are followed together.
+    # Siblings with equal tokens are the same text, so all matching nodes of a depth are followed together.
     reached = {row: [0] for row in active}
     paths: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
     depth, going = 0, True
@@ -292,7 +245,7 @@ def _scores_behind(
         InputError: the processors leave no token to draw in an `active` row.
     """
     processed = processed_by(processors, ids, logits)
-    if plan.masked:  # a processor may force a token that the grammar forbids: the grammar wins
+    if plan.masked:  # a processor may force a token that the grammar forbids: the grammar decides
         processed = grammar_first(processed.masked_fill(logits == float("-inf"), float("-inf")), logits)
     if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or no token left
         raise InputError(

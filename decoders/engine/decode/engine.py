@@ -1,4 +1,4 @@
-"""One model made ready: its target, its sessions, and everything compiled for it, shared by all calls and strategies."""
+"""The engine of one model: its target, its sessions, and the code compiled for it, shared by all calls and strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ...strategy import Strategy
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction
 from ..model.compiled.tiers import Compile
-from ..model.features import OutputHead, layer_indices
+from ..model.features import layer_indices
+from ..model.output_head import OutputHead
 from ..model.own_forward import OwnForward
 from ..model.recordings import recorder_of
 from ..model.self_check import target_of
@@ -37,39 +38,36 @@ from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
 
-#: Compiled functions of strategies that an engine keeps.
+#: Most compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
-#: Limits on what strategies keep between calls: entries, and bytes of those that have ``nbytes``.
+#: Limits on the memories that strategies keep between calls: their number, and the total of their ``nbytes`` (0 for one without).
 KEPT_MEMORIES = 16
 KEPT_MEMORY_BYTES = 256 << 20
 
-#: Key of a memory: the strategy's class, the strategy with its settings, and the memory's name, with the salt if any.
+#: Key of a memory: the strategy's class, the strategy with its settings, and the memory's name with the salt, if any.
 MemoryKey = tuple[str, str, str]
-#: The key of texts that the user gave, which serve every strategy with any settings and salts.
+#: The key of the texts that the user gave. Every strategy reads them, with any settings and salts.
 TEXTS: MemoryKey = ("", "", "texts")
 
 
 class Engine:
-    """Everything that outlives the calls on one model. Calls run one after the other.
+    """Everything that is kept between the calls on one model. Calls run one after the other.
 
     Attributes:
         target: the model as the loop sees it.
-        forward_pass: its forward pass, uncompiled or compiled.
-        sessions: buffers and the texts they hold.
-        calibration: what its steps cost, measured or observed.
-        threads: how many threads its steps compute with; None elsewhere than on the CPU.
+        forward_pass: the target's forward pass, uncompiled or compiled.
+        sessions: KV cache buffers, and the texts that they hold.
+        calibration: the costs of the model's steps, measured or observed.
+        threads: the number of threads that its steps compute with; None unless the model is on the CPU.
 
     Raises:
         UnsupportedError: see :class:`Target`.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        attention: Attention = "auto",
-        lock: CallLock | None = None,
+        self, model: PreTrainedModel, attention: Attention = "auto", lock: CallLock | None = None,
         precision: Precision = Precision(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.lock = lock or CallLock()  # a streamer or processor may call generate again
         self.attention, self.precision = attention, precision
         started = time.perf_counter()
@@ -80,7 +78,7 @@ class Engine:
         self._prepared = started, making, target.checks.kernel_seconds, target.checks.seconds
         warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
-        # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.
+        # Processes that share a model do not record steps: all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
         self.sessions = Sessions(self.target, recorder)
@@ -94,10 +92,10 @@ class Engine:
         self.threads = Threads.now() if self.target.device.type == "cpu" else None
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
-        self._stream: Any = None  # of the last call
+        self._stream: Any = None  # the last call's stream
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
-        """Whether this engine still serves `model`. Data computed from weights that have changed is renewed or dropped."""
+        """Whether this engine still fits `model` and the settings. Renews or drops data computed from weights that have changed."""
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
@@ -120,11 +118,11 @@ class Engine:
 
     @property
     def _rounds_otherwise(self) -> bool:
-        """Whether torch's rounding of products has changed since the target was checked and its steps were recorded."""
+        """Whether torch's setting for the rounding of float32 products has changed since the target was checked."""
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
-        """Seconds of making ready, of compiling kernels and of checking since `begun`, by ``time.perf_counter()``."""
+        """Seconds of packing the model, of compiling kernels and of checks; 0 if that was before `begun` (``time.perf_counter()``)."""
         started, *seconds = self._prepared
         making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
         return making, kernels, checking
@@ -132,7 +130,7 @@ class Engine:
     def serves(self, model: PreTrainedModel, attention: str, precision: Precision) -> bool:
         """Whether :meth:`refresh` would do nothing. Does not wait for a running call.
 
-        False where processes share the weights: they have to agree on it first.
+        False if several processes share the model, because they would have to agree on the answer.
         """
         if (
             (attention, precision) != (self.attention, self.precision)
@@ -143,21 +141,21 @@ class Engine:
         return WeightState.of(model) == self.target.weights
 
     def active(self) -> AbstractContextManager:
-        """Makes the model's device the current one, which kernels, streams and graphs are created for."""
+        """Makes the model's device the current device, because kernels, streams and graphs are created for the current device."""
         return devices.current(self.target.device)
 
     @contextmanager
     def decoding(self, side: int = 0) -> Iterator[None]:
-        """Gives a call, or a step of a lane, the model for itself; others wait.
+        """Gives one call, or one step of a lane, exclusive use of the model; other calls wait.
 
         Args:
-            side: of its texts, see :meth:`Target.side_of`.
+            side: the side of the target that the call's texts need, see :meth:`Target.side_of`.
         """
         with (
             self.lock,
             self.active(),
             own_number_afterwards(),
-            # Kept texts and compiled code are in the model's own precision: the caller's contexts are switched off.
+            # The caller's autocast and grad modes are switched off: kept texts and compiled code are in the model's own precision.
             torch.autocast(self.target.device.type, enabled=False),
             torch.inference_mode(False),
             torch.no_grad(),
@@ -169,8 +167,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Queues this call's work on the device behind the last call's: that call may have run within another stream, and after its
-        return one last step without effect may still be running.
+        """Queues this call's work on the device behind the last call's work. The last call may have used another stream, where a last
+        step without effect may still be running.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)
@@ -178,7 +176,7 @@ class Engine:
                 self._stream.wait_stream(last)
 
     def release(self) -> None:
-        """Frees buffers, compiled code and recorded steps."""
+        """Frees buffers, compiled code, recorded steps and the memories of strategies."""
         with self.lock:
             self.sessions.release()
             self._forget_compiled()
@@ -186,19 +184,19 @@ class Engine:
             self._memories.clear()
 
     def forget(self) -> None:
-        """Drops what strategies and rows keep of earlier calls; weights and compiled code stay."""
+        """Drops the memories of strategies and the kept texts of earlier calls; weights and compiled code stay."""
         with self.lock:
             self._memories.clear()
             self.sessions.forget()
             self.sessions.forget_recordings()  # recordings write to the dropped memories
 
     def memories(self) -> dict[MemoryKey, Any]:
-        """Copies of what strategies keep between calls."""
+        """Copies of the memories that strategies keep between calls."""
         with self.lock:
             return {key: pickle.loads(pickle.dumps(kept)) for key, kept in self._memories.items()}
 
     def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
-        """Replaces what strategies keep by copies of `memories`."""
+        """Replaces the memories of strategies by copies of `memories`; memories with other keys stay."""
         with self.lock:
             for key, kept in memories.items():
                 copied = pickle.loads(pickle.dumps(kept))
@@ -213,10 +211,10 @@ class Engine:
         return self._memories.get(TEXTS)
 
     def _bound_memories(self) -> None:
-        # Texts that callers gave have a limit of their own.
+        # Texts that callers gave are not counted here: they have their own limit.
         sizes = {key: getattr(kept, "nbytes", 0) for key, kept in self._memories.items() if key != TEXTS}
         while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes.values()) > KEPT_MEMORY_BYTES):
-            key = next(iter(sizes))  # the least recently used goes
+            key = next(iter(sizes))  # the least recently used
             del self._memories[key], sizes[key]
 
     def _forget_compiled(self) -> None:
@@ -228,7 +226,7 @@ class Engine:
         self._head = None
 
     def forward_pass_for(self, strategy: Strategy) -> ForwardPass:
-        """The forward pass for calls with `strategy`: the common one, or one that also returns the hidden layers it reads.
+        """The forward pass for calls with `strategy`; it also returns the hidden states of the layers that the strategy reads, if any.
 
         Raises:
             SettingsError: the model lacks one of these layers. UnsupportedError: the model's decoder layers were not found.
@@ -244,13 +242,13 @@ class Engine:
             return self._watching[layers]
 
     def own_forward(self, model: PreTrainedModel, target: Target) -> OwnForward:
-        """The unmodified forward pass of `model`, for prompts with images; made once.
+        """The unmodified forward pass of `model`, for prompts with images. It is created once per set of layers.
 
         Args:
-            model: the one that this engine serves.
-            target: with the layers that are watched.
+            model: the model of this engine.
+            target: its `layers` are the layers whose hidden states the pass also returns.
         """
-        # First without the lock, for which a request that is submitted would wait until a step has ended.
+        # The first look needs no lock: with one, a submitted request would wait here until the running step has ended.
         if (own := self._own.get(target.layers)) is not None:
             return own
         with self.lock:
@@ -259,10 +257,10 @@ class Engine:
             return self._own[target.layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
-        """See :attr:`decoders.strategy.Context.first_layers`; created once per count. model: the one that this engine serves.
+        """See :attr:`decoders.strategy.Context.first_layers`; created once per count. model: the model of this engine.
 
         Raises:
-            UnsupportedError, SettingsError: its first layers cannot draft.
+            UnsupportedError, SettingsError: the model's first layers cannot draft.
         """
         if self.target.recurrent:
             raise UnsupportedError(
@@ -279,14 +277,14 @@ class Engine:
 
     @property
     def functions_ready(self) -> int:
-        """How many functions of strategies were compiled in the background, each kind of arguments counted."""
+        """How many functions of strategies are compiled, counted once per kind of arguments."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
-        """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`.
+        """The memory that `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`.
 
         Args:
-            salt: calls with different salts have different memories.
+            salt: calls with different salts get different memories.
         """
         cls = type(strategy)
         key = f"{cls.__module__}.{cls.__qualname__}", repr(strategy), f"{name} of {salt}" if salt else name
@@ -302,22 +300,22 @@ class Engine:
         return self._head(hidden)
 
     def module(self, module: nn.Module, example: tuple[Tensor, ...]) -> ModuleTwin:
-        """A drafter's module made ready, once; see :attr:`decoders.strategy.Context.module`."""
+        """The twin of a drafter's module, created once; see :attr:`decoders.strategy.Context.module`."""
         if module not in self._modules:
             self._modules[module] = ModuleTwin(module, example, self.target.device, self.target.attends)
         return self._modules[module]
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
-        """A strategy's tensor function, compiled once for all calls on this engine."""
+        """A strategy's tensor function as `compile` says: itself, or compiled, once for all calls on this engine."""
         if not compile or not devices.compiles(self.target.device):
             return function
         tiered = self._functions.pop(function, None)
         if tiered is None:
-            # In recorded steps its time cannot be measured: it is compiled once the forward pass is worth compiling.
+            # Within a recorded step the function cannot be timed alone, so it is compiled once the forward pass is worth compiling.
             due = self.forward_pass.tiers.worth_compiling if self.target.static else lambda: False
             tiered = TieredFunction(function, CompiledFunction(function), due)
         self._functions[function] = tiered
-        # Functions created anew in every call would pile up: the least recently used one is dropped.
+        # A strategy that creates functions in every call would pile them up: the least recently used function is dropped.
         if len(self._functions) > KEPT_FUNCTIONS:
             del self._functions[next(iter(self._functions))]
         _book(tiered.compiled, report, waited_for=compile is True)
@@ -325,14 +323,14 @@ class Engine:
 
 
 def _pass_of(target: Target) -> ForwardPass:
-    """The forward pass of a target, with the functions of its steps beside it."""
+    """The forward pass of a target, together with the :class:`StepFunctions` of its steps."""
     forward_pass = ForwardPass(target)
     StepFunctions.of(forward_pass)
     return forward_pass
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
-    """Books in `report` what `compiled` compiles from now on."""
+    """Books compilations of `compiled` from now on in `report`."""
 
     def book(seconds: float) -> None:
         if waited_for:

@@ -1,6 +1,6 @@
-"""What the steps of a request depend on beside tensors, said once for every field and setting.
+"""The kind of a request's steps: what they depend on besides tensors, declared once for every field and setting of a request.
 
-Recordings are found by it, requests with equal kinds share steps, and processes that share a model compare it.
+Recordings are looked up by kind, requests share steps if their kinds agree, and processes that share a model compare kinds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...verifiers.verifier import Verifier
 
 
 class Use(Enum):
-    """How steps depend on a field."""
+    """How steps depend on a field or setting of a request."""
 
-    KIND = "with another value they are other steps"
-    INPUT = "they, or what comes before them, read its values"
-    HOST = "where it has a value, each of them needs the host"
-    APART = "not at all, or by what is compared elsewhere"
+    KIND = "steps with another value are of another kind"
+    INPUT = "steps, or the prefill, read the value"
+    HOST = "if it has a value, every step needs the host"
+    APART = "steps do not depend on it, or it is compared elsewhere"
 
 
 REQUEST = {
@@ -30,18 +30,18 @@ REQUEST = {
     "prompts": Use.INPUT, "new_tokens": Use.INPUT, "stopping.tokens": Use.INPUT, "sampling.values": Use.INPUT,
     "sampling.sequences": Use.INPUT, "sampling.seed": Use.INPUT, "grammars": Use.INPUT,
     "processors": Use.HOST, "stopping.criteria": Use.HOST, "returned.logits": Use.HOST, "returned.top_logprobs": Use.HOST,
-    # Values of this process that are compared by identity; values known only at run time; observers of a call.
+    # Objects that are compared by identity, values known only at run time, and observers of a call.
     "models.model": Use.APART, "models.tokenizer": Use.APART, "models.assistant_model": Use.APART,
     "models.draft_models": Use.APART, "resolve": Use.APART, "origin": Use.APART, "padded_prompt": Use.APART,
     "stopping.pad_token": Use.APART, "returned.on_step": Use.APART, "returned.observers": Use.APART,
     "salts": Use.APART, "given": Use.APART, "multimodal": Use.APART, "begun": Use.APART,
-    "runtime": Use.APART,  # setting by setting
+    "runtime": Use.APART,  # RUNTIME says it for each setting
 }  # fmt: skip
 RUNTIME = {
     "compile": Use.KIND, "prune": Use.KIND, "memory": Use.KIND, "draft_weights": Use.KIND,
     "reuse": Use.INPUT, "prefill_chunk": Use.INPUT, "slots": Use.INPUT,
     "trace": Use.HOST,
-    # Attributes of the engine, or values read when the request was made.
+    # Settings that belong to the engine, or that were read when the request was made.
     "weights": Use.APART, "kv_cache": Use.APART, "attention": Use.APART, "exact_products": Use.APART, "strategy": Use.APART,
     "verifier": Use.APART, "cost_cache": Use.APART, "constraint_backend": Use.APART, "constraint_cache": Use.APART,
     "constraint_seconds": Use.APART,
@@ -50,12 +50,12 @@ RUNTIME = {
 
 @dataclass(frozen=True)
 class StepKind:
-    """The kind of a request's steps. Equal in all processes that are asked for the same.
+    """The kind of a request's steps. It is equal in all processes that get the same request.
 
     Attributes:
-        parts: fields and settings of :attr:`Use.KIND`, by name, but for the plan.
-        plan: what runs on logits.
-        host: names of what needs the host in every step.
+        parts: names and values of the fields and settings of :attr:`Use.KIND`, except the plan.
+        plan: the operations on logits.
+        host: names of the parts that need the host in every step.
     """
 
     parts: tuple[tuple[str, object], ...]
@@ -64,20 +64,20 @@ class StepKind:
 
     @property
     def shared(self) -> StepKind:
-        """The part that requests must have in common to share steps; grammars and criteria may differ by row."""
+        """The part of the kind that must be equal for requests to share steps. Grammars and criteria may differ by row."""
         host = tuple(name for name in self.host if name == "processors")
         return replace(self, plan=replace(self.plan, masked=False), host=host)
 
 
 def kind_of(request: Any) -> StepKind:
-    """The kind of the steps of a `request`."""
+    """The kind of the steps of `request`."""
     parts = tuple((name, _part(value)) for name, value in _used(request, Use.KIND) if name != "plan")
     host = [name for name, value in _used(request, Use.HOST) if value is not None and value is not False]
     return StepKind(parts, request.plan, (*host, *["keep_scores"] * request.plan.keep_scores))
 
 
 def inputs_of(request: Any) -> list[object]:
-    """What :attr:`Use.INPUT` names, as tensors and values with one ``repr`` in all processes."""
+    """The fields and settings of :attr:`Use.INPUT`, as tensors, and values whose ``repr`` is the same in all processes."""
     values = dict(_used(request, Use.INPUT)) | {"grammars": [grammar is None for grammar in request.grammars]}
     tensors = values.pop("prompts")
     return [*tensors, values]
@@ -95,9 +95,9 @@ def _part(value: Any) -> object:
 
 
 class Made:
-    """All arguments of a strategy or a verifier, including those of the strategies it is composed of, to compare it with another.
+    """Compares a strategy or a verifier with another by all attributes, including the attributes of the strategies inside it.
 
-    Equal representations (``repr``) are not enough, because they show the settings alone.
+    Comparing their ``repr`` is not enough, because it shows only the settings.
     """
 
     __slots__ = ("attributes", "shown")
@@ -128,5 +128,5 @@ def _alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_alike, one, other))
     try:
         return bool(one == other)
-    except Exception:  # tensors and the like cannot be compared: taken as different
+    except Exception:  # values without a plain answer, such as tensors, count as different
         return False

@@ -1,4 +1,4 @@
-"""Requests of one row in a scheduler: they join and leave a :class:`Batch` between two of its steps."""
+"""A lane: a scheduler's requests, of one row each, that join and leave one :class:`Batch` between two steps."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from .clock import StepClock
 from .engine import Engine
 from .grammar.host_guide import HostGuide
 from .losses import warn_of_load
+from .output import RequestOutput
+from .places import reorder
 from .prompt_reader import PromptReader
 from .proposer import Proposer
-from .request import Request, RequestOutput, empty_report
+from .request import Request, empty_report
 from .sampling import sampling_of
 from .session import Session
 from .step import step
 
-#: Slots of a new pool; it grows with its texts.
+#: Slots per place of a new pool; the pool is enlarged when its texts need more.
 FIRST_SLOTS = 256
 
 
 class Lane:
-    """Requests that share their steps: with the same strategy, sampling plan and verifier.
+    """Requests that share their steps, because they have the same strategy, sampling plan and verifier.
 
-    In float32 a request gets the same tokens as in a call of its own: noise depends on its seed and positions, and parameters, stop
-    tokens, grammar and budget are per row. Other requests change its timing, not its tokens.
+    In float32 a request gets the same tokens as in its own call of ``generate``: noise depends on its seed and positions, and
+    parameters, stop tokens, grammar and budget are per row. Other requests change its timing, not its tokens.
 
     Args:
         engine: the model's engine.
         request: the first request; it defines what all requests have in common.
-        capacity: greatest number of requests at a time. It becomes 1 if a strategy reads prompts and cannot read the texts of running
-            requests again when another joins or leaves: it does not rebatch, or prompts have images, which are read once.
+        capacity: most requests at a time. It becomes 1 if the strategy reads prompts and could not read the texts of running requests
+            again when another joins or leaves. That is so if the strategy does not rebatch, or if prompts have images.
 
     Attributes:
-        admission: the requests whose prompts are not read yet.
-        batch: the other requests.
-        proposer: the strategy that drafts for them.
+        admission: finds places for new requests and prefills their prompts.
+        batch: the requests whose prompts are prefilled.
+        proposer: the strategy that drafts for the batch.
         prompts: reads prompts with images or sounds.
         rows: the requests in the batch, in the order of its rows; requests that have left are removed before the next step.
     """
@@ -54,14 +56,14 @@ class Lane:
         self._sees = request.multimodal is not None
         if request.strategy.reads_prompt and (self._sees or not request.strategy.rebatches):
             capacity = 1
-        request = replace(request, multimodal=None)  # the lane may outlive the request, whose images are large
+        request = replace(request, multimodal=None)  # images are large, and the lane may live longer than the request
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, capacity)
         self.proposer = Proposer(batch, self.stack)
         self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
         static = engine.target.static
-        # If rows are padded to a bucket, padding rows must not overwrite prompts and texts after the batch.
+        # Rows may be padded to a bucket. Places are reserved for them, so that padding rows do not overwrite other places' texts.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
@@ -84,7 +86,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more was compiled since its requests began. They finish in their tier; new requests need another lane."""
+        """Whether more was compiled since the lane's requests began. They stay in their tier; new requests need another lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
@@ -94,12 +96,12 @@ class Lane:
 
     def fits(self, engine: Engine, request: Request) -> bool:
         """Whether `request` can share steps with the lane's requests."""
-        # A strategy that reads prompts cannot read images again.
+        # For a strategy that reads prompts, requests with and without images are kept apart: prompts with images cannot be read again.
         seen = self._sees == (request.multimodal is not None) or not request.strategy.reads_prompt
         return engine is self.engine and seen and share_steps(self.template, request)
 
     def offer(self, request: Request) -> RequestOutput:
-        """Gives a request of one row a place; the next steps read its prompt."""
+        """Gives a request of one row a place in the pool; the following steps prefill its prompt. Returns its output."""
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
             mode, joined = self.template.runtime.compile, self.capacity > 1
@@ -114,16 +116,16 @@ class Lane:
         return member
 
     def advance(self, pause: float) -> list[RequestOutput]:
-        """Reads prompts for about `pause` seconds, runs a step, and returns the requests that have ended, some with an error.
+        """Prefills prompts for about `pause` seconds, runs a step, and returns the requests that have ended, some with an error.
 
-        Raises errors that concern all requests, of the strategy for example.
+        An error that concerns all requests, for example of the strategy, is raised.
         """
         with self._running():
             if self.template.runtime.compile is True and not self.proposer.arranged:
                 self.batch.forward_pass.tiers.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
                 self.batch.forward_pass.tiers.compile_both()
-            # Decided once per step: separate passes read the prompts, or the step does.
+            # This is decided once per step: either separate passes prefill prompts, or the step's own pass does.
             mixes = self.admission.mixes
             if not mixes:
                 self.admission.read(pause)
@@ -133,13 +135,14 @@ class Lane:
             return self._leave()
 
     def remove(self, member: RequestOutput) -> None:
-        """Takes a request out between two steps; it keeps its output."""
+        """Takes a request out of the lane between two steps. Its output so far stays in `member`."""
         with self._running():
             self._take_out([seat for seat in self.seats if seat.member is member])
 
     def close(self, cause: Exception | None = None) -> None:
-        """Frees the lane; after running out of memory, unused sessions, too. An error of the strategy's `finish` becomes a note on
-        `cause`, the lane's error, or else a warning.
+        """Frees the lane. If `cause` is an out-of-memory error, also drops the model's unused sessions and its recordings.
+
+        An exception of the strategy's `finish` becomes a note on `cause`; without a `cause` it becomes a warning.
         """
         with self._running(), self.stack:
             for seat in self.seats:
@@ -151,7 +154,7 @@ class Lane:
                 warnings.warn(f"decoders: {message}", stacklevel=2)
             if isinstance(cause, torch.OutOfMemoryError):
                 cause.add_note(f"decoders: {self.engine.sessions.make_room()}")
-        # The batch is in a reference cycle: without this, its buffers would wait for the garbage collector.
+        # The batch is in a reference cycle. Without this line its buffers would stay until the garbage collector runs.
         del self.batch.session
 
     @contextmanager
@@ -165,13 +168,13 @@ class Lane:
             yield
 
     def _join(self) -> None:
-        """Requests whose prompts are read join the batch, if possible in free rows."""
+        """Requests whose prompts are prefilled join the batch, in free rows if there are any."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
         if rows != self.rows:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
-        """Runs a step of the batch, which also reads a piece of a prompt, if possible, for about `pause` seconds; None: no piece."""
+        """Runs a step of the batch. If possible, its pass also prefills a prompt piece of about `pause` seconds; None: no piece."""
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
@@ -187,7 +190,7 @@ class Lane:
         self.admission.was_read(seat, self._clock.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
-        """Removes the requests that have ended or whose grammar failed. Their rows are free from the next step on."""
+        """Removes and returns the requests that have ended or failed. Their rows are free from the next step on."""
         guide = self.batch.guide
         if isinstance(guide, HostGuide):
             for row, error in guide.faults.items():
@@ -215,7 +218,7 @@ class Lane:
             self._rebatch([])
 
     def _rebatch(self, seats: list[Seat]) -> None:
-        """Makes `seats` the rows of the batch, in this order, and passes the prompts of new rows to its strategy."""
+        """Makes `seats` the rows of the batch, in this order, and passes the prompts of new rows to a strategy that reads prompts."""
         batch, pool, device = self.batch, self.pool, self.engine.target.device
         texts = [seat.member.text(0) for seat in seats]
         self._move_to_front(seats)
@@ -250,18 +253,18 @@ class Lane:
     def _move_to_front(self, seats: list[Seat]) -> None:
         """Moves keys, values and tokens of `seats` to the first places of the pool, in this order."""
         others = {seat.place: self._slots_used(seat) for seat in self.seats if seat not in seats}
-        places = self.pool.reorder([seat.place for seat in seats], [self._slots_used(seat) for seat in seats], others)
+        places = reorder(self.pool, [seat.place for seat in seats], [self._slots_used(seat) for seat in seats], others)
         for seat in self.seats:
             seat.place = places.get(seat.place, seat.place)
 
     def _slots_used(self, seat: Seat) -> int:
-        """The number of used slots of a seat; before the prefill begins, they hold an earlier text."""
+        """The number of used slots in a seat's place; before the prefill begins, an earlier text uses them."""
         if seat.row is not None:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
     def _show_prompts(self, anew: bool) -> None:
-        """Passes the prompts of new rows to the strategy; if it has started `anew`, the texts of all rows."""
+        """Passes the prompts of new rows to the strategy. If the strategy has started `anew`, passes the texts of all rows."""
         batch = self.batch
         if anew:
             self.prompts.read(batch.lengths, [0] * batch.width)
@@ -274,14 +277,14 @@ class Lane:
 
 
 def in_place(seats: list[Seat]) -> list[Seat]:
-    """`seats` in an order that moves few: a seat whose place is below ``len(seats)`` keeps its place."""
+    """`seats` in an order that moves few of them: a seat whose place is below ``len(seats)`` keeps its place."""
     by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
     return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
-    """Expands the chunk of a row to a chunk of the batch, in which other rows have no valid token. lengths: ``[B]``, tokens per row."""
+    """Expands the chunk of one row to a chunk of all rows, where other rows have no valid token. lengths: ``[B]``, tokens per row."""
     rows = len(lengths)
     if rows == 1:
         return chunk
@@ -292,7 +295,7 @@ def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
     def expanded(values: Tensor) -> Tensor:
         return values.expand(rows, *values.shape[1:])
 
-    # Contiguous, so that drafters get the same memory layout for a row and for a batch.
+    # The copies are contiguous, so that drafters get the same memory layout for one row and for many.
     layers = expanded(chunk.layers).contiguous() if chunk.layers is not None else None
     logits = expanded(chunk.logits) if chunk.logits is not None else None
     return PromptChunk(
@@ -305,7 +308,7 @@ def share_steps(one: Request, other: Request) -> bool:
     return (
         one.kind.shared == other.kind.shared
         and one.memory_salt == other.memory_salt
-        # The first grammar restarts the strategy, which would have to read all texts again if it reads prompts.
+        # The first row with a grammar restarts the strategy: one that reads prompts would have to read all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and one.models.assistant_model is other.models.assistant_model and one.models.tokenizer is other.models.tokenizer
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Warnings, each once per process, of conditions on this machine that make decoding slow or comparisons wrong."""
+"""Warnings about conditions on this machine that make decoding slow or comparisons wrong. Each is given once per process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def warn_of_format(target: Target) -> None:
-    """Warns of 16-bit weights that none of our kernels can multiply: torch's products of several rows are slow."""
+    """Warns of 16-bit weights on a CPU for which we have no kernels, because torch's products of several rows are slow there."""
     if target.device.type != "cpu" or target.precision.weights is not None or target.dtype.itemsize != 2:
         return
     if (choice := cpu.chosen()).kernels is None:
@@ -24,7 +24,7 @@ def warn_of_format(target: Target) -> None:
 
 
 def warn_of_load(report: Report) -> None:
-    """Warns if other processes use the cores."""
+    """Warns if other processes use the processor's cores."""
     if report.busy:
         consequence = "That slows transformers more than this loop, so compare no speeds now: close other programs"
         _once("load", f"{report.busy_line}. {consequence}")

@@ -1,4 +1,4 @@
-"""Prefix reuse and prefill plans: the tokens of a prompt that a kept text shares, and the passes that read the others."""
+"""Prefix reuse and prefill plans: how many first tokens of a prompt a kept text shares, and which passes prefill the rest."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..model.target import PREFILL_CHUNK, Target
 
 @dataclass(frozen=True)
 class KeptText:
-    """A text with keys and values in slots ``0 … len(tokens)-1`` of a row; or a prompt to compare with these texts.
+    """A text whose keys and values are in slots ``0 … len(tokens)-1`` of a row; or a prompt to compare with kept texts.
 
     Attributes:
         tokens: 1-D int64, on the CPU.
-        whole: whether a prompt must begin with the whole text to reuse it: a recurrent state cannot be rolled back.
+        whole: whether only a prompt that begins with the whole text can reuse it, because a recurrent state cannot be rolled back.
         salt: texts with different salts share nothing.
-        least: least number of first tokens that can be reused: up to the end of its images, which are read as a whole.
+        least: fewest first tokens that can be reused: the text up to the end of its images, because images are read together.
     """
 
     tokens: Tensor
@@ -31,11 +31,11 @@ class KeptText:
 
     @cached_property
     def key(self) -> tuple[str, bytes]:
-        """The salt, and the tokens as bytes, which Python sorts much faster than tensors."""
+        """The salt, and the tokens as bytes, because Python sorts bytes much faster than tensors."""
         return self.salt, self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: KeptText) -> int:
-        """The number of first tokens of this text that `prompt` shares and can reuse."""
+        """How many of this text's first tokens `prompt` shares and can reuse."""
         n = min(len(self.tokens), len(prompt.tokens))
         if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
@@ -45,7 +45,7 @@ class KeptText:
         return n if n >= self.least else 0
 
     def cut(self, count: int) -> KeptText:
-        """The text cut to its first `count` tokens, if they can be reused, else no text."""
+        """The first `count` tokens of this text, if they can be reused; else an empty text."""
         if count >= len(self.tokens):
             return self
         return NOTHING if self.whole or count < self.least else replace(self, tokens=self.tokens[:count])
@@ -57,8 +57,7 @@ NOTHING = KeptText(torch.empty(0, dtype=torch.int64, device="cpu"))
 class PrefixIndex:
     """Finds the text that shares the longest prefix with a prompt.
 
-    In sorted order, this text is directly before or after the place of the prompt: n rows are matched with n texts in O(n log n)
-    comparisons.
+    In sorted order, that text is directly before or behind the place of the prompt: n prompts take O(n log n) comparisons.
     """
 
     def __init__(self, texts: list[KeptText]) -> None:
@@ -68,10 +67,10 @@ class PrefixIndex:
         self._any_whole = any(text.whole for text in texts)
 
     def longest(self, prompt: KeptText) -> tuple[int, int]:
-        """The number of shared tokens, and the index of the text; ``(0, 0)`` if no text shares any."""
+        """The number of shared tokens, and the index of the text that shares them; ``(0, 0)`` if there is none."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
-        if self._any_whole:  # the longest prefix may not be reusable, but a shorter whole text may be
+        if self._any_whole:  # the neighbours may not be reusable although a shorter whole text is
             beside = self._order
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))
 
@@ -81,10 +80,10 @@ class PrefillPlan:
     """How prompts are prefilled.
 
     Attributes:
-        starts: per row, the number of first tokens that are not read. Rows advance together, so a row with few tokens to read reads
-            some tokens a second time.
-        chunks: ``(begin relative to starts, number of tokens)``; each is a pass over all rows.
-        left: number of tokens before the last that are left pending.
+        starts: per row, the first slot that is prefilled. All rows prefill the same number of tokens, so a row that reuses more tokens
+            than others computes some of them again.
+        chunks: ``(offset from starts, number of tokens)``; each is a pass over all rows.
+        left: number of tokens before each row's last that are left for the first step.
     """
 
     starts: list[int]
@@ -99,18 +98,19 @@ class PrefillPlan:
         """The plan for arguments of :meth:`~decoders.engine.decode.session.Session.prefill`.
 
         Args:
-            given: whether reused tokens cannot be computed from ids (images, the caller's cache), and so are never read again.
+            given: whether reused tokens must not be computed again, because they have no token ids (images, the caller's cache).
         """
         chunk = chunk or PREFILL_CHUNK
         ends, multiple = [length - 1 for length in lengths], target.multiple
-        if not target.continues:  # a second pass would read token by token
+        # These recurrent layers would read a second chunk token by token, so the prompt is one chunk.
+        if not target.continues:
             chunk = max(chunk, *ends)
-        # Smaller passes would run uncompiled in a compiled call, with other bits. Recurrent states cannot read beyond a text.
+        # Smaller passes would run uncompiled in a compiled call, and give other bits. A recurrent state must not read beyond a text.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A row that ends early is read beyond its end; steps overwrite these slots before they read them. If sizes of blocks are
-        # multiples, a step may run the last tokens of the prompt again and must write the same bits. A kept text may have the bits
-        # of another tier, so its end is read again.
+        # A chunk may reach beyond the end of a row's prompt; steps overwrite these slots before they read them. If block sizes are
+        # multiples, a step may run the last tokens of a prompt again and must write the same bits. A kept text may have the bits of
+        # another tier, so its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

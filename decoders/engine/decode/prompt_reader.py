@@ -1,4 +1,4 @@
-"""Reads the prompts of a batch: text by the loop's passes, images and sounds by the model's own forward pass."""
+"""Prefills the prompts of a batch: text with the loop's passes, images and sounds with the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from ...strategy import PromptChunk
 from ..model.cache import CacheBuffers
 from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
-from .batch import chunk_of
+from ..model.target import ForwardResult
+from .batch import Batch
 from .prefix_cache import PrefillPlan
 from .proposer import Proposer
 
@@ -25,9 +26,9 @@ class PromptReader:
         """Prefills the rows.
 
         Args:
-            lengths: tokens per row.
-            reusable: per row, number of first tokens with keys and values in place.
-            leave_last_chunk: whether to leave the end of the prompts to the first step; not if steps are recorded.
+            lengths: number of tokens per row.
+            reusable: per row, number of first tokens whose keys and values are in place.
+            leave_last_chunk: whether to leave the end of the prompts to the first step. It must be False if steps are recorded.
         """
         batch = self.batch
         shows, inputs = batch.request.strategy.reads_prompt, batch.request.multimodal
@@ -49,20 +50,21 @@ class PromptReader:
             lengths, reusable, batch.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
             given=batch.request.given is not None or apart,
         )  # fmt: skip
-        batch.pending = batch.prompt_left = left  # tokens of the prompts that the first step reads
+        batch.pending = batch.prompt_left = left
         batch.report.reused = [0 if row in read else count for row, count in enumerate(reused[: batch.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
-        """Whether all unread tokens of the prompts are text. lengths, reusable: see :meth:`read`."""
+        """Whether all tokens that are still to be prefilled are text. lengths, reusable: see :meth:`read`."""
         target, starts = self.batch.target, reusable
-        if not target.recurrent:  # rows advance together: a row may have to read some of its text again
+        if not target.recurrent:  # rows prefill equally many tokens: some reusable tokens may be computed again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
         return inputs.in_front_of(starts)
 
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
-        """Reads the prompts whose images are not in place, one by one if the images are divided among prompts; returns their rows.
+        """Reads the prompts whose images are not in the cache yet, and returns their rows.
 
-        The division of the images is a guess. If the division is wrong, the model raises, and all prompts are read together.
+        If it is known which images belong to which prompt, prompts are read one by one. That division is a guess. If it is wrong, the
+        model raises an exception, and all prompts are read together.
         """
         read: set[int] = set()
         try:
@@ -73,10 +75,10 @@ class PromptReader:
                     read |= set(rows)
             if inputs.alone:
                 return read
-        except torch.OutOfMemoryError:  # reading all together would need even more
+        except torch.OutOfMemoryError:  # reading all prompts together would need even more memory
             raise
         except WRONGLY_DIVIDED:
-            # Kept texts are found by the hashes of their images, and a wrong division has wrong hashes.
+            # Later calls find kept texts by the hashes of their images; a wrong division would give wrong hashes, so it is dropped.
             self.batch.request = replace(self.batch.request, multimodal=replace(inputs, alone=()))
         self.read_images(inputs, lengths, 0, logits=False)
         return set(range(len(lengths)))
@@ -84,10 +86,10 @@ class PromptReader:
     def read_images(
         self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool
     ) -> PromptChunk | None:  # fmt: skip
-        """Reads prompts by the model's own forward pass, and returns the chunk for a strategy that reads prompts, else None.
+        """Reads prompts with the model's own forward pass. Returns the chunk for a strategy that reads prompts; None for others.
 
         Args:
-            lengths: of the prompts, padding rows included.
+            lengths: number of tokens per prompt, padding rows included.
             first: the row of the first prompt.
             logits: whether the chunk has logits.
         """
@@ -99,7 +101,8 @@ class PromptReader:
         if result is None:
             return None
         ends = torch.tensor(lengths, device=rows.tokens.device)
-        return chunk_of(result, rows.tokens[:, : result.hidden.shape[1]], torch.zeros_like(ends), ends, logits=logits)
+        tokens = rows.tokens[:, : result.hidden.shape[1]]
+        return _chunk_of(result, tokens, *_places(ends, tokens, torch.zeros_like(ends)), logits=logits)
 
     @property
     def own_forward(self) -> OwnForward:
@@ -107,8 +110,35 @@ class PromptReader:
         return self.batch.engine.own_forward(self.batch.request.models.model, self.batch.target)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
-        """Reads a chunk of the prompts and passes it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
+        """Prefills a chunk of the prompts and passes it to the strategy. tokens: ``[B, N]``; their slots begin at `begin` ``[B]``."""
         logits = self.batch.request.strategy.prompt_logits
         self.proposer.show(
-            self.batch.read_chunk(self.batch.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest
+            read_chunk(self.batch, self.batch.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest
         )
+
+
+def read_chunk(
+    batch: Batch, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
+) -> PromptChunk:  # fmt: skip
+    """Runs a chunk of texts for a strategy that reads prompts.
+
+    Args:
+        lengths: ``[B]``, of the texts.
+        tokens, begin, buffers, view, latest: see :meth:`Target.features`.
+        logits: whether the chunk has logits.
+    """
+    positions, valid = _places(lengths, tokens, begin)
+    result = batch.forward_pass.features(
+        tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=batch.session.recordings
+    )
+    return _chunk_of(result, tokens, positions, valid, logits=logits)
+
+
+def _places(lengths: Tensor, tokens: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions of `tokens`, ``[B, N]``, which begin at `begin` ``[B]``, and which of them have a token after them in the text."""
+    positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    return positions, positions < lengths[:, None] - 1
+
+
+def _chunk_of(result: ForwardResult, tokens: Tensor, positions: Tensor, valid: Tensor, *, logits: bool) -> PromptChunk:
+    return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)

@@ -1,4 +1,4 @@
-"""A strategy at work for a batch: its hooks in the order of a call, and which of its draft tokens are worth verifying."""
+"""A strategy at work for a batch: calls its hooks in order, and decides which of its draft tokens are worth verifying."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from ...tree import TreeTensors
 from ..model.blocks import without_empty_end
 from .batch import Batch
 from .core import StepOutput
-from .criteria import Outcome
 from .drafters.drafter import ModelDrafter
-from .request import Request, RequestOutput
+from .output import RequestOutput
+from .request import Request
 from .resources import CallResources
 from .rows import check_tree, untouched
-from .verify import step_keys
+from .verify import Outcome, step_keys
 
 
 class Proposer:
     """The strategy of a batch, with its state and the resources that it has opened.
 
     Attributes:
-        resources: draft models, modules and costs that the strategy uses.
-        state: the strategy's.
-        worth: decides how many nodes of a draft are verified; None for a single row, or with ``prune=False``.
-        arranged: whether the batch has had rows yet.
+        resources: the draft models, modules and costs that the strategy uses.
+        state: the strategy's state.
+        worth: decides how many nodes of a draft are verified; None with ``prune=False``, or if drafts may not be cut.
+        arranged: whether :meth:`arrange` was called yet.
         skipped: whether this step has no draft, because drafting does not pay at present.
 
     Args:
-        stack: closes the resources opened here.
+        batch: the batch that the strategy drafts for.
+        stack: closes the resources when the call ends.
     """
 
     def __init__(self, batch: Batch, stack: ExitStack) -> None:
@@ -43,11 +44,14 @@ class Proposer:
         self.state: Any = None
         self.worth: DraftWorth | None = None
         request, shared = batch.request, batch.shared
-        if request.runtime.prune and (shared or len(request.prompts) > 1):  # a single row never waits for others
+        strategy = request.strategy
+        # Nothing is cut or skipped with static sizes, a verifier that judges drafts, or a strategy that learns from every step.
+        self._prunes = not batch.target.static and batch.verifier is None and (strategy.rests or not strategy.observes)
+        if self._prunes and request.runtime.prune:
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
-            self.worth = DraftWorth(self.resources.step_costs, None if shared else ends, request.strategy.grade_rates)
+            self.worth = DraftWorth(self.resources.step_costs, None if shared else ends, strategy.grade_rates)
         self.skipped = self.arranged = self._started = False
-        self._verified: int | None = None  # the nodes of a draft that was cut off
+        self._verified: int | None = None  # number of the draft's nodes that are verified, if its end was cut
 
     @property
     def drafters(self) -> list[ModelDrafter]:
@@ -83,16 +87,16 @@ class Proposer:
         return True
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
-        """Shows a chunk of the prompts to the strategy. latest: largest of the slots at which it begins."""
+        """Shows a chunk of the prompts to the strategy. latest: the largest slot at which a row's chunk begins."""
         self.batch.where = "prefill"
-        for module in self.resources.modules:  # padding behind the prompts' ends needs room as well
+        for module in self.resources.modules:  # the chunk may reach behind the prompts' ends, which takes slots, too
             module.reserve(latest + chunk.tokens.shape[1])
         strategy = self.batch.request.strategy
         with untouched("prefill", strategy, chunk):
             strategy.prefill(self.state, chunk)
 
     def details(self) -> dict[str, Any]:
-        """What the strategy adds to the report."""
+        """The details that the strategy adds to the report."""
         self.batch.where = "details"
         return dict(self.batch.request.strategy.details(self.state))
 
@@ -112,19 +116,19 @@ class Proposer:
         return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
-        """Books the time of a replayed step with every model that it runs: enough time makes compiling them worthwhile."""
+        """Books the seconds of a replayed step for every model that it runs. After enough seconds a model is worth compiling."""
         share = seconds / (1 + len(self.drafters))
         self.batch.forward_pass.tiers.book_replay(share, self.batch.width)
         for drafter in self.drafters:
             drafter.book_replay(share)
 
     def propose(self) -> Draft:
-        """What the strategy proposes, without the nodes at its end that are not worth verifying."""
+        """The strategy's draft, without the nodes at its end that are not worth verifying."""
         batch, strategy = self.batch, self.batch.request.strategy
         batch.where = "propose"
-        if batch.verifier is not None:  # verifiers other than the coupled one need fresh noise in every step
+        if batch.verifier is not None:  # verifiers other than the built-in coupled rule need fresh noise in every step
             batch.rows.sampling.keys.copy_(step_keys(batch.noise_keys, batch.rows.length))
-        self.skipped = self._prunes and self.worth is not None and not self.worth.due()
+        self.skipped = self.worth is not None and not self.worth.due()
         if self.skipped:
             draft = Draft.nothing(batch.width, batch.target.device)
         else:
@@ -135,10 +139,10 @@ class Proposer:
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, batch.blocks.rows)
         batch.fit_blocks()
-        # A block behind text has a multiple of `Target.multiple` nodes, as the text has.
+        # Pending tokens in front of a block are a multiple of `Target.multiple`, so the block must be one, too: never a single node.
         if batch.pending:
             batch.blocks.single = False
-        if batch.verifier is not None:  # judges by the scores, on the device
+        if batch.verifier is not None:  # the verifier judges the scores on the device
             draft = draft if draft.scores is None else draft.moved(batch.target.device)
         draft = self._pruned(self._without_placeholders(draft))
         if self.skipped:
@@ -149,27 +153,19 @@ class Proposer:
 
     @property
     def _shows_lists(self) -> bool:
-        """Whether the strategy is given the host's lists of the rows: a strategy that promises to stay on the device is not."""
+        """Whether the strategy gets the rows as lists of the host. A strategy that promises to stay on the device does not."""
         return not self.batch.request.strategy.on_device and not recorded()
 
     def _without_placeholders(self, draft: Draft) -> Draft:
-        """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
+        """`draft` without placeholder tokens of images, which occur only in prompts. For a verifier all tokens stay."""
         target = self.batch.target
         if target.vocabulary.placeholders is None or self.batch.verifier is not None:
             return draft
         placeholders = target.vocabulary.placeholders_on_host if draft.on_host else target.vocabulary.placeholders
-        assert placeholders is not None  # both are there, or none
-        # Not isin, which sorts where there are many placeholders or few tokens, and waits for the device.
+        assert placeholders is not None  # a model has either both tensors or none
+        # torch.isin is not used here: for many placeholders or few tokens it sorts, and waits for the device.
         stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)
         return replace(draft, tokens=draft.tokens.masked_fill(stands_for_images, -1))
-
-    @property
-    def _prunes(self) -> bool:
-        """Whether drafts may be cut or skipped: not if a verifier judges their distribution, or a strategy learns from every step."""
-        strategy = self.batch.request.strategy
-        return (
-            not self.batch.target.static and self.batch.verifier is None and (strategy.rests or not strategy.observes)
-        )
 
     def _pruned(self, draft: Draft) -> Draft:
         """`draft` without the nodes at its end that have no draft token in any row, or that are not worth verifying."""

@@ -23,12 +23,12 @@ class CallResources:
     """The resources that the strategy of a batch has opened.
 
     Attributes:
-        drafters: draft models.
-        modules: drafting networks that are no language models.
-        costs: costs of a step; None before the first request for them.
+        drafters: the open draft models.
+        modules: the open drafting networks that are not language models.
+        costs: costs of a step; None until the strategy or the loop asks for them.
 
     Args:
-        stack: the batch's; closing it closes all resources.
+        stack: the batch's stack. When it is closed, all resources are closed.
     """
 
     def __init__(self, batch: Batch, stack: ExitStack) -> None:
@@ -46,7 +46,7 @@ class CallResources:
         self.modules.clear()
 
     def context(self) -> Context:
-        """The strategy's present :class:`Context`."""
+        """A new :class:`Context` for the strategy, with the present rows."""
         batch, request, target = self.batch, self.batch.request, self.batch.target
         models = request.models
         context = Context(
@@ -77,14 +77,11 @@ class CallResources:
 
     @property
     def _slots(self) -> int:
-        """The number of slots for a row of the batch."""
+        """How many slots a row of the batch may need."""
         return max(self.batch.longest if self.batch.target.static else max(self.batch.lengths), self.batch.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
-        """Rebatches open draft models and modules, and returns the strategy's new context.
-
-        sources: the former index of each row, -1 for a new row.
-        """
+        """Rebatches open draft models and modules, and returns the strategy's new context. sources: see :meth:`Batch.arrange`."""
         context = self.context()
         for drafter in list(self.drafters):
             drafter.rebatch(sources, context)
@@ -104,19 +101,19 @@ class CallResources:
             calibration, folder = batch.engine.calibration, batch.request.cost_folder
             context = max(batch.lengths)
             known = calibration.known(folder)
-            # If rows join and leave, only one row and all rows are measured.
+            # If rows join and leave, only two numbers of rows are measured: one, and the capacity.
             if measure and not (batch.shared and self._measured_rows):
                 rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
                 known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)
                 self._measured_rows = True
             if known is not None:
-                # Equal calls must have equal node budgets: ratios of earlier calls are for strategies that ask to measure.
+                # Equal calls must have equal node budgets, so only strategies that ask to measure get ratios observed in earlier calls.
                 ratios = partial(calibration.ratios, batch.width) if measure else None
                 self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 
     def step_costs(self) -> StepCosts:
-        """The costs of the batch's steps: from the measured curve, else from observed steps."""
+        """The costs of the batch's steps: from the measured curve if there is one, else from observed steps."""
         costs = self.costs or self._costs()
         if costs is None:
             batch = self.batch
@@ -126,7 +123,7 @@ class CallResources:
 
     @property
     def peak_memory(self) -> int:
-        """The call's peak memory in bytes; on devices other than CUDA and XPU the size of its caches, which never shrink."""
+        """The call's peak memory in bytes. On devices other than CUDA and XPU it is the size of the caches, which never shrink."""
         device = self.batch.target.device
         if (module := accelerator(device)) is not None:
             return module.max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""The rows of a call on the device: tokens, lengths, slots of keys and values; and checks of hooks that get them."""
+"""The rows of a call on the device: tokens, lengths, and slots of keys and values. Also checks of the hooks that get these tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ...strategy import PromptChunk, Sequences, Step, Strategy
 from ...tree import TreeTensors
 from ..model.buckets import round_up
 from ..model.cache import CacheBuffers
+from ..model.modules_compat import writes_counted
 from ..model.target import Target
-from ..model.torch_compat import writes_counted
 
 
 class Fault(IntFlag):
@@ -30,18 +30,18 @@ class Fault(IntFlag):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call on the device; updated in place.
+    """The rows of a call on the device. Steps update these tensors in place.
 
     Attributes:
-        tokens: ``[B, L]`` int64, ``L`` cache slots.
-        length: ``[B]`` int64, committed tokens of each row.
-        prompt_length: ``[B]`` int64.
-        finished: ``[B]`` bool.
+        tokens: ``[B, L]`` int64, a token for each of the ``L`` cache slots.
+        length: ``[B]`` int64, number of committed tokens.
+        prompt_length: ``[B]`` int64, number of prompt tokens.
+        finished: ``[B]`` bool, whether the row has ended.
         limit: ``[B]`` int64, the length at which a row ends.
-        faults: ``[B]`` int64, of :class:`Fault`.
-        buffers: the static cache.
-        sampling: noise keys and parameters of the plan.
-        range: ``[L]`` int64, 0 … L-1; the length of its prefix `view` is the number of slots that attention looks at.
+        faults: ``[B]`` int64, flags of :class:`Fault`.
+        buffers: the KV cache.
+        sampling: noise keys, and parameters of the plan.
+        range: ``[L]`` int64, 0 … L-1. A pass gets a prefix of it as its `view`: attention looks at as many slots as that has entries.
     """
 
     tokens: Tensor
@@ -73,7 +73,7 @@ class Rows:
 
     @property
     def place(self) -> tuple:
-        """Addresses and shapes of the tensors: a recording works on its own tensors only."""
+        """Addresses and shapes of the tensors. A recording can only be replayed on the tensors that it was recorded on."""
         tensors = (
             self.tokens, self.length, self.prompt_length, self.finished, self.limit, self.faults,
             *(tensor for tensor in vars(self.sampling).values() if tensor is not None),
@@ -81,7 +81,7 @@ class Rows:
         return *((tensor.data_ptr(), tensor.shape) for tensor in tensors), self.buffers.place
 
     def of_rows(self, begin: int, end: int) -> Rows:
-        """Views of the rows from `begin` to `end`."""
+        """The rows from `begin` to `end`, as views."""
         if (begin, end) == (0, len(self.length)):
             return self
         rows = slice(begin, end)
@@ -99,7 +99,7 @@ class Rows:
         )
 
     def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
-        """The texts that end with the `nodes` ``[B, N]`` of a block, within the slots of `view`."""
+        """The text that ends with each of the `nodes` ``[B, N]`` of a block. view: see :attr:`range`."""
         padding = self.sampling.padding
         assert padding is not None
         tokens = self.tokens[:, : len(view)]
@@ -110,32 +110,32 @@ class Rows:
 
 
 def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
-    """The tensors of a plan without operations, and no stop tokens."""
+    """Sampling tensors for a plan without operations, and without stop tokens."""
     return SamplingInputs(torch.zeros(1, device=device), row_keys(0, rows, device), stop_tensor([()], device)[0])
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
-    """The shapes of the tensors; recorded steps read these tensors directly."""
+    """The shapes of the tensors in `sampling`. Recorded steps read these tensors, so each combination of shapes has its own."""
     return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 
 def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[B, E]`` int64: the stop tokens of rows, padded with -1 to a multiple of 8, so that shapes seldom differ."""
+    """``[B, E]`` int64: the stop tokens of each row, padded with -1 to a multiple of 8, so that few shapes occur."""
     width = max(round_up(max(map(len, stop_tokens)), 8), 8)
     return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)
 
 
-# Checks of hooks, without a device sync: writes to the loop's tensors, invalid trees, and invalid outcome distributions.
+# Checks of hooks without a device sync. They find writes to the loop's tensors, invalid trees, and invalid outcome distributions.
 
 _TREE = (
-    "proposed an invalid tree: a parent comes before its child, that of the root is -1, and visible, ancestors and offsets follow "
-    "from the parents as in TreeTensors.from_parents"
+    "proposed an invalid tree: a parent must come before its child, the root's parent must be -1, and visible, ancestors and offsets "
+    "must follow from the parents as in TreeTensors.from_parents"
 )
 _NO_DISTRIBUTION = "gave probabilities that are negative, not finite, or do not sum to 1"
 
 
 def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor]:
-    """The tensors in a hook's argument by field name."""
+    """The tensors in a hook's argument, by field name."""
     if shown is None:
         return {}
     return {name: value for name, value in vars(shown).items() if isinstance(value, Tensor)}
@@ -167,7 +167,7 @@ def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None
 
 
 def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
-    """Raises the faults noted in `rows`; waits for the device. strategy, verifier: names for errors.
+    """Raises the faults noted in `rows`. Waits for the device. strategy, verifier: names for error messages.
 
     Raises:
         DraftError: a tree was invalid. VerifierError: an outcome distribution was invalid.

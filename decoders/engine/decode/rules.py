@@ -1,4 +1,4 @@
-"""The rules that verify a block where the target's own choices (`CoupledRule`) do not: a verifier, or processors on the host."""
+"""The rules of verification besides `CoupledRule`: one asks a verifier, the other runs logits processors on the host."""
 
 from __future__ import annotations
 
@@ -11,26 +11,33 @@ from torch import Tensor
 
 from ...errors import DraftError, UnsupportedError
 from ...sampling.choice import candidates
-from ...sampling.processors import SamplingPlan
+from ...sampling.processors import SamplingPlan, first_best, gumbel_noise
 from ...strategy import Draft
-from ...tree import Topology
-from ...verifiers.verifier import Block, Verifier, check_outcomes
+from ...tree import Topology, TreeTensors
+from ...verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.target import ForwardResult
 from .core import CoupledRule, Rule
 from .criteria import NOT_REACHED, choose_along_path
-from .request import Request, RequestOutput
+from .output import RequestOutput
+from .request import Request
 from .rows import Fault, Rows
-from .verify import Verified, draw
+from .verify import Acceptance, Verified, path_to
+
+# Used as positions, which are never negative, so that the two draws of a step are independent of the draft's noise.
+_END_NODE = -1
+_NEXT_TOKEN = -2
+#: How far the sum of a verifier's probabilities may be from 1.
+SUM_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
 class VerifierRule:
-    """Draws the accepted path from a verifier's outcome distribution; the rows' noise keys must be fresh in this step.
+    """Draws the accepted path from a verifier's outcome distribution. The rows' noise keys must be new in each step.
 
     Attributes:
-        strategy: its name, for messages.
+        strategy: the strategy's name, for error messages.
     """
 
     verifier: Verifier
@@ -41,7 +48,7 @@ class VerifierRule:
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """The path drawn from the verifier's outcomes."""
+        """Returns the path drawn from the verifier's outcomes."""
         assert draft is not None
         verifier, shape = self.verifier, draft.topology
         if not verifier.trees and shape != Topology.chain(draft.tokens.shape[1]):
@@ -70,8 +77,8 @@ class VerifierRule:
     ) -> Verified:  # fmt: skip
         """
         Args:
-            drawn_from: ``[B, N-1, V]``, scores that the draft tokens were drawn from, None if they were not drawn.
-            siblings: most children of a node, None if the host does not know.
+            drawn_from: ``[B, N-1, V]``, the scores that the draft tokens were drawn from; None if they were not drawn.
+            siblings: most children of a node; None if the host does not know it.
         """
         plan, tree = self.plan, block.tree
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
@@ -88,7 +95,7 @@ class VerifierRule:
         check_outcomes(outcomes, judged, self.verifier.name)
         acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
         rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
-        # The decision as chosen tokens: after each accepted parent its accepted child, after the deepest node `last`.
+        # The decision as chosen tokens: each accepted node's token is chosen after its parent, and `last` after the deepest node.
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
         accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
@@ -101,12 +108,12 @@ class VerifierRule:
 
 @dataclass(frozen=True)
 class HostRule:
-    """Verifies with logits processors that need the host: follows the target's choices from node to node, request by request.
+    """Verifies with logits processors that need the host. For each request it follows the target's choices from node to node.
 
     Attributes:
-        plan: the operations that all members have in common.
-        members: the requests whose rows are decoded, and the first row of each; read in every step.
-        shared: whether an exception of a request's processors ends that request alone.
+        plan: the sampling plan, which all members share.
+        members: each request's output and the index of its first row. The batch changes this list when requests join or leave.
+        shared: whether an exception of a request's processors ends only that request.
     """
 
     plan: SamplingPlan
@@ -117,7 +124,7 @@ class HostRule:
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """The target's choices along each row's path."""
+        """Returns the target's choices along each row's path."""
         tree, plan = block.tree, self.plan
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
@@ -146,8 +153,8 @@ def rule_of(
     """The rule that verifies the blocks of a batch.
 
     Args:
-        verifier: None where the built-in rule decides.
-        members, shared: as of :class:`HostRule`.
+        verifier: the verifier that decides; None for the built-in rule.
+        members, shared: see :class:`HostRule`.
     """
     if verifier is not None:
         return VerifierRule(verifier, request.plan, request.strategy.name)
@@ -156,6 +163,42 @@ def rule_of(
     return CoupledRule(forward_pass, request.plan)
 
 
+def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor, Tensor]:
+    """Draws the accepted path and the next token from a verifier's outcome distribution.
+
+    Args:
+        nodes: ``[B, N]`` int64, as verified. A node without a draft token is never accepted, even if `outcomes` allows it.
+        outcomes: the outcome distribution.
+        keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
+
+    Returns:
+        the accepted path, the token after it ``[B]`` int64, and whether the distribution was valid, ``[B]`` bool: probabilities are
+        finite, not negative, and sum to 1.
+    """
+    n = nodes.shape[1]
+    index = torch.arange(n, device=nodes.device)
+    possible = tree.candidates & ((nodes >= 0) | (index == 0))
+    end = torch.where(possible, outcomes.end, 0.0)
+    sound = _is_outcomes(outcomes.end) & _is_outcomes(end)
+    end = end.log()
+    best = first_best(end + gumbel_noise(keys, _salt(keys, _END_NODE), n)[:, 0])[:, None]  # [B, 1]
+    vocab = outcomes.next.shape[-1]
+    after = outcomes.next.gather(1, best[..., None].expand(-1, 1, vocab))[:, 0]
+    sound = sound & _is_outcomes(after)
+    token = first_best(after.log() + gumbel_noise(keys, _salt(keys, _NEXT_TOKEN), vocab)[:, 0])
+    return path_to(best, tree, index), token, sound
+
+
+def _is_outcomes(mass: Tensor) -> Tensor:
+    """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
+    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # NaN is neither positive nor negative
+
+
+def _salt(keys: Tensor, value: int) -> Tensor:
+    """`value` as a position for every row, ``[B, 1]``."""
+    return torch.full_like(keys, value)[:, None]
+
+
 def one_hot(tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """``[…, V]``: all of the probability on one token, none anywhere for -1."""
+    """``[…, V]``: 1 at each token's id, else 0; all zeros for token -1."""
     return (tokens[..., None] == torch.arange(vocab, device=tokens.device)).to(dtype)

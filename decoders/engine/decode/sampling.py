@@ -1,4 +1,4 @@
-"""The tensors that the sampling plan of requests reads."""
+"""The tensors that the sampling plan of one or several requests reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rows import stop_tensor
 
 
 def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) -> SamplingInputs:
-    """For one request, or several of one row each; parameters that all share are not repeated per row.
+    """The tensors for one request, or for several requests of one row each. Parameters with one value for all rows are not repeated.
 
     Args:
         rows: number of rows, padding rows included.
@@ -37,7 +37,7 @@ def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) ->
         return inputs
     sequences, biases = _sequences(every, device)
     padding = [row for request in requests for row in request.padding]
-    width = round_up(max(map(len, padding)), 32)  # so that shapes seldom differ
+    width = round_up(max(map(len, padding)), 32)  # rounded up, so that few shapes occur
     columns = torch.full((rows, width), -1, dtype=torch.int64, device=device)
     for row, own in enumerate(padding):
         columns[row, width - len(own) :] = own
@@ -45,7 +45,7 @@ def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) ->
 
 
 def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor]:
-    """:attr:`SamplingInputs.sequences` and ``biases``, in sizes that seldom differ."""
+    """:attr:`SamplingInputs.sequences` and ``biases``, with sizes rounded up so that few shapes occur."""
     lists = list(dict.fromkeys(request.sampling.sequences for request in requests))
     every = [sequence for own in lists for operation in own for sequence in operation]
     ngrams = [
@@ -56,7 +56,9 @@ def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tenso
     count = round_up(max(len(operation) for own in lists for operation in own), 8)
 
     def filled(own: OperationSequences) -> tuple[list, list]:
-        """In the order of their last tokens. The filling entries of a table add nothing to the scores of its first token."""
+        """The sequences and biases of each operation, sorted by last token and padded to `count` entries. Padding entries have bias 0,
+        so they add nothing to any score.
+        """
         tokens, biases = [], []
         for operation in own:
             each = sorted(operation, key=lambda sequence: sequence[0][-1])

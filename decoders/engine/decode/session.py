@@ -1,11 +1,10 @@
-"""Sessions: rows of tokens, keys and values of a batch or a draft model, and the texts of earlier calls."""
+"""Sessions: the tokens, keys and values of the rows of a batch or a draft model, and the texts that earlier calls left in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,24 +16,24 @@ from ..model.blocks import Blocks, PromptPiece
 from ..model.buckets import slots_for, view_bucket
 from ..model.recordings import Recordings
 from ..model.target import Target
-from .prefix_cache import NOTHING, KeptText, PrefillPlan, PrefixIndex
+from .prefix_cache import NOTHING, KeptText, PrefillPlan
 from .rows import Rows, shapes_of
 
 
 class Session:
-    """Rows with their slots, the steps' views of them, the texts that they keep, and recordings.
+    """Rows with their slots, the views of them that steps use, the texts that they keep, and recordings.
 
-    The first rows are decoded, see :meth:`arrange`; other rows are being prefilled, keep the texts of earlier requests, or are free.
+    The first rows are decoded, see :meth:`arrange`. Other rows are being prefilled, keep the texts of earlier requests, or are free.
 
     Attributes:
         stored: all rows, on the device.
-        rows: the decoded rows.
+        rows: the rows that are decoded.
         batch: number of all rows.
         blocks: turns drafts into blocks.
-        recordings: of passes and steps on these tensors; None if the device records nothing.
-        texts: per row that no request decodes, the text in its slots.
-        used: per row, the time of keeping its text, by the owner's counter.
-        shared: sessions of draft models made of the target's first layers, by number of layers (:mod:`~.drafts.shared_slots`).
+        recordings: recordings of passes and steps on these tensors; None if the device records nothing.
+        texts: per row, the text in its slots, for rows that no request uses.
+        used: per row, when its text was kept, counted by the session's owner.
+        shared: by number of layers, the session of a draft model made of the target's first layers (:class:`SharedSlots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
@@ -47,9 +46,8 @@ class Session:
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
         self._sampling: dict[tuple, SamplingInputs] = {}
         self._blocks: dict[int, Blocks] = {}
-        self._arranged: dict[int, Rows] = {
-            batch: self.rows
-        }  # by number of rows, because recorded steps work on these tensors
+        # Views of the rows by number of rows. They are kept, because recorded steps work on them.
+        self._arranged: dict[int, Rows] = {batch: self.rows}
         self.blocks = self._blocks_for(batch)
 
     def _blocks_for(self, rows: int) -> Blocks:
@@ -61,7 +59,7 @@ class Session:
         self, lengths: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], finished: Sequence[bool],
         sampling: SamplingInputs,
     ) -> None:  # fmt: skip
-        """Makes the first rows the decoded rows; their tokens, keys and values are in place, or will be before a step."""
+        """Makes the first ``len(lengths)`` rows the decoded rows. Their tokens, keys and values must be in place before a step."""
         count = len(lengths)
         if count not in self._arranged:
             own = self.stored.of_rows(0, count)
@@ -77,11 +75,11 @@ class Session:
             tensor.copy_(torch.tensor(values, device="cpu"))
         rows.faults.zero_()
         self.blocks = self._blocks_for(count)
-        self.blocks.exact = self.blocks.single = False  # set by an earlier call
+        self.blocks.exact = self.blocks.single = False  # an earlier call may have set these flags
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """Copies `sampling` to tensors that calls with the same shapes share, because recorded steps read them."""
+        """Copies `sampling` to tensors that all calls with these shapes share, because recorded steps read the same tensors."""
         own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
@@ -91,7 +89,7 @@ class Session:
 
     @property
     def replays(self) -> int:
-        """The number of replays on these rows."""
+        """The number of replays of these recordings so far."""
         return self.recordings.replays if self.recordings is not None else 0
 
     @property
@@ -100,15 +98,15 @@ class Session:
         return self.recordings.unrecorded if self.recordings is not None else ""
 
     def lists(self, *tensors: Tensor) -> tuple[list, ...]:
-        """The values of small tensors of a step; waits for the device."""
+        """The values of small tensors of a step, as lists. Waits for the device."""
         if self.recordings is not None:
             return self.recordings.lists(*tensors)
         return tuple([tensor.tolist() for tensor in tensors])
 
     def view(self, length: int) -> tuple[Tensor, Sequences]:
-        """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in these slots.
+        """The view (see :attr:`Rows.range`) of the slots that cover `length` tokens, and the rows' tokens in these slots.
 
-        If sizes are static, these are all slots, so that no shape depends on a row's length; the kernel reads a row's own slots only.
+        If sizes are static, the view covers all slots, so that no shape depends on a length; the kernel reads only the used slots.
         """
         slots = self.rows.slots if self.target.static else view_bucket(length)
         if slots not in self._views:
@@ -116,14 +114,14 @@ class Session:
         return self._views[slots]
 
     def reserve(self, length: int) -> None:
-        """Makes room for a block that ends at `length`; the rows' contents stay."""
-        # If sizes are dynamic, a view must stay smaller than the cache (see slots_for).
+        """Enlarges the rows if a block that ends at slot `length` needs it. The rows' contents stay."""
+        # If sizes are dynamic, a view must be smaller than the cache (see slots_for).
         static = self.target.static
         if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
             self.grow(slots_for(2 * length, static))
 
     def grow(self, slots: int) -> None:
-        """Gives every row room for `slots` tokens. Drops recordings, which use the old tensors."""
+        """Gives every row room for `slots` tokens. Drops recordings, because they use the old tensors."""
         with room_for(self.batch, slots):
             self.stored = self.stored.enlarged(slots)
         count = len(self.rows.tokens)
@@ -135,39 +133,11 @@ class Session:
             self.recordings.clear()
 
     def put(self, row: int, text: Tensor, shift: int = 0) -> None:
-        """Writes a text's tokens, whose keys and values are computed later. shift: see :class:`CacheBuffers`."""
+        """Writes the tokens of `text` to a row; their keys and values are computed later. shift: see :class:`CacheBuffers`."""
         self.reserve(len(text))
         self.stored.tokens[row, : len(text)] = text
         if (shifts := self.stored.buffers.shifts) is not None:
             shifts[row] = shift
-
-    def take_over(self, prompts: Mapping[int, KeptText], held: Sequence[tuple[Session, int, KeptText]]) -> list[int]:
-        """Copies to each row the longest prefix of its prompt that any slots hold; returns the number of tokens in place per row.
-
-        Args:
-            prompts: by row.
-            held: a session, its row, and the text in this row.
-        """
-        index = PrefixIndex([text for *_, text in held])
-        reused, moves = [], []
-        for row, prompt in prompts.items():
-            in_place = self.texts[row].shared_with(prompt)
-            longest, place = index.longest(prompt)
-            reused.append(min(max(longest, in_place), len(prompt.tokens) - 1))
-            if reused[-1] > in_place:
-                session, source_row, _ = held[place]
-                moves.append((row, session.stored.buffers, source_row, reused[-1]))
-        own, written = self.stored.buffers, {row for row, *_ in moves}
-        # A source row may be overwritten before it is read, so its content is copied first.
-        sources = [
-            (source.of_row(place, count), 0) if source is own and place in written else (source, place)
-            for _, source, place, count in moves
-        ]
-        for row in written:  # if copying fails midway, these rows have no reusable text
-            self.drop(row)
-        for (row, _, _, count), (source, place) in zip(moves, sources, strict=True):
-            own.copy_row(row, source, place, count)
-        return reused
 
     def prefill(
         self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None], *,
@@ -176,19 +146,18 @@ class Session:
         """Stores keys and values of all prompt tokens except each row's last, which is node 0 of the first block.
 
         Args:
-            lengths: tokens per prompt.
-            reused: per row, number of first slots that hold its keys and values.
-            chunk: greatest number of tokens per row and pass; None is the default.
-            run: runs each pass, as :meth:`Target.prefill` does.
+            lengths: number of tokens per prompt.
+            reused: per row, number of first tokens whose keys and values are in place.
+            chunk: most tokens per row and pass; None for the default.
+            run: runs a pass; takes the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
             leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for both.
-            padded: whether `run` tells recurrent layers which tokens are padding. Otherwise their rows are read one at a time: a
-                recurrent state must see every token once, and none after a text's end.
+            padded: whether `run` tells recurrent layers which tokens are padding. Otherwise rows with recurrent states are prefilled
+                one at a time, because a state must see every token once and no token behind the text's end.
             given: see :meth:`PrefillPlan.of`.
 
         Returns:
-            per row, the number of reused tokens; and the number of tokens before the last that are left pending. Rows advance
-            together, so a row with few tokens to read reads some tokens a second time.
+            :attr:`PrefillPlan.starts` and :attr:`PrefillPlan.left`.
         """
         if self.target.recurrent and not padded and len(lengths) > 1:
             for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
@@ -201,10 +170,10 @@ class Session:
         return plan.starts, plan.left
 
     def read_rows(self, first: int, starts: Sequence[int], done: int, count: int, run: Callable[..., None]) -> None:
-        """One pass over `count` tokens of the texts in ``len(starts)`` rows, from the row `first` on.
+        """Runs one pass over `count` tokens of each text in ``len(starts)`` rows; `first` is the first of these rows.
 
         Args:
-            starts: where the plan begins in each text; the pass begins `done` tokens later.
+            starts: see :attr:`PrefillPlan.starts`; the pass begins `done` tokens later.
             run: see :meth:`prefill`.
         """
         latest = max(starts) + done
@@ -215,54 +184,15 @@ class Session:
         run(rows.tokens.gather(1, slots), begin, rows.buffers, self.view(latest + count)[0], latest)
 
     def piece(self, begin: int, count: int) -> PromptPiece:
-        """The piece for the next step: `count` tokens from slot `begin` on, of the row after the decoded rows."""
+        """The prompt piece for the next step: `count` tokens from slot `begin` on, of the row behind the decoded rows."""
         row = len(self.rows.tokens)
-        # A copy, because compiled passes guard strides: a slice would need another graph.
+        # The tokens are copied, because compiled passes guard strides: a slice would need another graph.
         tokens = self.stored.tokens[row : row + 1, begin : begin + count].clone(memory_format=torch.contiguous_format)
         start = torch.tensor([begin], device=self.target.device)
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
-    def exchange(self, one: int, other: int, count: int, other_count: int) -> None:
-        """Swaps the contents of two places, `count` slots of `one` and `other_count` of `other`."""
-        if one == other:
-            return
-        buffers, tokens = self.stored.buffers, self.stored.tokens
-        if count < other_count:
-            one, other, count, other_count = other, one, other_count, count
-        aside = (buffers.of_row(other, other_count), tokens[other, :other_count].clone()) if other_count else None
-        buffers.copy_row(other, buffers, one, count)
-        tokens[other, :count] = tokens[one, :count]
-        if aside is not None:
-            buffers.copy_row(one, aside[0], 0, other_count)
-            tokens[one, :other_count] = aside[1]
-        self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
-        self.used[one], self.used[other] = self.used[other], self.used[one]
-
-    def reorder(
-        self, sources: Sequence[int], counts: Sequence[int], beside: Mapping[int, int] = MappingProxyType({})
-    ) -> dict[int, int]:
-        """Moves the first `counts[i]` slots of place `sources[i]` to place ``i``; -1 for none.
-
-        beside: slots in use at other places; their contents may move, but stay.
-
-        Returns:
-            former place → present place of the contents, for each place in use.
-        """
-        in_use = {**beside, **{source: count for source, count in zip(sources, counts, strict=True) if source >= 0}}
-        where = {place: place for place in in_use}
-        for place, source in enumerate(sources):
-            if source < 0 or where[source] == place:
-                continue
-            present = next((s for s, p in where.items() if p == place), None)
-            kept = in_use[present] if present is not None else len(self.texts[place].tokens)
-            if present is not None:
-                where[present] = where[source]
-            self.exchange(place, where[source], kept, in_use[source])
-            where[source] = place
-        return where
-
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of each row as its text. prompts: those of the first rows; other rows have no salt."""
+        """Keeps the first `lengths[i]` tokens of row ``i`` as its text. prompts: of the first rows; their salts become the texts'."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):
@@ -270,9 +200,9 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """The text that a row can keep: `text` (1-D, on the CPU), or nothing if a recurrent state has read more or less.
+        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the recurrent state has read more or less of it.
 
-        prompt: has the text's salt and the end of its images.
+        prompt: the kept text gets its salt and the end of its images.
         """
         states = self.stored.buffers.states
         kept = replace(prompt, tokens=text, whole=states is not None)
@@ -290,12 +220,12 @@ class Session:
 
 @contextmanager
 def room_for(rows: int, slots: int) -> Iterator[None]:
-    """Raises CacheMemoryError if the CPU has no memory for the buffers; adds a note to other errors, CUDA's included."""
+    """Raises CacheMemoryError if the CPU has no memory for the buffers. Adds a note to other errors, for example CUDA's."""
     what = f"the key-value cache of {rows} rows with {slots} slots each"
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator has no error of its own; sizes above 2⁶³ bytes "overflow".
+        # The CPU's allocator raises a plain RuntimeError about "memory"; for sizes above 2⁶³ bytes, about an "overflow".
         cpu = isinstance(error, MemoryError) or any(word in str(error) for word in ("memory", "overflow"))
         if isinstance(error, torch.OutOfMemoryError) or not cpu:
             error.add_note(f"decoders: while allocating {what}")

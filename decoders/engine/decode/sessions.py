@@ -1,4 +1,4 @@
-"""The sessions of a model: keeps some after a call, and chooses the session of the next call."""
+"""The sessions of a model. Some are kept after a call, and the next call gets the most suitable."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ...sampling.processors import SamplingInputs
 from ..model.buckets import row_bucket, slots_for
 from ..model.recordings import Recorder, Recordings
 from ..model.target import Target
+from .places import take_over
 from .prefix_cache import KeptText
 from .session import Session
 
-#: Number of free sessions that are kept.
+#: Most free sessions that are kept.
 KEPT_SESSIONS = 2
-#: The same if steps are recorded: recordings are dropped with their session.
+#: Most free sessions that are kept if steps are recorded. More are kept, because recordings are dropped with their session.
 KEPT_RECORDING_SESSIONS = 4
 #: The text of padding rows.
 PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 class Sessions:
-    """The sessions of a model. A call takes a session for itself; the last sessions are kept.
+    """The sessions of a model. Each call has a session of its own; the sessions of the last calls are kept.
 
     recorder: records steps; None if the device records nothing.
     """
@@ -38,7 +39,7 @@ class Sessions:
         self._recordings: weakref.WeakSet[Recordings] = weakref.WeakSet()
 
     def recordings(self) -> Recordings | None:
-        """Recordings for a new session; None if the device records nothing."""
+        """Empty recordings for a new session; None if the device records nothing."""
         if self.recorder is None:
             return None
         recordings = Recordings(self.recorder)
@@ -47,12 +48,12 @@ class Sessions:
 
     @property
     def recorded_nbytes(self) -> int:
-        """Memory of all recordings, see :attr:`~decoders.engine.model.recordings.Recordings.nbytes`."""
+        """Bytes of all recordings, see :attr:`~decoders.engine.model.recordings.Recordings.nbytes`."""
         return sum(recordings.nbytes for recordings in self._recordings)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the caches that no call uses."""
+        """Bytes of the KV caches that no call uses."""
         return sum(session.rows.buffers.nbytes for session in self._free)
 
     @contextmanager
@@ -60,14 +61,15 @@ class Sessions:
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
         shared: bool = False, prefixes: Sequence[KeptText] = (), shifts: Sequence[int] = (),
     ) -> Iterator[OpenSession]:  # fmt: skip
-        """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
+        """Opens a session whose first rows hold `prompts`, with room for `slots` tokens in each row; it is free again afterwards.
 
-        With `reuse`, takes over prefixes of earlier texts. Later calls reuse this call's texts after :meth:`Session.keep`.
+        Later calls can reuse this call's texts after :meth:`Session.keep`.
 
         Args:
-            shared: whether rows read the tensors of `sampling` directly, not the session's copy.
-            prefixes: the prompts for the comparison with kept texts, if prompts are more than tokens.
-            shifts: of the prompts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).
+            reuse: whether prefixes of earlier texts are taken over.
+            shared: whether rows read the tensors of `sampling` themselves, not the session's copies.
+            prefixes: the prompts to compare with kept texts, if tokens alone do not identify a prompt (salts, images).
+            shifts: the prompts' shifts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).
         """
         texts = list(prefixes or [KeptText(prompt.cpu()) for prompt in prompts])
         texts += [PADDING] * (row_bucket(len(texts), self.target.static) - len(texts))
@@ -78,7 +80,7 @@ class Sessions:
             if reuse:
                 free = (session, *self._free)
                 held = [(other, row, text) for other in free for row, text in enumerate(other.texts)]
-                reusable = session.take_over(dict(enumerate(texts)), held)
+                reusable = take_over(session, dict(enumerate(texts)), held)
             session.forget()
             for row, text in enumerate([*prompts, *(text.tokens for text in texts[len(prompts) :])]):
                 session.put(row, text, shifts[row] if row < len(shifts) else 0)
@@ -87,13 +89,13 @@ class Sessions:
             session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
             yield OpenSession(session, reusable, lengths)
         finally:
-            if self.target.weights is not weights:  # a nested call has found other weights
+            if self.target.weights is not weights:  # the weights changed meanwhile, in a nested call
                 session.forget()
             self._free.append(session)
             del self._free[: -self.kept]
 
     def forget(self) -> None:
-        """Drops all texts, because weights have changed."""
+        """Drops all kept texts, because weights have changed."""
         for session in self._free:
             session.forget()
 
@@ -103,7 +105,7 @@ class Sessions:
             recordings.clear()
 
     def make_room(self) -> str:
-        """After a call has run out of memory, frees unused sessions and drops all recordings; returns a text for the error."""
+        """Frees unused sessions and drops all recordings after a call has run out of memory. Returns a text for the error message."""
         freed, recorded = self.nbytes >> 20, self.recorded_nbytes >> 20
         self.release()
         self.forget_recordings()
@@ -119,8 +121,8 @@ class Sessions:
     def _take(self, texts: list[KeptText], slots: int) -> Session:
         """A free session of the batch's size, or a new session.
 
-        Takes a session without texts, or whose texts the prompts continue. Keeps a session with other texts if a new session may be
-        allocated.
+        A free session is preferred if it has no texts, or if the prompts continue its texts. A free session with other texts is left
+        alone if a new session may be allocated.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
         continued = [_continued(session, texts) for session in fitting]
@@ -131,7 +133,7 @@ class Sessions:
         self._free.remove(best)
         if best.rows.slots < slots:
             best.grow(slots)
-        elif best.rows.slots > 4 * slots:  # frees the memory of one long call
+        elif best.rows.slots > 4 * slots:  # frees the memory that a long call has taken
             return Session(self.target, len(texts), slots, self.recordings())
         return best
 
@@ -141,8 +143,8 @@ class OpenSession:
     """A session in use.
 
     Attributes:
-        reusable: per row, number of first prompt tokens with keys and values in place.
-        lengths: tokens per row; padding rows have one.
+        reusable: per row, number of first prompt tokens whose keys and values are in place.
+        lengths: number of tokens per row; padding rows have one token.
     """
 
     session: Session
@@ -151,7 +153,7 @@ class OpenSession:
 
 
 def _continued(session: Session, texts: list[KeptText]) -> float:
-    """The share of the tokens in `session` that `texts` begin with; 1 if it has no texts."""
+    """The share of the tokens of the session's texts that `texts` can reuse; 1 if the session has no texts."""
     held = sum(len(text.tokens) for text in session.texts)
     if not held:
         return 1.0

@@ -1,18 +1,20 @@
 """One step of decoding, in the order of the papers. Read this file first: the other files of this package are called from here.
 
-A device that records whole steps records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and it also makes the steps of
-a strategy that drafts for a draft model (:mod:`~decoders.engine.decode.drafters.staged`).
+A device that records whole steps records :func:`step` itself (:mod:`~decoders.engine.decode.call`). :func:`step` also runs the steps in
+which a draft model verifies the drafts of another strategy (:mod:`~decoders.engine.decode.drafters.staged`).
 """
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
+from ...report import Timings
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
 from .core import StepOutput
-from .criteria import Outcome
 from .rows import Rows
+from .verify import Outcome
 
 
 def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
@@ -20,7 +22,7 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
 
     Args:
         clock: is told when each phase is over.
-        recording: whether a device records the step: the host then reads nothing, and the caller that replays the step delivers its
+        recording: whether a device records the step. The host then reads nothing, and the caller that replays the step delivers its
             tokens.
     """
     clock = clock or UNTIMED
@@ -32,7 +34,7 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     clock.masked()
     # The target's pass, the verification of the nodes, and the update of the rows.
     out = batch.core.forward_verify_commit(draft, block, batch.rows)
-    # Here the host reads which tokens were accepted, and stopping criteria may take some back.
+    # Here the host reads which tokens were accepted; then stopping criteria may cut them.
     outcome = None if recording else batch.read(draft, block, out)
     clock.read(draft, block, outcome)
     if outcome is not None:
@@ -49,7 +51,7 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
 
 
 class Proposes(Protocol):
-    """Drafts tokens for rows, and observes which were accepted (:class:`~decoders.engine.decode.proposer.Proposer`)."""
+    """Drafts tokens for rows, and observes which of them were accepted (:class:`~decoders.engine.decode.proposer.Proposer`)."""
 
     def propose(self) -> Draft: ...
     def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
@@ -61,12 +63,12 @@ class Computes(Protocol):
     """The device's part of a step (:class:`~decoders.engine.decode.core.Core`)."""
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """The pass over a block, the verification of its nodes, and the update of the rows."""
+        """Runs the pass over a block, verifies its nodes, and updates the rows."""
         ...
 
 
 class Verifies(Protocol):
-    """The rows that a target (:class:`~decoders.engine.decode.batch.Batch`) or a draft model verifies drafts for."""
+    """Rows for which a target (:class:`~decoders.engine.decode.batch.Batch`) or a draft model verifies drafts."""
 
     @property
     def rows(self) -> Rows: ...
@@ -74,27 +76,27 @@ class Verifies(Protocol):
     def core(self) -> Computes: ...
 
     def block_of(self, draft: Draft) -> NodeBlock:
-        """The draft, checked and padded to a block."""
+        """Returns the draft, padded to a block."""
         ...
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """`block` with the grammars' masks after each node, and without the draft tokens that they forbid."""
+        """`block` with the grammars' masks after each node, and without the draft tokens that the grammars forbid."""
         ...
 
     def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome | None:
-        """What was accepted, as read by the host; None where it does not read it."""
+        """Returns which tokens were accepted, read by the host; None if the host does not read them."""
         ...
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None:
-        """Cuts `outcome`, `out` and the rows where a stopping criterion says so."""
+        """Cuts the new tokens in `outcome`, `out` and the rows after the token at which a stopping criterion ends a row."""
         ...
 
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Moves grammars and recurrent states on to what was committed."""
+        """Advances grammars and recurrent states over the committed tokens."""
         ...
 
     def deliver(self, out: StepOutput, outcome: Outcome) -> None:
-        """Gives the new tokens to the requests."""
+        """Adds the new tokens to the requests' outputs."""
         ...
 
 
@@ -112,3 +114,17 @@ class Clock:
 
 
 UNTIMED = Clock()
+
+
+class Stopwatch:
+    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` has them."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+        self._begun, self._compiled = time.perf_counter(), timings.compile
+
+    def next(self) -> float:
+        """Seconds since the last call of this method, or since creation."""
+        begun, compiled = self._begun, self._compiled
+        self._begun, self._compiled = time.perf_counter(), self._timings.compile
+        return self._begun - begun - (self._compiled - compiled)

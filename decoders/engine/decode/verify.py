@@ -1,25 +1,19 @@
-"""Which path of a block is accepted, by the target's own choices or a draw from outcomes, and how its tokens are appended."""
+"""Finds the path of a block that the target's own choices accept, and appends the path's tokens to the rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...sampling.choice import candidates
 from ...sampling.prefixes import Prefixes
-from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, first_best, gumbel_noise, mix64
+from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, mix64
 from ...tree import TreeTensors
-from ...verifiers.verifier import Outcomes
 
-# Used as positions, which are never negative, so that the two draws of a step are independent of the draft's noise.
-_END_NODE = -1
-_NEXT_TOKEN = -2
-#: Stands for a token where none could be drawn.
+#: Stands for a token where no token could be drawn.
 NOTHING_LEFT = -3
-#: How far the sum of a verifier's probabilities may be from 1.
-SUM_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -27,9 +21,9 @@ class Acceptance:
     """The accepted path of a block of ``N`` nodes.
 
     Attributes:
-        path: ``[B, N]`` int64; entry ``d`` is the accepted node at depth ``d`` (0 is the root). Entries past the
-            accepted depth are ``d`` itself, so that moving slots along the path leaves them where they are.
-        depth: ``[B]`` int64, number of accepted proposals; ``depth + 1`` tokens come out of the step.
+        path: ``[B, N]`` int64; entry ``d`` is the accepted node at depth ``d`` (0 is the root). Beyond the accepted depth, entry ``d``
+            is ``d`` itself, so that moving slots along the path leaves these slots in place.
+        depth: ``[B]`` int64, number of accepted draft tokens; the step yields ``depth + 1`` tokens.
     """
 
     path: Tensor
@@ -38,13 +32,13 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Verified:
-    """The decision about a block.
+    """The decision of a rule about a block.
 
     Attributes:
-        chosen: ``[B, N]`` int64, the token after each node.
-        scores: ``[B, N, V]``, processed scores, if the plan keeps them.
-        acceptance: the accepted path; None for the path that matches `chosen`.
-        most: ``[B]`` int64, how many tokens each row may commit, if that is limited.
+        chosen: ``[B, N]`` int64, the target's token after each node.
+        scores: ``[B, N, V]``, the processed scores; None unless the plan keeps them.
+        acceptance: the accepted path; None if it is the path whose tokens match `chosen`.
+        most: ``[B]`` int64, the most tokens that each row may commit; None for no limit.
     """
 
     chosen: Tensor
@@ -53,14 +47,55 @@ class Verified:
     most: Tensor | None = None
 
 
+@dataclass
+class Outcome:
+    """The results of a step that the host has read, as lists by row.
+
+    Attributes:
+        emitted: number of committed tokens.
+        accepted: number of draft tokens among the committed tokens.
+        drafted: number of verified draft tokens.
+        ended: whether the row has ended, 0 or 1.
+        new: the new tokens in order; only the first `emitted` are valid.
+        drafters: the strategy that drafted each accepted token, if several strategies drafted; else empty.
+    """
+
+    emitted: list[int]
+    accepted: list[int]
+    drafted: list[int]
+    ended: list[int]
+    new: list[list[int]]
+    drafters: list[list[str]] = field(default_factory=list)
+
+    @staticmethod
+    def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:
+        """The outcome of the first `rows` rows, from a :class:`~decoders.engine.decode.core.StepOutput`; other rows are padding."""
+        emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
+        return Outcome(emitted, accepted, drafted, ended, new[:rows])
+
+    @property
+    def written(self) -> list[list[int]]:
+        """The committed tokens of every row."""
+        return [tokens[:count] for tokens, count in zip(self.new, self.emitted, strict=True)]
+
+    def part(self, first: int, count: int) -> Outcome:
+        """A copy of the outcome of `count` rows from row `first` on."""
+        return Outcome(*(figures[first : first + count] for figures in vars(self).values()))
+
+    def put(self, first: int, part: Outcome) -> None:
+        """Replaces the outcome of the rows from `first` on by `part`."""
+        for name, figures in vars(part).items():
+            getattr(self, name)[first : first + len(figures)] = figures
+
+
 def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
     """The longest path whose tokens are all the target's own choices.
 
-    Exact for greedy and for sampling with position-keyed noise (Daliri et al. 2024, "Coupling without Communication
-    and Drafter-Invariant Speculative Decoding"): the target's choice at a position does not depend on the draft.
+    It is exact for greedy decoding, and for sampling with noise that is a function of the position (Daliri et al. 2024, "Coupling
+    without Communication and Drafter-Invariant Speculative Decoding"): the target's choice does not depend on the draft.
 
     Args:
-        nodes: ``[B, N]`` int64; node 0 is the last committed token, others are draft tokens, ``-1`` marks "no draft token".
+        nodes: ``[B, N]`` int64; node 0 is the last committed token, the other nodes are draft tokens; -1 means "no draft token".
         chosen: ``[B, N]`` int64, the target's token after each node.
     """
     n = nodes.shape[1]
@@ -69,61 +104,23 @@ def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptan
     match = match | (index == 0)
     on_branch = tree.ancestors
     accepted = (~on_branch | match[:, None]).all(-1) & on_branch.any(-1)
-    # Deepest first, then the lower index: ties (equal siblings) must not depend on how argmax breaks them.
+    # The deepest node is best; of equally deep nodes (equal siblings), the first. So the result never depends on argmax's tie-breaking.
     best = torch.where(accepted, tree.offsets * n + (n - 1 - index), -1).argmax(-1, keepdim=True)  # [B, 1]
-    return _path_to(best, tree)
+    return path_to(best, tree, index)
 
 
 def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
     """``[B]`` int64 keys for the draws of one step, from the rows' keys ``[B]`` and their lengths ``[B]``.
 
-    Every step adds a token, so no two steps of a row have the same key, and none has the row's own.
+    Every step adds a token, so no two steps of a row have the same key. No step has the row's own key.
     """
     return mix64(mix64(keys) + positions)
 
 
-def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor, Tensor]:
-    """Draws the accepted path and the next token from a verifier's outcome distribution.
-
-    Args:
-        nodes: ``[B, N]`` int64, as verified. A node without a draft token is never accepted, even if `outcomes` allows it.
-        outcomes: the outcome distribution.
-        keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
-
-    Returns:
-        the accepted path, the token after it ``[B]`` int64, and whether the distribution was valid, ``[B]`` bool:
-        not where probabilities are negative, infinite or do not sum to 1.
-    """
-    n = nodes.shape[1]
-    index = torch.arange(n, device=nodes.device)
-    possible = tree.candidates & ((nodes >= 0) | (index == 0))
-    end = torch.where(possible, outcomes.end, 0.0)
-    sound = _is_outcomes(outcomes.end) & _is_outcomes(end)
-    end = end.log()
-    best = first_best(end + gumbel_noise(keys, _salt(keys, _END_NODE), n)[:, 0])[:, None]  # [B, 1]
-    vocab = outcomes.next.shape[-1]
-    after = outcomes.next.gather(1, best[..., None].expand(-1, 1, vocab))[:, 0]
-    sound = sound & _is_outcomes(after)
-    token = first_best(after.log() + gumbel_noise(keys, _salt(keys, _NEXT_TOKEN), vocab)[:, 0])
-    return _path_to(best, tree), token, sound
-
-
-def _is_outcomes(mass: Tensor) -> Tensor:
-    """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
-    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # NaN is neither positive nor negative
-
-
-def _salt(keys: Tensor, value: int) -> Tensor:
-    """`value` as a position for every row, ``[B, 1]``."""
-    return torch.full_like(keys, value)[:, None]
-
-
-def _path_to(best: Tensor, tree: TreeTensors) -> Acceptance:
-    """The path from the root to node `best` ``[B, 1]``."""
-    n = len(tree)
-    index = torch.arange(n, device=best.device)
+def path_to(best: Tensor, tree: TreeTensors, index: Tensor) -> Acceptance:
+    """The path from the root to node `best` ``[B, 1]``. index: ``[N]``, 0 … N-1."""
     deepest = tree.offsets.gather(1, best)  # [B, 1]
-    on_path = tree.ancestors.gather(1, best[:, :, None].expand(-1, 1, n))  # [B, 1, N]
+    on_path = tree.ancestors.gather(1, best[:, :, None].expand(-1, 1, len(index)))  # [B, 1, N]
     at_depth = tree.offsets[:, None, :] == index[None, :, None]  # [B, depth, node]
     path = torch.where(on_path & at_depth, index, 0).sum(-1)
     return Acceptance(torch.where(index[None] <= deepest, path, index), deepest[:, 0])
@@ -137,14 +134,14 @@ def draw_tokens(
 
     Args:
         logits: ``[B, N, V]``.
-        positions: ``[B, N]`` int64, how many tokens were generated before each.
-        prefixes: the nodes' texts, if the plan reads them.
+        positions: ``[B, N]`` int64, the number of generated tokens before each node's token.
+        prefixes: the text that ends with each node; None unless the plan reads it.
     """
     left = candidates(logits, plan, inputs, positions, masks, prefixes=prefixes)
     if plan.keep_scores:
         left = left.settled()
     tokens = left.choose(plan, inputs, positions)
-    if plan.sample and plan.reads_text:  # bad words and n-grams may rule out everything
+    if plan.sample and plan.reads_text:  # bans of words and n-grams may leave no token
         tokens = torch.where(left.scores.amax(-1) > float("-inf"), tokens, NOTHING_LEFT)
     return tokens if masks is None else masks.written(tokens), left.dense() if plan.keep_scores else None
 
@@ -153,7 +150,7 @@ def settle(
     nodes: Tensor, chosen: Tensor, tree: TreeTensors, tokens: Tensor, length: Tensor, limit: Tensor, finished: Tensor,
     stop_tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Accepts the path that matches `chosen` and appends its tokens; returns path, new tokens and summary of the step."""
+    """Accepts the path that matches `chosen` and appends its tokens. Returns the path, the new tokens and the summary of the step."""
     acceptance = follow_matches(nodes, chosen, tree)
     return acceptance.path, *append(nodes, chosen, tree, acceptance, tokens, length, limit, finished, stop_tokens)
 
@@ -162,10 +159,10 @@ def append(
     nodes: Tensor, chosen: Tensor, tree: TreeTensors, acceptance: Acceptance, tokens: Tensor, length: Tensor,
     limit: Tensor, finished: Tensor, stop_tokens: Tensor, most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Appends an accepted path's tokens to the rows, in place; see ``Rows`` for the tensors, stop_tokens: ``[E]`` or ``[B, E]``.
+    """Appends an accepted path's tokens to the rows, in place. stop_tokens: ``[E]`` or ``[B, E]``; other tensors: see ``Rows``.
 
     Returns:
-        the new tokens ``[B, N]`` and the summary ``[4, B]`` of the step, as in :class:`~decoders.engine.decode.core.StepOutput`.
+        the new tokens ``[B, N]`` and the summary ``[4, B]`` of the step, see :class:`~decoders.engine.decode.core.StepOutput`.
     """
     n = nodes.shape[1]
     index = torch.arange(n, device=nodes.device)
@@ -173,13 +170,13 @@ def append(
     room = torch.where(finished, 0, limit - length)
     if most is not None:
         room = torch.minimum(room, most)
-    candidate = tree.ancestors[:, 1:, 0]  # tokens of a lookahead window are never accepted: they do not count
+    candidate = tree.ancestors[:, 1:, 0]  # tokens of a lookahead window are never accepted: they are not counted
     drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
     emitted = torch.minimum(acceptance.depth + 1, room)
     is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])
     first_stop = torch.where(is_stop, index, n).amin(-1)
     emitted = torch.minimum(emitted, first_stop + 1)
-    # Rejected tokens land behind the new length, where the next step overwrites them.
+    # Rejected tokens are written behind the new length, where the next step overwrites them.
     row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
     tokens[row, length[:, None] + index] = new
     length.add_(emitted)

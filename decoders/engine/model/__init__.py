@@ -1,1 +1,1 @@
-"""The model's room: tensors in, logits out, without requests, strategies or verification."""
+"""The model: its forward pass takes tensors and returns logits. This package knows no requests, strategies or verification."""

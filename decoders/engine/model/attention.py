@@ -1,7 +1,7 @@
 """Fused attention over the slot cache, registered with transformers as ``"decoders"``.
 
-A pass computes the mask once for every *kind* of layer (full, sliding, chunked …) and stacks the masks along the head axis:
-``[B, T, N, view]``. Model code passes the mask through unchanged, and each layer takes its part.
+A pass computes one mask for each of the ``T`` *kinds* of layer (full, sliding, chunked …) and stacks the masks along the head axis:
+``[B, T, N, view]``. Model code passes this tensor through unchanged, and each layer uses the mask of its kind.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +19,21 @@ from transformers.masking_utils import sdpa_mask
 
 from ...common.transformers_compat import config_value, set_attention
 from ...errors import UnsupportedError
-from .blocks import LeadingText
+from .blocks import LeadingText, ending
 from .buckets import ROWS, view_bucket
 
 NAME = "decoders"
-KIND_ATTRIBUTE, KINDS_ATTRIBUTE = "decoders_layer_kind", "decoders_layer_kinds"
+#: Names of two attributes of a layer's attention module: the index of the layer's kind, and the kind itself.
+INDEX_ATTRIBUTE, KIND_ATTRIBUTE = "decoders_kind_index", "decoders_kind"
 #: Attention of a long block runs in stretches of this many queries; each stretch looks at the slots up to its end.
 STRETCH = 64
-
-
-#: transformers' names of layer types without attention, with or without a recurrent state.
+#: transformers' names of the layer types without attention; some of them have a recurrent state.
 STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How far a layer looks back: ``window`` positions (sliding), within blocks of ``chunk`` positions, or everything."""
+    """How far a layer looks back: ``window`` positions (sliding), to the begin of a chunk of ``chunk`` positions, or without limit."""
 
     window: int | None = None
     chunk: int | None = None
@@ -53,9 +52,9 @@ class LayerKind:
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """The distinct kinds of attention layer of a model and, per layer, the index of its kind.
+    """The distinct kinds of attention layer of a model, and the index of each layer's kind.
 
-    As transformers builds caches: from ``layer_types`` if present, else the same kind for all layers. Layers without attention
+    As in transformers' caches, ``layer_types`` decides if present; else all layers have the same kind. Layers without attention
     (:data:`STATES_ONLY`) get the first kind.
 
     Raises:
@@ -95,21 +94,16 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
 
 
 def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Sequence[int]) -> None:
-    """Sets the kind of every layer of a private module tree."""
+    """Sets the attributes :data:`INDEX_ATTRIBUTE` and :data:`KIND_ATTRIBUTE` in every layer of our copy of a model."""
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and layer < len(kind_of_layer):
-            setattr(module, KIND_ATTRIBUTE, kind_of_layer[layer])
-            setattr(module, KINDS_ATTRIBUTE, kinds)
-
-
-def kind_of(module: nn.Module) -> LayerKind:
-    """The kind of a layer, as set by :func:`tell_kinds`."""
-    return getattr(module, KINDS_ATTRIBUTE, (LayerKind(),))[getattr(module, KIND_ATTRIBUTE, 0)]
+            setattr(module, INDEX_ATTRIBUTE, kind_of_layer[layer])
+            setattr(module, KIND_ATTRIBUTE, kinds[kind_of_layer[layer]])
 
 
 def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
-    """The configs that modules hold, by the path of the module and the name of its attribute. Several may be one object."""
+    """The configs that modules hold, by the module's path and the attribute's name. Several entries may be the same object."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -119,9 +113,9 @@ def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
 
 
 def attend_by(model: PreTrainedModel, name: str) -> None:
-    """Makes all layers of a private module tree run the attention function `name`."""
+    """Makes all layers of our copy of a model run the attention function `name`."""
     model.set_attn_implementation(name)
-    # set_attn_implementation finds the configs of whole models; a layer that was copied or comes from another model has its own.
+    # set_attn_implementation changes only the configs of whole models; a layer that comes from another model has another config.
     of_models = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     known = {id(config) for config in configs_within(of_models)}
     for config in module_configs(model).values():
@@ -130,7 +124,7 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 
 def configs_within(configs: Iterable[PreTrainedConfig]) -> Iterator[PreTrainedConfig]:
-    """`configs`, and the configs inside them."""
+    """Yields `configs`, and all configs inside them."""
     for config in configs:
         yield config
         parts = (getattr(config, part, None) for part in config.sub_configs)
@@ -140,16 +134,15 @@ def configs_within(configs: Iterable[PreTrainedConfig]) -> Iterator[PreTrainedCo
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
     """Registers an attention function with transformers as `name`."""
     AttentionInterface.register(name, function)
-    # transformers returns the loop's 4-D masks unchanged, but would drop them for a name without a mask function.
+    # For a name with a mask function, transformers returns the loop's 4-D masks unchanged; without one it would drop them.
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def refuse_position_bias(module: nn.Module, given: dict[str, Any]) -> None:
-    """Raises UnsupportedError if a model passes a position bias to its attention, which tree masks cannot express."""
-    if given.get("position_bias") is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
-        )
+def refuse_position_bias(module: nn.Module) -> NoReturn:
+    """Raises UnsupportedError for a model that passes a position bias to its attention, because tree masks cannot express it."""
+    raise UnsupportedError(
+        f"{type(module).__name__} adds a position bias to its attention, which the loop does not support for token trees"
+    )
 
 
 def build_mask(
@@ -157,18 +150,18 @@ def build_mask(
 ) -> Tensor:
     """The additive mask of a pass, ``[B, len(kinds), N, view]`` of `dtype`: 0 where node ``q`` sees slot ``s``, else the minimum.
 
-    Node ``q`` sees slot ``s`` if ``s < base`` (committed) or ``s - base`` is a node visible to it. Sliding and chunked layers also
-    limit the distance of *positions*: ``s`` for committed slots, ``base + offset`` for nodes.
+    Node ``q`` sees slot ``s`` if ``s < base`` (committed), or if ``s - base`` is a node that `visible` shows it. Sliding and chunked
+    layers also limit the distance of *positions*. The position is ``s`` for committed slots, and ``base + offset`` for nodes.
 
     Args:
         base: ``[B]`` int64, slot of node 0.
-        offsets: ``[B, K]`` of all nodes of the block.
-        visible: ``[B, N, K]`` bool, for the last ``N`` nodes; earlier nodes are in the cache.
+        offsets: ``[B, K]`` int64, depths of all ``K`` nodes of the tree.
+        visible: ``[B, N, K]`` bool, which nodes the last ``N`` nodes see; the keys and values of earlier nodes are in the cache.
     """
     rows, n = offsets.shape
     queries = visible.shape[1]
     slot = torch.arange(view, device=base.device)
-    node = slot[None] - base[:, None]  # [B, view]: which node a slot holds, if any
+    node = slot[None] - base[:, None]  # [B, view]: the index of the node in a slot; outside the block no index
     in_block = (node >= 0) & (node < n)
     inside = node.clamp(0, n - 1)
     seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, queries, view)))
@@ -179,21 +172,14 @@ def build_mask(
     return torch.where(torch.stack(layers, dim=1), bias, torch.finfo(dtype).min)
 
 
-def ending(values: Tensor, count: int) -> Tensor:
-    """The last `count` entries along dimension 1. Compiled code gathers them: a slice's strides would compile another graph."""
-    if torch.compiler.is_dynamo_compiling():
-        return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
-    return values[:, -count:]
-
-
 @dataclass(frozen=True)
 class MaskShape:
-    """The layout of a mask, stored as attribute ``decoders_shape`` of the mask tensor, since model code passes nothing else through.
+    """The layout of a mask. It is stored in the mask tensor's attribute ``decoders_shape``, as model code passes on only the tensor.
 
     Attributes:
-        group: query heads per key head, for which the mask's rows are already repeated.
-        text: the text at the beginning of a block of several stretches; None: unknown.
-        parts: the masks of stretches by kind of layer, heads of a group and begin, computed by the first layer that needs them.
+        group: how many times the mask's rows are repeated already, for the query heads of a key head.
+        text: the text at the beginning of a block that runs in stretches; None: the block runs in one stretch.
+        parts: the masks of stretches, by kind of layer, group size and begin; the first layer that needs one computes it.
     """
 
     group: int = 1
@@ -202,19 +188,19 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. Some designs (last layers share keys and values) slice the mask and lose the attribute: then its number
-        of rows shows whether they are repeated, and attention of a long block runs in one stretch.
+        """The layout of `mask`. Designs whose last layers share keys and values slice the mask, and the slice lacks the attribute:
+        its number of rows then shows whether rows are repeated, and attention runs in one stretch.
         """
         shape = getattr(mask, "decoders_shape", None)
         return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
 
     def note(self, query: Tensor, key: Tensor) -> None:
-        """Called with the queries and keys of every layer."""
+        """Is called with the queries and keys of every layer."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
     ) -> Tensor:  # fmt: skip
-        """Attention of a layer, ``[B, N, Hq, Dv]``, by calls of `kernel` (:func:`_attend`). kind: index of the layer's kind."""
+        """Attention of a layer, ``[B, N, Hq, Dv]``, by one or more calls of `kernel` (:func:`_attend`). kind: the index of its kind."""
         text = self.text
         if text is None:
             return kernel(query, key, value, mask, self.group)
@@ -232,7 +218,7 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask layout of a trial pass. Records query heads per key head, and keys, of every layer that calls this attention."""
+    """The mask layout of a trial pass. Records the keys, and the query heads per key head, of every layer that calls this attention."""
 
     groups: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
@@ -248,8 +234,8 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
-    """`mask` in the form for :func:`tree_attention`: unchanged for a long block that begins with `text` (attention runs in stretches),
-    else with rows repeated for the `group` of query heads, once for all layers.
+    """`mask` in the form for :func:`tree_attention`: unchanged for a long block that begins with `text`, because attention runs in
+    stretches; else with its rows repeated for the `group` of query heads, so that layers need not do it.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))
@@ -260,7 +246,7 @@ def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
 
 
 def repeat_for_group(mask: Tensor, group: int) -> Tensor:
-    """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask for a group's queries packed as rows of a head."""
+    """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask for the queries of `group` heads, packed as rows of one head."""
     if group == 1:
         return mask
     rows, kinds, n, view = mask.shape
@@ -268,17 +254,9 @@ def repeat_for_group(mask: Tensor, group: int) -> Tensor:
 
 
 def tree_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of ``N`` nodes over the cache, with the queries of a GQA group packed as rows of a head.
 
     Args:
@@ -291,8 +269,9 @@ def tree_attention(
     Returns:
         ``[B, N, Hq, Dv]`` and None.
     """
-    refuse_position_bias(module, kwargs)
-    kind = getattr(module, KIND_ATTRIBUTE, 0)
+    if kwargs.get("position_bias") is not None:
+        refuse_position_bias(module)
+    kind = getattr(module, INDEX_ATTRIBUTE, 0)
     shape = MaskShape.of(attention_mask, query)
     shape.note(query, key)
     kernel = functools.partial(_attend, scaling=scaling, softcap=softcap, s_aux=s_aux)
@@ -303,7 +282,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, repeated: int, scaling: float | None, softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Calls a kernel: ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``; repeated: how many times its rows are repeated."""
+    """Attention by PyTorch's kernels, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``; repeated: how many times its rows are repeated."""
     rows, q_heads, n, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
@@ -329,13 +308,13 @@ def _attend(
 
 
 def _spare_queries(packed: Tensor, nodes: int) -> int:
-    """The number of padding queries for ``[B, H, Q, D]``, so that the other queries have the same bits in every block.
+    """The number of padding queries for ``[B, H, Q, D]`` with which the real queries have the same bits in every block.
 
-    Blocks of few nodes per row need padding; others already come in multiples (:mod:`.invariance`).
+    Only blocks of few nodes need padding; larger blocks are multiples already (:mod:`.invariance`).
     """
     if packed.dtype not in (torch.bfloat16, torch.float16) or packed.device.type != "cpu":
         return 0
-    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple already; computing it would add a guard
+    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # already a multiple; computing it would add a guard
         return 0
     return -packed.shape[2] % ROWS
 

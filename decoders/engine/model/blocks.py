@@ -1,4 +1,4 @@
-"""The input of a forward pass: a block of nodes, text before it, and a piece of another row's prompt."""
+"""The input of a forward pass: a block of nodes, text in front of it, and a piece of another row's prompt."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...common.devices import moved_together
-from ...draft import Draft, check_draft
+from ...draft import Draft
 from ...sampling.processors import Masks
 from ...tree import Topology, TreeTensors
-from .buckets import node_bucket, pad_block
+from .buckets import node_bucket
 from .cache import CacheBuffers
 
 
 class LeadingText(NamedTuple):
-    """Text at the beginning of a block: causal nodes before its root.
+    """Committed text that runs in front of a block's root.
 
     Attributes:
-        length: nodes of every row.
-        latest_start: the largest slot in which a row's text begins, known to the host.
+        length: number of its tokens, the same in every row.
+        latest_start: the largest slot in which a row's text begins, as the host knows it.
     """
 
     length: int = 0
@@ -37,28 +38,34 @@ def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
 
 
 def after_text(count: int, tree: TreeTensors) -> TreeTensors:
-    """`tree` with `count` text tokens before its root, for a forward pass: offsets and visibility only."""
+    """`tree` with `count` text tokens in front of its root, for a forward pass. Only offsets and visibility are valid."""
     text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
     n = count + len(tree)
     index = torch.arange(n, device=tree.offsets.device)
-    pad = torch.nn.functional.pad
-    # All nodes from the root on see the text before the root.
+    # The root and all nodes behind it see the text in front of the root.
     in_front = (index[:, None] >= count) & (index[None] < count)
-    visible = pad(tree.visible, (count, 0, count, 0)) | pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
+    visible = F.pad(tree.visible, (count, 0, count, 0)) | F.pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
     offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
     return TreeTensors(offsets, offsets, visible, visible)
 
 
+def ending(values: Tensor, count: int) -> Tensor:
+    """The last `count` entries along dimension 1. Compiled code gathers them, because a slice's strides would need another graph."""
+    if torch.compiler.is_dynamo_compiling():
+        return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
+    return values[:, -count:]
+
+
 @dataclass(frozen=True)
 class PromptPiece:
-    """A piece of a prompt that a step of other rows reads.
+    """A piece of a prompt that is prefilled in the pass of a step of other rows.
 
     Attributes:
         tokens: ``[1, C]`` int64.
         start: ``[1]`` int64, slot of the first token.
         latest: `start` on the host.
         view: ``[view]``; its length is the number of slots that attention looks at.
-        buffers: the cache of the step's rows and, as the last row, of the prompt.
+        buffers: the cache of the step's rows; its last row is the prompt's.
     """
 
     tokens: Tensor
@@ -69,23 +76,23 @@ class PromptPiece:
 
     @property
     def alone(self) -> tuple[Tensor, Tensor, CacheBuffers, Tensor, int]:
-        """The piece as the arguments of a separate pass, :meth:`Target.prefill`."""
+        """The arguments of :meth:`Target.prefill` that prefill the piece in a separate pass."""
         rows = len(self.buffers.keys[0])
         return self.tokens, self.start, self.buffers.of_rows(rows - 1, rows), self.view, self.latest
 
 
 class PassInput(NamedTuple):
-    """The input of a forward pass, and the place of its output.
+    """The input of a forward pass, and the cache that it writes.
 
     Attributes:
         nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") run as an arbitrary token. If `tree` has
-            more nodes, these are its last, and earlier passes ran the others.
-        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. Negative if a
-            block begins before its row: nodes before position 0 have no results, and go to slots at the end of the cache.
+            more nodes, `nodes` are its last nodes, and earlier passes ran the others.
+        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. It is negative if
+            a block begins before its row: nodes before position 0 have no results, and go to slots at the end of the cache.
         view: ``[view]``, any values; its length is the number of slots that attention looks at, at least ``base + N``.
-        text: nodes at the block's beginning without results.
-        piece: a piece of another row's prompt to read.
-        root: ``[B, H]``, the embedding of the node after the text, if it is not a token.
+        text: the committed tokens at the beginning of `nodes`, which get no results.
+        piece: a piece of another row's prompt to prefill in this pass.
+        root: ``[B, H]``, the embedding of the node behind the text; None if that node is a token.
     """
 
     nodes: Tensor
@@ -103,14 +110,14 @@ class NodeBlock:
     """The nodes that one step verifies.
 
     Attributes:
-        draft_tokens: ``[B, N-1]`` int64, the draft tokens, -1 for none.
+        draft_tokens: ``[B, N-1]`` int64; -1 for no draft token.
         tree: the tree of the ``N`` nodes; node 0 is each row's last committed token.
-        view: ``[view]`` int64, ``range`` of the slots that attention looks at.
-        masks: grammar masks after each node, if rows have grammars.
-        text: tokens before node 0 that run with the block: the end of the prompts in the first step, or a few tokens that were
+        view: ``[view]`` int64, 0 … view-1, the slots that attention looks at.
+        masks: grammar masks after each node; None if no row has a grammar.
+        text: committed tokens that run in front of node 0: the end of the prompts in the first step, or a few tokens that were
             accepted on a branch.
-        piece: the piece of another row's prompt to read in the same pass.
-        root: ``[B, H]``, the embedding of node 0, if it is not a token.
+        piece: the piece of another row's prompt to prefill in the same pass.
+        root: ``[B, H]``, the embedding of node 0; None if node 0 is a token.
     """
 
     draft_tokens: Tensor
@@ -122,21 +129,21 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The tree of the `draft` behind this block: on the device if `on_device`, else on the draft's device."""
+        """The tree of `draft`, from which this block was made: on the device if `on_device`, else where the draft is."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
 class Blocks:
-    """Turns drafts into blocks: checks them, pads them to sizes for compiled or recorded code, and gives every row a tree.
+    """Turns drafts into blocks: pads them to sizes for compiled or recorded code, and makes the trees of all rows.
 
-    A session has an object for each number of rows, because recorded steps read the tensors that it keeps.
+    A session has one object per number of rows, because recorded steps read the tensors that the object keeps.
 
     Args:
         static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
-        exact: True for blocks without padding: in uncompiled passes over several rows, if kernels give a row the same bits anyway.
-        single: the same for blocks of one node; with quantized weights also for one row.
+        exact: whether blocks get no padding: in uncompiled passes over several rows, if a row has the same bits without it.
+        single: whether a block of one node per row gets no padding, because its bits are the same.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
@@ -147,57 +154,63 @@ class Blocks:
         self._host_trees: dict[tuple[Topology, int], TreeTensors] = {}
         self._empty: dict[int, tuple[Tensor, TreeTensors]] = {}
 
-    def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
-        """Draft tokens ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.model.buckets.node_bucket`.
+    def of(self, draft: Draft) -> tuple[Tensor, TreeTensors]:
+        """The padded draft tokens ``[B, N-1]`` and the tree of ``N`` nodes; ``N`` is the :meth:`size` for the draft.
 
-        Raises:
-            DraftError: `proposer` broke the contract.
+        :func:`~decoders.draft.check_draft` has checked the draft.
         """
-        check_draft(draft, proposer, self.rows)
         tree, nodes = draft.topology, self.size(len(draft.topology))
         if self.static and isinstance(tree, Topology) and not draft.tokens.shape[1]:
             return self._nothing(tree, nodes)
         if draft.on_host and (self.static or draft.tokens.device != self.device):
             return self._brought(draft.tokens, tree, nodes)
         if isinstance(tree, Topology):
-            tree = self.tensors(tree)
-        elif self.static:  # an index out of bounds would end the process on a GPU
-            tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
+            trees = self.tensors(tree)
+        else:
+            if self.static:  # an index out of bounds would end the process on a GPU
+                tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
+            trees = tree.padded(nodes)
         if not draft.tokens.shape[1] and nodes == self.no_draft_token.shape[1] + 1:
-            return self.no_draft_token, tree.padded(nodes)
-        draft_tokens, _ = pad_block(draft.tokens, tree, nodes)
-        return draft_tokens, tree.padded(nodes)
+            return self.no_draft_token, trees
+        return padded_tokens(draft.tokens, nodes), trees
 
     def _nothing(self, tree: Topology, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """A block without draft tokens, cached by size."""
+        """The block for a draft without tokens; kept by size."""
         if nodes not in self._empty:
             self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64, device="cpu"), tree, nodes)
         return self._empty[nodes]
 
     def _brought(self, tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """:meth:`of` for a draft on the host: pads it there and moves it to the device in one copy."""
-        padded, tree = pad_block(tokens, tree, nodes)
-        if isinstance(tree, Topology):
+        """:meth:`of` for a draft on the host: pads the draft there, and moves it to the device in one copy."""
+        if isinstance(tree, TreeTensors):
+            trees = tree.padded(nodes)
+        else:
             if (tree, nodes) not in self._host_trees:
                 self._host_trees[tree, nodes] = tree.padded(nodes).tensors(self.rows, tokens.device)
-            tree = self._host_trees[tree, nodes]
-        own, *parts = moved_together([padded, *vars(tree).values()], self.device)
+            trees = self._host_trees[tree, nodes]
+        own, *parts = moved_together([padded_tokens(tokens, nodes), *vars(trees).values()], self.device)
         return own, TreeTensors(*parts)
 
     def size(self, nodes: int) -> int:
-        """The nodes of the padded block for a draft of `nodes` nodes, root included."""
+        """Number of nodes of the padded block for a draft with `nodes` nodes; both include the root."""
         return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
-        """`tree` as tensors on the device, cached."""
+        """`tree`, padded, as tensors on the device; kept by size."""
         size = self.size(len(tree))
         if (tree, size) not in self._trees:
             self._trees[tree, size] = tree.padded(size).tensors(self.rows, self.device)
         return self._trees[tree, size]
 
 
+def padded_tokens(draft_tokens: Tensor, nodes: int) -> Tensor:
+    """Pads draft tokens ``[B, N-1]`` with -1 ("no draft token") for a block of `nodes` nodes, root included."""
+    missing = nodes - 1 - draft_tokens.shape[1]
+    return F.pad(draft_tokens, (0, missing), value=-1) if missing else draft_tokens
+
+
 def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
-    """`draft` without last nodes that have no draft token in any unfinished row. finished: ``[B]`` bool."""
+    """`draft` without the nodes at its end that have no draft token in any unfinished row. finished: ``[B]`` bool."""
     width = draft.tokens.shape[1]
     if not width or not isinstance(draft.topology, Topology):
         return draft

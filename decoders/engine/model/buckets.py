@@ -1,7 +1,7 @@
-"""Buckets of sizes, which bound the number of recordings.
+"""Sizes are rounded up to buckets, so that few sizes occur.
 
-On CUDA every size needs a recording, so rows, nodes, slots and prefill chunks are rounded up to the next bucket. The CPU records
-nothing: `static` is false, and only least sizes matter. Compiled code has dynamic sizes on both.
+On CUDA every size needs its own recording, so rows, nodes, slots and prefill chunks are rounded up to the next bucket. The CPU records
+nothing: there `static` is False, and only the least sizes matter. Compiled code has dynamic sizes on both devices.
 
 ==============  ==========================================  =================================
 size            buckets on CUDA                             on the CPU
@@ -12,39 +12,35 @@ slots           256, 512, 1024, …                           few multiples of 6
 prefill chunk   32, 64, … up to the call's chunk            as they are
 ==============  ==========================================  =================================
 
-In low precision on the CPU, nodes and chunks come in multiples of 4, and views have few sizes (:mod:`.invariance`). With several rows
-or quantized weights, steps without a draft run one node per row if this gives the same bits.
+In low precision on the CPU, nodes and chunks are multiples of 4, and views have few sizes (:mod:`.invariance`). With several rows or
+quantized weights, steps without a draft run one node per row if that gives the same bits.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from ...tree import Topology, TreeTensors
-
-#: Least number of nodes of a block: 1 and 2 would compile separate graphs, and 3 cost little more.
+#: Least number of nodes of a block: 1 and 2 nodes would need separate graphs, and 3 nodes cost little more.
 LEAST_NODES, LEAST_STATIC_NODES = 3, 4
-#: Larger blocks grow by this many nodes; doubling would compute up to twice as much.
+#: Blocks above this size are multiples of it, since rounding up to a power of two would compute up to twice as much.
 NODE_STEP = 128
 LEAST_SLOTS, SLOT_STEP = 256, 64
-#: A block of up to this size fits after the longest row without enlarging the cache.
+#: A block of up to this many nodes fits behind the longest row without enlarging the cache.
 BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
 #: In low precision on the CPU, blocks and chunks of text are multiples of this.
 ROWS = 4
-#: Numbers of slots in attention's last block of 512 at which the CPU's kernels give the same bits.
+#: Numbers of slots in the last block of 512 slots for which attention on the CPU gives the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
 
 
 def row_bucket(rows: int, static: bool = True) -> int:
-    """Rows of a batch, rounded up to a power of two; padding rows count as ended from the start."""
+    """The number of rows of a batch: if sizes are static, `rows` rounded up to a power of two. Padding rows count as ended."""
     return _power_of_two(rows) if static else rows
 
 
 def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
-    """Nodes of a block, root included; if sizes are not static, a multiple of `multiple`."""
+    """The number of nodes of a block for `nodes` nodes, root included; if sizes are not static, a multiple of `multiple`."""
     if not static:
         return round_up(max(nodes, LEAST_NODES), multiple)
     if nodes > NODE_STEP:
@@ -53,25 +49,27 @@ def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
 
 
 def slot_bucket(slots: int, static: bool = True) -> int:
-    """Slots of a cache, or of attention's view of it."""
+    """`slots` of a cache, or of attention's view of it, rounded up to the next bucket."""
     return max(_power_of_two(slots), LEAST_SLOTS) if static else max(-(-slots // SLOT_STEP), 1) * SLOT_STEP
 
 
 def view_bucket(length: int) -> int:
-    """The smallest number of slots from `length` up that attention may look at, if sizes are not static."""
+    """The smallest number of slots, at least `length`, that attention may look at if sizes are not static."""
     full, rest = divmod(length, 512)
     return full * 512 + next(size for size in VIEWS if size >= rest)
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """The multiple for blocks and chunks of text: more than 1 if kernels round by groups of rows and bits matter."""
+    """The numbers of nodes in blocks and chunks are multiples of the result: :data:`ROWS` on a CPU in low precision, because torch's
+    kernels there round by groups of rows; else 1.
+    """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 
 
 def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
-    """Whether a difference in the last bit may change a token; in float32, that difference is far below any near-tie.
+    """Whether a difference in the last bit is large enough to change a token now and then; in float32 it practically is not.
 
-    rounds: whether intermediate values are rounded to a lower precision.
+    rounds: whether intermediate values are rounded to a lower precision than `dtype`.
     """
     return rounds or dtype in (torch.bfloat16, torch.float16)
 
@@ -81,18 +79,18 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def slots_for(tokens: int, static: bool = True) -> int:
-    """Slots per row for `tokens` and a block after them.
+    """The number of slots per row for `tokens` tokens and a block behind them.
 
-    A view must be smaller than the cache for a graph with dynamic sizes, because the graph was traced with two different sizes.
+    If sizes are dynamic, a view must be smaller than the cache, because graphs were traced with two different sizes for them.
     """
     return slot_bucket(tokens + BLOCK_MARGIN) if static else view_bucket(tokens + BLOCK_MARGIN) + SLOT_STEP
 
 
 def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1) -> list[tuple[int, int]]:
-    """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once. The last size is rounded up to a bucket or,
-    if sizes are not static, to `least` tokens.
+    """``(start, size)`` of the passes that prefill `tokens` tokens, at most `chunk` per pass. The last size is rounded up to a bucket;
+    if sizes are not static, to at least `least` tokens.
 
-    Padding after the prompt goes to slots that the next block overwrites before they are read; the cache needs room for it.
+    Padding behind the prompt goes to slots that the next block overwrites before they are read. The cache needs room for it.
     """
     passes = [(start, chunk) for start in range(0, tokens - tokens % chunk, chunk)]
     if rest := tokens % chunk:
@@ -102,14 +100,8 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1)
 
 
 def chunk_bucket(tokens: int, static: bool = True) -> int:
-    """The largest chunk of at most `tokens` tokens; at least :data:`LEAST_CHUNK`."""
+    """The size of the largest chunk of at most `tokens` tokens; if sizes are static, at least :data:`LEAST_CHUNK`."""
     return max(1 << (tokens.bit_length() - 1), LEAST_CHUNK) if static else tokens
-
-
-def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
-    """Pads a block to at least `nodes` nodes with "no draft token" (-1). draft_tokens: ``[B, N-1]`` int64."""
-    missing = nodes - 1 - draft_tokens.shape[1]
-    return (F.pad(draft_tokens, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (draft_tokens, tree)
 
 
 def _power_of_two(size: int) -> int:

@@ -1,7 +1,7 @@
-"""Products of a mixture of experts without the host, for devices on which torch's grouped product needs the host.
+"""Products of a mixture of experts that do not wait for the device, where torch's grouped product does.
 
-torch has a single kernel for groups of tokens and their experts' matrices in bfloat16 on compute capability 9.0 and 10.0 alone.
-Elsewhere it reads the sizes of groups on the host, and no step can be recorded.
+Only in bfloat16 on compute capability 9.0 and 10.0 does torch multiply all groups of tokens by their experts' matrices in one kernel.
+Elsewhere it reads the sizes of groups on the host, so that no step can be recorded.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ...common.devices import in_64_bits
 from ...common.transformers_compat import experts_of, gated, register_experts, set_experts
-from .torch_compat import own_parameters
+from .modules_compat import own_parameters
 
 #: The name of :func:`forward` in transformers' registry.
 NAME = "decoders_experts"
-#: Up to this many rows times experts, every expert multiplies all rows; beyond, each multiplies its own rows, counted on the host.
+#: Up to this many rows times experts, every expert multiplies all rows. Beyond, each multiplies its own rows, counted on the host.
 MOST_PRODUCTS = 1 << 14
-#: Copying a matrix costs as much as reading this many.
+#: Copying a matrix costs as much as reading this many matrices.
 COPYING = 3
 
 _library = torch.library.Library("decoders", "FRAGMENT")
@@ -31,8 +31,8 @@ def _expert_product(x: Tensor, experts: Tensor, matrices: Tensor, transposed: bo
 
     Args:
         x: ``[S, K]``.
-        experts: ``[S]`` int64.
-        matrices: ``[E, O, K]``; `transposed`: ``[E, K, O]``.
+        experts: ``[S]`` int64, the expert of each row of `x`.
+        matrices: ``[E, O, K]``; if `transposed`, ``[E, K, O]``.
     """
     matrices = matrices if transposed else matrices.transpose(1, 2)
     rows, count = len(x), len(matrices)
@@ -58,7 +58,7 @@ torch.library.register_fake(
 
 
 def forward(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Computes a layer's experts, as transformers' functions do. hidden: ``[T, H]``; experts, weights: ``[T, k]``."""
+    """A layer's experts ``[T, H]``, with the signature of transformers' functions. hidden: ``[T, H]``; experts, weights: ``[T, k]``."""
     chosen, product = experts.reshape(-1), torch.ops.decoders.expert_product
     x = hidden.repeat_interleave(experts.shape[-1], dim=0)
 
@@ -81,18 +81,18 @@ register_experts(NAME, forward)
 
 
 def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped product runs on `device` without waiting for it; always on the CPU."""
+    """Whether torch's grouped product runs on `device` without waiting for the device. On the CPU it always does."""
     if device.type != "cuda":
         return device.type == "cpu"
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
 def take_over(twin: nn.Module) -> int:
-    """Sets :func:`forward` for the experts of a private twin if torch would need the host; returns the number of layers."""
+    """Sets :func:`forward` for the experts of our copy of a model, where torch would need the host. Returns the number of layers."""
     taken = 0
     for module in twin.modules():
         matrices = [t for t in own_parameters(module).values() if t is not None and t.dim() == 3]
-        # Layers share their config: the first layer has changed it for all, so NAME counts, too.
+        # Layers may share a config, which the first layer has then set to NAME.
         if not matrices or experts_of(module) not in ("grouped_mm", NAME):
             continue
         if not all(is_grouped_natively(t.device, t.dtype) for t in matrices):

@@ -1,4 +1,4 @@
-"""Facts about a target, found when it is made: vocabulary, attention, products, lengths, and results of checks."""
+"""Facts about a target, found when the target is created: vocabulary, attention, products, lengths, and results of checks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class Vocabulary:
     Attributes:
         size: number of logits ``V``.
         embeddings: number of tokens that can be read.
-        placeholders: ``[P]`` int64 on the model's device, the tokens that stand for parts of images and the like; None: it reads text
-            only.
-        placeholders_on_host: the same on the host.
+        placeholders: ``[P]`` int64 on the model's device, the tokens that stand for images, videos and sounds; None for text only.
+        placeholders_on_host: `placeholders` on the host.
     """
 
     size: int
@@ -46,11 +45,11 @@ class Attending:
     """How layers attend.
 
     Attributes:
-        by: "triton", the kernel for CUDA; "cpu", the kernel for CPUs; or "sdpa".
-        kinds: how far each kind of layer looks back.
-        kind_of_layer: the kind of each decoder layer, as an index.
-        group: query heads per key head where that is one number, else 1.
-        in_levels: whether a quantized cache is read as it is stored.
+        by: "triton" (our kernel for CUDA), "cpu" (our kernel for CPUs) or "sdpa" (PyTorch's attention).
+        kinds: the distinct kinds of layers.
+        kind_of_layer: per decoder layer, the index of its kind.
+        group: query heads per key head, if that is the same number in all layers; else 1.
+        in_levels: whether attention reads the int8 values of a quantized cache, not values converted back.
     """
 
     by: Literal["sdpa", "triton", "cpu"]
@@ -65,9 +64,9 @@ class Products:
     """How matrices are multiplied.
 
     Attributes:
-        groups: paths of layers that read the same input; they are multiplied as one if they are stored or quantized alike.
+        groups: paths of layers that read the same input; their matrices are multiplied as one if they are stored or quantized alike.
         quantized: the quantized matrices.
-        few_rows: number of layers that multiply by our kernels, for which one row costs less than three.
+        few_rows: number of layers that multiply with our kernels, for which one row costs less than three rows.
     """
 
     groups: list[Group]
@@ -80,9 +79,9 @@ class Lengths:
     """How results depend on the length of a text.
 
     Attributes:
-        most: positions that the model has.
-        sides: the lengths at which its rotary tables change, None if they do not.
-        counted: how its layers use the number of tokens in its cache, None if they do not.
+        most: number of positions that the model has.
+        sides: the lengths at which its rotary tables change; None if they never change.
+        counted: how its layers use the number of tokens in the cache; None if they do not use it.
     """
 
     most: int
@@ -95,9 +94,9 @@ class Invariance:
     """Whether a node has the same bits in every block (:mod:`.invariance`).
 
     Attributes:
-        holds: whether drafts that are chains give the bits of plain decoding.
-        differs: the comparisons in which bits differed; the comparison of branches does not count for `holds`.
-        single: whether a block may have one node in one row; False if that was not compared.
+        holds: whether decoding with drafts that are chains gives the bits of plain decoding.
+        differs: the comparisons in which bits differed. The comparison of branches does not count for `holds`.
+        single: whether a block of one node in one row has the same bits; False if that was not compared.
     """
 
     holds: bool
@@ -112,15 +111,15 @@ class Invariance:
 
 @dataclass(frozen=True)
 class Checks:
-    """What checking a target has shown (:func:`~decoders.engine.model.self_check.target_of`).
+    """The results of checking a target (:func:`~decoders.engine.model.self_check.target_of`).
 
     Attributes:
-        rejected: why a kernel of ours was tried and not used, else None.
-        longest: the longest texts for which its logits are the model's; None: any.
-        invariance: in low precision, whether a node has the same bits in every block.
-        day: on which its design was compared with the model's, in ISO format (:mod:`.kept_checks`).
-        kernel_seconds: time of compiling kernels before the check.
-        seconds: time of the check against the model.
+        rejected: why a kernel of ours was tried and not used; None if there was none.
+        longest: the length up to which the target's logits agree with the model's; None for any length.
+        invariance: in low precision, whether a node has the same bits in every block; None in float32.
+        day: ISO date on which the target was compared with the model (:mod:`.kept_checks`).
+        kernel_seconds: seconds of compiling kernels before the check.
+        seconds: seconds of the check against the model.
     """
 
     rejected: str | None = None

@@ -1,18 +1,15 @@
-"""The target's outputs for strategies: hidden states of decoder layers, the head's input, and the head itself."""
+"""The target's outputs for strategies besides logits: hidden states of decoder layers, and the input of the output head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...common.transformers_compat import decoder_layers
 from ...errors import SettingsError, UnsupportedError
-from .torch_compat import remove_hooks
+from .modules_compat import remove_hooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +21,7 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
     """The decoder layers of `model` that `strategy` reads, counted from the first.
 
     Raises:
-        SettingsError: the model lacks these layers. UnsupportedError: its layers were not found.
+        SettingsError: the model lacks such a layer. UnsupportedError: the model's layers were not found.
     """
     name, count = type(model).__name__, len(decoder_layers(model))
     if not count:
@@ -45,7 +42,7 @@ class HeadInputs:
     """Keeps the input of the output head in a pass, for strategies, and restricts the head to some nodes."""
 
     def __init__(self, head: nn.Module) -> None:
-        # A list, because Dynamo can trace it.
+        # The input is kept in a list, because Dynamo can trace a list.
         seen: list[Tensor] = []
         kept: list[Tensor] = []
 
@@ -67,7 +64,7 @@ class HeadInputs:
             self._kept.append(nodes)
 
     def taken(self) -> Tensor:
-        """``[B, N, H]``, the head's unrestricted input in the last pass."""
+        """``[B, N, H]``, the head's input in the last pass, of all nodes."""
         states = self._seen[-1]
         self._seen.clear()
         return states
@@ -78,7 +75,7 @@ class HeadInputs:
 
 
 class LayerStates:
-    """Keeps the outputs of decoder layers in a pass. layers: their indices, from 0 on, in any order."""
+    """Keeps the outputs of decoder layers in a pass. layers: the indices of these layers, in any order."""
 
     def __init__(self, model: nn.Module, layers: tuple[int, ...]) -> None:
         self._order = sorted(set(layers))
@@ -109,7 +106,7 @@ class LayerStates:
             states = output if isinstance(output, Tensor) else output[0]
             if states.dim() != 3:
                 raise UnsupportedError(
-                    f"{type(module).__name__} gives {list(states.shape)}, which is no hidden state per token"
+                    f"{type(module).__name__} returns shape {list(states.shape)}, not a hidden state per token [B, N, H]"
                 )
             seen.append(states)
 
@@ -117,12 +114,12 @@ class LayerStates:
 
 
 class Taps:
-    """The outputs besides logits that a private tree's passes keep.
+    """What passes over our copy of a model keep besides logits.
 
     Attributes:
-        head: the input of its head.
+        head: keeps the input of the output head.
         layers: indices of the decoder layers whose outputs are kept.
-        states: the layers' outputs; None if `layers` is empty.
+        states: keeps these outputs; None if `layers` is empty.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
@@ -130,77 +127,7 @@ class Taps:
         self.states = LayerStates(model, layers) if layers else None
 
     def unwatch(self, model: PreTrainedModel) -> None:
-        """Removes the hooks from a copy of the tree."""
+        """Removes the hooks from a copy of the model."""
         self.head.unwatch(model.get_output_embeddings())
         if self.states is not None:
             self.states.unwatch(model)
-
-
-class OutputHead:
-    """The output head of a private model, with everything that the model applies to logits after it.
-
-    Runs the model's own forward, with a stand-in for the modules before the head.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        embeddings, head, given = model.get_input_embeddings(), model.get_output_embeddings(), _HiddenStates()
-        for name, child in list(model.named_children()):
-            if any(module is embeddings for module in child.modules()):
-                setattr(model, name, _Given(child, given))
-        head.register_forward_pre_hook(lambda _, args: (given.hidden, *args[1:]))
-        self._model, self._given = model, given
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits ``[B, N, V]`` float32 for the head's input ``[B, N, H]``."""
-        self._given.hidden = hidden
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        try:
-            return self._model(input_ids=ids, use_cache=False).logits.float()
-        finally:
-            self._given.hidden = None
-
-    def check(self, hidden: Tensor, logits: Tensor) -> None:
-        """Raises UnsupportedError unless the head gives `logits` for `hidden`, up to rounding."""
-        gap, largest = (self(hidden) - logits).abs().max().item(), max(logits.abs().max().item(), 1.0)
-        tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 0.1
-        if not gap <= tolerance * largest:
-            raise UnsupportedError(
-                f"{type(self._model).__name__}: its output head by itself differs from the model by {gap:.2g} (largest logit "
-                f"{largest:.2g}), so nothing can be drafted with it"
-            )
-
-
-@dataclass
-class _Output(BaseModelOutputWithPast):
-    """Hidden states; all other attributes are None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-
-@dataclass
-class _HiddenStates:
-    """``[B, N, H]`` during a call of the head; otherwise None."""
-
-    hidden: Tensor | None = None
-
-
-class _Given(nn.Module):
-    """Replaces the module that computes hidden states, and returns given hidden states.
-
-    So do its inner modules that the model calls (OPT). Other attributes (Falcon-H1 reads a multiplier) are passed through.
-    """
-
-    def __init__(self, replaced: Callable, given: _HiddenStates) -> None:
-        super().__init__()
-        vars(self).update(replaced=replaced, given=given)  # not registered as submodules
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            return super().__getattr__(name)
-        value = getattr(self.replaced, name)
-        return _Given(value, self.given) if callable(value) else value
-
-    def forward(self, *args: object, **kwargs: object) -> _Output:
-        return _Output(last_hidden_state=self.given.hidden)

@@ -1,4 +1,4 @@
-"""Copies a caller's transformers cache (keys, values and states of prompts) to the slots of rows."""
+"""Copies the keys, values and states of a transformers cache that the caller passed to the slots of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ...errors import InputError, UnsupportedError
-from .cache import CacheBuffers, LayerSpec, StateSpec, quantize_slots
+from .cache import CacheBuffers, LayerSpec, StateSpec
+from .slot_cache import quantize_slots
 from .target import Target
 
 _ADVICE = "Pass the whole text as input_ids without it, or call generate without strategy=."
@@ -17,14 +18,14 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Prompts that begin in a transformers cache, which is read and never written.
+    """Prompts whose beginnings are in a transformers cache. The cache is read and never written.
 
     Attributes:
-        cache: keys, values and states, or None.
-        length: tokens in the cache, padding included.
-        sources: per prompt, its row of the cache.
-        padding: per prompt, the number of left padding tokens in this row.
-        last: ``[B, H]``, the input embedding of each prompt's last position, if it is not a token, else None.
+        cache: the cache; None if it would be empty.
+        length: number of tokens per row of the cache, padding included.
+        sources: per prompt, the index of its row in the cache.
+        padding: per prompt, the number of left padding tokens in that row.
+        last: ``[B, H]``, the input embedding of each prompt's last position; None if that position is a token.
     """
 
     cache: Cache | None
@@ -35,12 +36,12 @@ class GivenPrompts:
 
     @property
     def reach(self) -> list[int]:
-        """Per prompt, the number of its tokens in the cache."""
+        """Per prompt, the number of its tokens in the cache, without padding."""
         return [max(self.length - padding, 0) for padding in self.padding]
 
     @property
     def fixed(self) -> list[int]:
-        """Per prompt, the number of its first tokens that no pass may run again."""
+        """Per prompt, the number of first tokens that no pass can run again, because they have no token ids."""
         return [count + (self.last is not None) for count in self.reach]
 
     def put(self, target: Target, buffers: CacheBuffers) -> None:
@@ -52,20 +53,20 @@ class GivenPrompts:
 
 
 def cached_tokens(cache: Cache) -> int:
-    """The number of tokens in a cache, padding included. Raises UnsupportedError if layers differ or cannot be read."""
+    """The number of tokens per row of a cache, padding included. Raises UnsupportedError if layers differ or cannot be read."""
     lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
     if len(lengths) > 1:
         raise UnsupportedError(
-            f"the layers of past_key_values hold {sorted(lengths)} tokens, not all as many. {_ADVICE}"
+            f"the layers of past_key_values hold different numbers of tokens: {sorted(lengths)}. {_ADVICE}"
         )
     return lengths.pop() if lengths else 0
 
 
 def check_cache(target: Target, cache: Cache) -> int:
-    """Checks that every layer of a cache holds all tokens that the model looks back at; returns the number of rows.
+    """Checks that every layer of a cache holds all tokens that the layer looks back at. Returns the cache's number of rows.
 
     Raises:
-        InputError: the cache does not fit the model. UnsupportedError: it lacks a part of the text.
+        InputError: the cache does not fit the model. UnsupportedError: the cache lacks a part of the text.
     """
     layers, length, rows = _layers(cache), cached_tokens(cache), set()
     stored = [_stored(layer) for layer in layers]
@@ -105,21 +106,21 @@ def check_cache(target: Target, cache: Cache) -> int:
                 )
             rows.add(len(value))
     if len(rows) != 1:
-        raise InputError(f"the layers of past_key_values have {sorted(rows)} rows, not all as many")
+        raise InputError(f"the layers of past_key_values have different numbers of rows: {sorted(rows)}")
     return rows.pop()
 
 
 def put_cache(
     target: Target, buffers: CacheBuffers, row: int, cache: Cache, *, source: int = 0, padding: int = 0
 ) -> int:  # fmt: skip
-    """Copies a text from a transformers cache to the first slots of a row; returns its number of tokens.
+    """Copies a text from a transformers cache to the first slots of `row`. Returns the text's number of tokens.
 
-    For layers with a window, slots beyond the window are not written, so the text must not be shortened later.
+    For layers with a window, only slots within the window may be written, so the text must not be shortened later.
 
     Args:
-        cache: passed :func:`check_cache`.
-        source: the text's row of the cache.
-        padding: the number of left padding tokens in this row.
+        cache: a cache that :func:`check_cache` accepts.
+        source: the index of the text's row in the cache.
+        padding: the number of left padding tokens in that row.
     """
     length, layers = cached_tokens(cache), _layers(cache)
     count = max(length - padding, 0)
@@ -140,7 +141,7 @@ def put_cache(
 def _put_layer(
     buffers: CacheBuffers, number: int, row: int, spec: LayerSpec, kept: tuple[Tensor, ...], count: int
 ) -> None:
-    """Writes the last keys and values ``[heads, k, d]`` of a text of `count` tokens to the slots of a layer."""
+    """Writes `kept`, the last ``k`` keys and values ``[heads, k, d]`` of a text of `count` tokens, to the slots of layer `number`."""
     slots = slice(count - kept[0].shape[1], count)
     parts = (buffers.keys, buffers.key_scales), (buffers.values, buffers.value_scales)
     for tensor, (own, scales) in zip(kept, parts, strict=True):
@@ -159,16 +160,16 @@ def _layers(cache: Cache) -> list[Any]:
 
 
 def _stored(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """The last keys and values in a layer of a cache, ``[B, heads, k, d]`` each, or None."""
+    """The keys and values in a layer of a cache, ``[B, heads, k, d]`` each; None if it has none."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
         return None
-    count = min(int(layer.get_seq_length()), keys.shape[2])  # static layers have room for more
+    count = min(int(layer.get_seq_length()), keys.shape[2])  # static layers have more slots than tokens
     return keys[:, :, :count], values[:, :, :count]
 
 
 def _state(layers: list[Any], number: int, spec: StateSpec) -> Tensor | None:
-    """A recurrent state of a layer of a cache, ``[B, …]``, or None."""
+    """A recurrent state of layer `number` of a cache, ``[B, …]``; None if it is missing."""
     try:
         return getattr(layers[number], spec.part)[spec.index]
     except (AttributeError, IndexError, KeyError, TypeError):

@@ -1,21 +1,21 @@
-"""Invariance: a node's logits have the same bits in every block. Sizes for which CPU kernels agree, and a check of a model.
+"""Invariance: a node's logits have the same bits in every block. This file has a check of a model's invariance on the CPU.
 
-Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads; :func:`check` measures a given model:
+The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one to three threads; :func:`check` measures a given model:
 
 - This package's products (:mod:`~decoders.engine.model.kernels.products`, :mod:`~decoders.engine.model.weights.quantized`) give a row
-  the same bits for any number of rows. torch's products do so from two rows up at best.
-- This package's attention (:mod:`~decoders.engine.model.kernels.attention`) adds keys in the order of a path: a node has the same bits
-  in every block, whichever slots its path has. PyTorch's attention does not:
+  the same bits for any number of rows. torch's products do so, at best, for two rows and more.
+- This package's attention (:mod:`~decoders.engine.model.kernels.attention`) adds keys in the order of a path, so a node has the same
+  bits in every block, whatever slots its path is in. PyTorch's attention does not:
 
-  - Fused attention works on 32 query rows of a head at a time, and sums a remainder of one to three in another order. So blocks and
-    chunks of text are multiples of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
-  - It sums its last 512 slots in another order if their number is strictly between 192 and 384
+  - Fused attention works on 32 query rows of a head at a time. It sums a remainder of one to three rows in another order, so blocks
+    and chunks of text are multiples of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
+  - Fused attention works on 512 slots at a time. It sums a last block of more than 192 and fewer than 384 slots in another order
     (:func:`~decoders.engine.model.buckets.view_bucket`).
-  - Softmax sums by slot modulo 16, and the product with values by groups of slots. So a path has the same bits only if its nodes are
-    in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches run again before the next
-    block (:func:`branch_length`); a near-tie there may be decided the other way.
+  - Softmax sums by slot modulo 16, and the product with values sums by groups of slots. So a path has the same bits only if its nodes
+    are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches run again before the
+    next block (:func:`branch_length`). On such a branch a near-tie may be decided in the other way.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds in another way
-  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms do not.
+  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round alike.
 - torch multiplies a single row of an expert by another kernel, and an expert's number of rows depends on the block.
 """
 
@@ -36,7 +36,7 @@ from .target import Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """The greatest number, over rows, of last tokens accepted in slots other than ``base + depth``; path: ``[B, N]`` int64."""
+    """How many of a step's last tokens were accepted in slots other than ``base + depth``, in the row with most. path: ``[B, N]``."""
     longest = 0
     for nodes, count in zip(path.tolist(), emitted, strict=True):
         moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
@@ -46,14 +46,14 @@ def branch_length(path: Tensor, emitted: list[int]) -> int:
 
 #: Name of the comparison of branches, whose nodes are not in slots ``base + depth``.
 BRANCHES = "the branch of a tree"
-#: Name of the comparison with a block of one node in one row, which needs quantized weights.
+#: Name of the comparison with a block of one node in one row.
 SINGLE = "whether a block has one node"
 
 
 def brief_check(target: Target) -> Invariance | None:
-    """Makes the comparisons that are most likely to differ, in few passes; ``decoders doctor MODEL`` makes all of them.
+    """Makes only the comparisons that are most likely to differ, in few passes; ``decoders doctor MODEL`` makes all comparisons.
 
-    None in float32, where bits matter little, and for models with recurrent layers, whose steps have other sizes.
+    Returns None in float32, where bits matter little, and for models with recurrent layers, whose steps have other sizes.
     """
     if target.recurrent or not low_precision(target.dtype, target.rounds):
         return None
@@ -63,9 +63,9 @@ def brief_check(target: Target) -> Invariance | None:
 
 @torch.no_grad()
 def check(target: Target, length: int = 40, comparisons: int | None = None) -> Invariance:
-    """Reads random text in several ways and compares logits, keys and values bit for bit.
+    """Reads random text in several ways, and compares logits, keys and values bit for bit.
 
-    length: tokens of the text; comparisons: number of comparisons, None: all.
+    length: number of tokens of the text; comparisons: number of comparisons, None for all.
     """
     compared: dict[str, bool] = {}
     for what, left, right in islice(_comparisons(target, length), comparisons):
@@ -76,7 +76,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
 
 class _Text:
-    """A random text to read and continue in several ways. length: its tokens."""
+    """A random text of `length` tokens, to be read and continued in several ways."""
 
     def __init__(self, target: Target, length: int) -> None:
         self.target, self.length = target, length
@@ -90,7 +90,7 @@ class _Text:
         self._slots = torch.arange(slots, device=target.device)
 
     def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:
-        """The cache after passes over `chunks` tokens each."""
+        """The cache after prefill passes; `chunks` are the numbers of tokens of each pass."""
         target, done = self.target, 0
         buffers = CacheBuffers.allocate(target.layout, rows, len(self._slots) + 64)
         for size in chunks:
@@ -124,7 +124,7 @@ CHAIN, DEPTHS = Topology.chain(3), [0, 1, 2, 3]
 
 
 def _at_once(target: Target, length: int) -> Invariance | None:
-    """Makes the first comparisons at once, between two passes that differ in all respects. None if any bits differ."""
+    """Makes the first comparisons at once, between two passes that differ in all respects. Returns None if any bits differ."""
     text = _Text(target, length)
     parted, whole = text.read(12, length - 12), text.read(length, rows=3)
     chained = text.run(parted, CHAIN, DEPTHS)
@@ -136,7 +136,7 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 
 def _takes_single(target: Target) -> bool:
-    """Whether a block of one node may have the same bits: in low precision, with this package's attention or products."""
+    """Whether it is worth comparing a block of one node: only in low precision, with this package's attention or products."""
     ours = target.attends == "cpu" or target.products.quantized.layers or target.products.few_rows
     return bool(ours) and target.dtype != torch.float32
 
@@ -146,7 +146,7 @@ def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:
 
 
 def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """``(name, result, other result)`` of comparisons. length: tokens of the text."""
+    """Yields the name and the two results of each comparison. length: number of tokens of the text."""
     text = _Text(target, length)
     read, run, cached = text.read, text.run, text.cached
     plain = read(length)

@@ -1,8 +1,8 @@
-"""Keeps passed checks of models on a CPU in files, so that not every process checks a design again.
+"""Keeps passed checks of models on a CPU in files, so that later processes need not check the same design again.
 
-The name of a check's file is a hash of all inputs of the check except the values of weights: the config, the modules with their plain
-attributes, the code's files, versions, the machine. A check is kept for unmodified models of transformers only: not if modules come
-from other packages, have hooks or another ``forward``, or hold unknown objects.
+The name of a check's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
+their plain attributes, the code's files, the versions and the machine. Only checks of unmodified models of transformers are kept: not
+if modules come from other packages, have hooks or a replaced ``forward``, or hold unknown objects.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from ...common.version import __version__
 from .attention import configs_within
 from .facts import Invariance
 from .kernels import cpu
+from .modules_compat import hooks_everywhere, hooks_of
 from .target import Target
-from .torch_compat import float32_precision, hooks_everywhere, hooks_of, instructions
+from .torch_compat import float32_precision, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: Greatest size of a buffer that is hashed, in bytes.
+#: Most bytes of a buffer that is hashed.
 _BUFFER = 64 << 20
-#: Packages whose code changes with their versions and files.
+#: Packages whose code is identified by its version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
 #: Attributes of modules that are not part of a design.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
@@ -64,7 +65,7 @@ def folder() -> Path:
 
 
 def find(key: str) -> KeptCheck | None:
-    """The check kept under `key`; None without a readable file."""
+    """The check that was kept under `key`; None without a readable file."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         kept = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
         own, longest = kept["invariance"], kept["longest"]
@@ -81,7 +82,7 @@ def keep(key: str, check: KeptCheck) -> None:
 
 
 def key_of(target: Target, model: PreTrainedModel) -> str | None:
-    """The key of the check of `target`, made from `model`; None if every process has to check it."""
+    """The key of the check of `target`, which was made from `model`; None if its check must not be kept."""
     if target.device.type != "cpu" or target.ranks.several or hooks_everywhere():
         return None
     try:
@@ -92,7 +93,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
 
 
 class _UnknownError(Exception):
-    """An input of a check has no stable hash."""
+    """Raised if something that a check depends on has no stable hash."""
 
 
 def _surroundings(target: Target) -> Iterator[object]:
@@ -105,7 +106,7 @@ def _surroundings(target: Target) -> Iterator[object]:
 
 
 def _design(model: nn.Module) -> Iterator[object]:
-    """The modules of `model` with their attributes, and parameters without values."""
+    """Yields the modules of `model` with their attributes, and their parameters without values."""
     kinds = dict.fromkeys(map(type, model.modules()))
     for kind in kinds:
         yield from _code(kind)
@@ -131,7 +132,7 @@ def _design(model: nn.Module) -> Iterator[object]:
 
 
 def _code(kind: type[nn.Module]) -> Iterator[object]:
-    """The file of a class of modules. Raises if somebody replaced a function of the file by a function of another package."""
+    """Yields the file of a module's class. Raises _UnknownError if a function in it was replaced by another package's function."""
     file = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _LIBRARIES or file is None or file.__file__ is None:
         raise _UnknownError
@@ -154,7 +155,7 @@ def _of_library(function: types.FunctionType) -> bool:
 
 
 def _held(value: Any, depth: int = 4) -> object:
-    """An equivalent of the value of a module's attribute that is equal in every process."""
+    """A stand-in for `value`, an attribute of a module, whose ``repr`` is the same in every process."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -171,7 +172,7 @@ def _held(value: Any, depth: int = 4) -> object:
         ]
     if isinstance(value, functools.partial):
         return [_held(each, depth - 1) for each in (value.func, value.args, value.keywords)]
-    function = getattr(value, "__func__", value)  # of a method
+    function = getattr(value, "__func__", value)  # a method's function
     named = isinstance(value, (type, nn.Module, types.BuiltinFunctionType))
     if named or (isinstance(function, types.FunctionType) and _of_library(function)):
         return getattr(value, "__qualname__", type(value).__qualname__)

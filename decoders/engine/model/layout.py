@@ -1,4 +1,4 @@
-"""Finds the parts of a model by running one token, and checks by behaviour, not by name, that the loop supports its design."""
+"""Finds the parts of a model by running one token, and checks by behaviour, not by name, whether the loop supports its design."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ...common.transformers_compat import cache_keyword, keeps_recurrent_state
 from ...errors import ContextLengthError, DecodersError, UnsupportedError
 from . import attention
 from .cache import LayerSpec, LayoutProbe
+from .modules_compat import modules_in, parameters_in
 from .ranks import Ranks
 from .state_probe import Recurrent, StateProbe, may_keep_states
-from .torch_compat import modules_in, parameters_in
 from .weights.fused import Group, SharedInputs, plain_weight
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its output head: the child that holds the input embeddings."""
+    """The model without its output head: the child module that holds the input embeddings."""
     embeddings = model.get_input_embeddings()
     return next(child for child in model.children() if any(module is embeddings for module in child.modules()))
 
 
 def embeddings_of(model: PreTrainedModel) -> int:
-    """The number of token ids that the model can read: rows of its embedding, or the config's number if adapters wrap it."""
+    """The number of token ids that the model can read: the rows of its embedding, else the vocabulary size in its config."""
     embeddings = model.get_input_embeddings()
     told = getattr(embeddings, "num_embeddings", None)
     if isinstance(told, int):
@@ -41,10 +41,10 @@ def embeddings_of(model: PreTrainedModel) -> int:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """The number of the model's logits; runs a token if the head has neither a weight nor a size.
+    """The number of logits ``V``. Runs a token if the output head has neither a weight nor ``out_features``.
 
     Raises:
-        UnsupportedError: the model has no logits.
+        UnsupportedError: running that token fails, or gives no logits.
     """
     head = model.get_output_embeddings()
     told = _rows_of(head) or getattr(head, "out_features", None)
@@ -62,13 +62,13 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def _rows_of(layer: nn.Module | None) -> int | None:
-    """The rows of a module's matrix, or None."""
+    """The number of rows of a module's weight; None if the module has no matrix."""
     weight = getattr(layer, "weight", None)
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The model's number of positions; very large if its config has no limit."""
+    """The model's number of positions; a very large number if its config names none."""
     text = model.config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
 
@@ -80,7 +80,7 @@ _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)")
 def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
     """The placeholder tokens of images, videos and sounds; None for a text-only model.
 
-    Text-only classes of a multimodal family have ``input_modalities``, too, but neither inner configs nor placeholder tokens.
+    A text-only class of a multimodal family may have ``input_modalities``, too, but it has neither inner configs nor placeholders.
     """
     modalities = getattr(model, "input_modalities", "text")
     if {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities):
@@ -102,9 +102,9 @@ class Layout:
     Attributes:
         layers: the storage of each layer.
         groups: query heads per key head, of every layer that calls this package's attention.
-        as_stored: whether attention gets the cache's keys as they are, not keys computed from them.
-        recurrent: the modules that keep states.
-        counted: how the model uses the number of tokens in its cache; None if it does not.
+        as_stored: whether attention gets the keys that the cache returns, not other keys computed from these.
+        recurrent: the modules that keep recurrent states.
+        counted: how the model uses the number of tokens in its cache; None if it does not use it.
     """
 
     layers: list[LayerSpec]
@@ -116,17 +116,17 @@ class Layout:
 
 @torch.no_grad()
 def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
-    """Runs one token, and more for a model that asks for the cache's number of tokens.
+    """The layout of `model`, found by running one token; more tokens if the model asks for the number of tokens in its cache.
 
     Raises:
-        UnsupportedError: the model does not run with the loop's cache and mask, or stores data that the loop does not.
+        UnsupportedError: the model does not run with the loop's cache and mask, or stores data that the loop's cache cannot.
     """
     probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     name = type(model).__name__
     trouble = (
         "keeps recurrent states in a cache of its own"
         if isinstance(probe, StateProbe)
-        else "does not run with a cache and a mask of the loop's"
+        else "does not run with the loop's cache and mask"
     )
     with refusing(model, trouble), probe.watching(model):
         shape = _run_one_token(model, kinds, probe)
@@ -155,19 +155,19 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
-    """Groups of plain linear layers with the same input, found by running one token without products."""
+    """Groups of plain linear layers that read the same input, found by running one token without products."""
     if may_keep_states(model):  # recurrent layers may depend on values
         return []
     return reading_alike(model, lambda: _run_one_token(model, kinds, LayoutProbe()))
 
 
 def reading_alike(module: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """Groups of plain linear layers of `module` with the same input in a `run` of it, in which they return zeros."""
+    """Calls `run`, which runs `module`, and groups its plain linear layers by their input. The layers return zeros meanwhile."""
     layers = {path: layer for path, layer in module.named_modules() if plain_weight(layer) is not None}
     with SharedInputs(layers) as shared:
         try:
             run()
-        except Exception:  # cannot run on zeros; another check finds out whether it runs at all
+        except Exception:  # the module cannot run on zeros; another check finds out whether it runs at all
             return []
     return shared.groups()
 
@@ -194,9 +194,9 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
     )
 
 
-#: Least number of positions: the check compares a text of two tokens and a branch after it with the model's own pass.
+#: Fewest positions that a model needs: the check compares a text of two tokens and a branch behind it with the model's own pass.
 SHORTEST = 5
-#: Greatest number of tokens of a trial pass; attention to a single token would not show a temperature.
+#: Most tokens of a trial pass. One token is not enough: attention to a single token would not show a temperature.
 PROBED = 8
 #: Longest context to try, because some designs create a tensor of its length.
 LONGEST = 1 << 24
@@ -207,8 +207,8 @@ class CountedTokens:
     """How a design uses the number of tokens in its cache.
 
     Attributes:
-        harmless: up to this number, it computes as with an empty cache.
-        by_node: whether it accepts a number per node.
+        harmless: up to this number of tokens, the design computes as with an empty cache.
+        by_node: whether the design accepts a tensor with a number per node.
     """
 
     harmless: int
@@ -227,7 +227,7 @@ class CountedTokens:
 
 
 class CountingProbe(LayoutProbe):
-    """Returns `count` as the cache's number of tokens."""
+    """A cache that returns `count` as its number of tokens."""
 
     def __init__(self, count: int | Tensor) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def counted_tokens(
 ) -> CountedTokens | None:
     """How a design uses the number of cached tokens; None if the number has no effect.
 
-    logits: returns the logits of a pass over :data:`PROBED` tokens (at most `context`) with a cache.
+    logits: runs :data:`PROBED` tokens (at most `context`) with a given cache, and returns their logits.
     """
     empty = logits(CountingProbe(0))
 
@@ -261,7 +261,7 @@ def counted_tokens(
         middle = int((max(harmless, 1) * first) ** 0.5) if first > 2 * harmless + 2 else (harmless + first) // 2
         middle = min(max(middle, harmless + 1), first - 1)
         harmless, first = (harmless, middle) if minds(middle) else (middle, first)
-    if harmless:  # the last token of the pass has this many more before it
+    if harmless:  # the tokens of the trial pass count, too
         harmless += probed
     of_each = torch.full((probed,), first, device=device)
     return CountedTokens(harmless, by_node=not minds(of_each, logits(CountingProbe(first))))
@@ -273,15 +273,15 @@ def _parameters_of(forward: Callable) -> frozenset[str]:
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for designs that cannot run several nodes at once; asks for capabilities, not names."""
+    """Raises UnsupportedError for a design that cannot run several nodes in one pass. It asks for capabilities, not for names."""
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
     placed = "position_ids" in _parameters_of(type(model).forward)
     if keeps_recurrent_state(model) and not placed:
         raise UnsupportedError(
-            f"{name} keeps nothing but a recurrent state and takes no position_ids: the shared loop runs designs that have "
-            f"attention, too. {advice}"
+            f"{name} keeps only a recurrent state and takes no position_ids: the shared loop needs a design that has attention, "
+            f"too. {advice}"
         )
     replaced = vars(model).get("forward")
     if isinstance(replaced, types.FunctionType):
@@ -316,7 +316,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Turns a model's errors in trial passes into UnsupportedError with the text `trouble`."""
+    """Turns an exception of a model in a trial pass into an UnsupportedError with the text `trouble`."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):
@@ -328,9 +328,9 @@ def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises UnsupportedError while the caller records a CUDA graph: calls wait for the device, which cannot be recorded."""
+    """Raises UnsupportedError while the caller records a CUDA graph, because calls wait for the device, which cannot be recorded."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: its "
-            "steps are recorded by themselves."
+            "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: it "
+            "records its steps itself."
         )

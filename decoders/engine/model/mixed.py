@@ -1,7 +1,8 @@
-"""Mixed passes (chunked prefill): decode rows and read a piece of another row's prompt in one pass.
+"""Mixed passes (chunked prefill): one pass decodes rows and prefills a piece of another row's prompt.
 
-A mixed pass reads the weights once for both, and the rows do not wait for a pass over the prompt (Agrawal et al. 2023, "SARATHI",
-arXiv 2308.16369). All tokens form a line, ``[1, R·N + C]``: only attention and the cache need to know each token's row.
+A mixed pass reads the weights once, and the rows do not wait for a separate pass over the prompt (Agrawal et al. 2023, "SARATHI",
+arXiv 2308.16369). The ``N`` nodes of ``R`` rows and the ``C`` tokens of the piece form one line, ``[1, R·N + C]``: only attention and
+the cache need to know each token's row.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor
 from ...tree import TreeTensors
 from .attention import MaskShape, build_mask, repeat_for_group, tell_shape
 from .blocks import PassInput, PromptPiece, causal_block
-from .cache import CacheBuffers, SlotCache
+from .cache import CacheBuffers
 from .kernels.attention import pack_mask
+from .slot_cache import SlotCache
 from .target import ForwardResult, Target
 
 
 def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:
-    """The model's arguments. nodes, base, tree, view: the rows' input, as in :class:`PassInput`."""
+    """The model's arguments for a mixed pass. nodes, base, tree, view: the rows' input, see :class:`PassInput`."""
     (rows, n), count, device = nodes.shape, piece.tokens.shape[1], nodes.device
     text = causal_block(1, count, device)
     views = view.shape[0], piece.view.shape[0]
@@ -49,13 +51,13 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """``[R · (N - text)]`` int64, indices in the line of the nodes after each row's first `text` tokens."""
+    """``[R · (N - text)]`` int64: the indices, in the line, of the nodes that get logits. Each row's first `text` tokens get none."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 
 
 def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
-    """Arranges the results of a pass over the line by row; logits are of the last tokens of each row."""
+    """Arranges the results of a mixed pass by row; only the nodes of :func:`with_logits` have logits."""
 
     def split(states: Tensor) -> Tensor:
         return states[0, : rows * n].view(rows, n, *states.shape[2:])
@@ -66,7 +68,7 @@ def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
 
 
 def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResult:
-    """:meth:`Target.forward` for the rows; also writes keys and values of `piece`."""
+    """:meth:`Target.forward` for the rows. The pass also writes the keys and values of `piece`."""
     (rows, n), text = given.nodes.shape, given.text.length
     kept = with_logits(rows, n, text, given.nodes.device)
     result = target.results(inputs(target, given.nodes, given.base, given.tree, given.view, piece), kept)
@@ -75,12 +77,12 @@ def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResu
 
 @dataclass(frozen=True)
 class MixedShape(MaskShape):
-    """The mask of a mixed pass, as a line: the rows' mask, then the piece's.
+    """The layout of a mixed pass's mask. The mask is a line, too: first the rows' mask, then the piece's mask.
 
     Attributes:
-        rows, nodes: number of decoded rows, and of their nodes.
-        views: slots that attention looks at, for the rows and for the piece.
-        masks: shapes of both masks for a kind of layer.
+        rows, nodes: number of decoded rows, and of nodes in each row.
+        views: numbers of slots that attention looks at: for the rows, and for the piece.
+        masks: shapes of the rows' mask and of the piece's mask, for one kind of layer.
     """
 
     rows: int = 0
@@ -101,7 +103,7 @@ class MixedShape(MaskShape):
 
 
 class MixedCache(SlotCache):
-    """The slots of several rows, for tokens in a line. row, slots: ``[T]`` int64, the row and slot of each token."""
+    """The cache of several rows, for ``T`` tokens in a line. row, slots: ``[T]`` int64, the row and the slot of each token."""
 
     def __init__(self, buffers: CacheBuffers, row: Tensor, slots: Tensor, view: int) -> None:
         super().__init__(buffers, slots, view)

@@ -1,6 +1,6 @@
 """Reads prompts with images by the model's own forward pass, masks and positions, and copies keys and values to slots of rows.
 
-The loop decodes the text after the last image as usual, at positions shifted by the images.
+The loop then decodes the text behind the last image as usual, at positions that are shifted by the images.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-#: Errors of designs about a prompt with the images of another prompt: lengths or shapes do not fit.
+#: Errors that designs raise for a prompt with the images of another prompt, because lengths or shapes do not fit.
 WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, ValueError)
-#: Greatest number of tokens after an image that are read a second time to check a design.
+#: Most tokens behind an image that are run a second time to check a design.
 CHECKED = 4
 
 
 @dataclass(frozen=True)
 class MultimodalInputs:
-    """Images and sounds of a request's prompts. Several successive rows may decode a prompt.
+    """Images and sounds of a request's prompts. Several successive rows may decode the same prompt.
 
     Attributes:
         arguments: arguments of the model's forward pass over all prompts, padded on the left, as transformers prepares them.
         repeats: rows per prompt.
-        lengths: per row, tokens of the prompt.
-        hashes: per row, hash of all images and the prompt's place among them; equal hashes mean equal images.
-        ends: per row, tokens of the prompt up to its last placeholder.
+        lengths: per row, number of tokens of the prompt.
+        hashes: per row, a hash of all images and of the prompt's index; equal hashes mean equal images.
+        ends: per row, number of tokens of the prompt up to its last placeholder.
         shifts: per row, position minus number of tokens at the end of the prompt.
-        alone: per prompt, its own inputs, or None without images. Empty if it is unknown which images belong to which prompt.
+        alone: per prompt, the inputs of this prompt only; None for one without images. Empty if it is unknown which images belong to
+            which prompt.
     """
 
     arguments: dict[str, Any]
@@ -57,19 +58,19 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images if they are known, else of all images and the prompt's place among them."""
+        """The hash of a row's own images if it is known which these are; else of all images and the prompt's index."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
         return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
-        """Whether all images come before `starts`, a position per row."""
+        """Whether all images of every row come before the row's slot in `starts`."""
         return all(end <= start for end, start in zip(self.ends, starts, strict=False))
 
 
 class OwnForward:
-    """A model's own forward pass, without the loop's attention and masks, on the target's weights. model: the user's."""
+    """A model's own forward pass, without the loop's attention and masks, on the target's weights. model: the user's model."""
 
     _reads_embeddings = _ignores_zeros = False
 
@@ -86,16 +87,16 @@ class OwnForward:
     def read(
         self, inputs: MultimodalInputs, buffers: CacheBuffers, tokens: Tensor, *, every: bool = False, logits: bool = False
     ) -> ForwardResult | None:  # fmt: skip
-        """Reads all prompts into the first slots of rows; with recurrent layers, all tokens except each prompt's last.
+        """Reads all prompts into the first slots of rows. With recurrent layers, each prompt's last token is left out.
 
         Args:
             buffers: the rows' cache; the first rows belong to the prompts.
             tokens: ``[B, L]``, the rows' tokens.
-            every: whether to return results of all tokens except the last, ``[B, N, …]``; padding rows repeat the first row.
-            logits: whether results have the logits of all tokens, or else of one.
+            every: whether to return the results ``[B, N, …]`` of all tokens except the last. Padding rows repeat the first row.
+            logits: whether results have the logits of all tokens; otherwise of a single token.
 
         Raises:
-            UnsupportedError: the design does not store images as it stores text, or reads the text after them in another way.
+            UnsupportedError: the design does not store images as it stores text, or the loop's pass over the text differs.
         """
         target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
         behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
@@ -132,7 +133,7 @@ class OwnForward:
             self._check(inputs.lengths, behind, buffers, tokens, last_logits[source, -1].float())
         if not every:
             return None
-        # A row's text begins after its padding; results after its end are arbitrary.
+        # A row's text begins behind its padding; results behind the end of the text are arbitrary.
         begin = torch.tensor([width - length for length in inputs.lengths], device=tokens.device)
         begin, source = (F.pad(values, (0, len(tokens) - len(values)))[:, None] for values in (begin, source))
         place = begin + torch.arange(max(max(inputs.lengths) - 1, 1), device=tokens.device)
@@ -142,7 +143,7 @@ class OwnForward:
         return ForwardResult(read.float(), hidden[source, place], seen)
 
     def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
-        """The cache after reading `vectors` ``[B, P, H]`` instead of tokens. mask: ``[B, P]``, zeros for left padding."""
+        """The cache after a pass over `vectors` ``[B, P, H]``, embeddings instead of tokens. mask: ``[B, P]``, 0 for left padding."""
         if self.target.recurrent and not self._reads_embeddings:
             self._check_embeddings()
         cache = DynamicCache(config=self.model.config)
@@ -178,7 +179,7 @@ class OwnForward:
 
     def _check_embeddings(self) -> None:
         """Compares a pass over tokens with a pass over their embeddings, and raises UnsupportedError if the design reads more of a
-        token than its embedding. Recurrent layers read a prompt's last vector and the drafts in one pass, all as embeddings.
+        token than its embedding. With recurrent layers, a prompt's last vector and the drafts run in one pass, as embeddings.
         """
         tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.vocabulary.embeddings
         try:
@@ -188,8 +189,8 @@ class OwnForward:
             self._forget()
         if not torch.allclose(named, read, rtol=1e-3, atol=1e-3 * named.abs().max().item()):
             raise UnsupportedError(
-                f"{type(self.model).__name__} reads more of a token than its embedding, and its recurrent layers read drafts in "
-                "one pass with the last vector of a prompt: pass the prompt as input_ids, or call generate without strategy=."
+                f"{type(self.model).__name__} reads more of a token than its embedding, but its recurrent layers have to read drafts "
+                "as embeddings after a prompt of embeddings: pass the prompt as input_ids, or call generate without strategy=."
             )
         self._reads_embeddings = True
 
@@ -201,10 +202,10 @@ class OwnForward:
     def _check(
         self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
     ) -> None:
-        """Reads the ends of prompts again by the loop's pass, and compares. behind: number of text tokens at the end of every row.
+        """Runs the ends of prompts again by the loop's pass, and compares. behind: number of text tokens at the end of every row.
 
         Raises:
-            UnsupportedError: the last token has other logits, or a token before it other keys or values.
+            UnsupportedError: the last token has other logits, or a token before it has other keys or values.
         """
         target, rows = self.target, len(lengths)
         count = 1 if target.recurrent else min(behind, CHECKED)
@@ -231,14 +232,14 @@ class OwnForward:
 
 
 def _whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that keeps every token, in layers with a window, too: a shorter text after the same images looks further back."""
+    """A cache that keeps every token, also in layers with a window, because a later, shorter text looks further back."""
     cache = DynamicCache(config=model.config)
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
     return cache
 
 
 def _attend_as(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
-    """Sets in `config`, and in the configs inside it, the attention of `other`."""
+    """Sets the attention implementation of `config` and of the configs inside it to those of `other`."""
     if (name := attention_of(other)) is not None:
         set_attention(config, name)
     for part in config.sub_configs:

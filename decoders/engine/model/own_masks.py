@@ -1,7 +1,7 @@
-"""Attention modules that keep a causal mask in a buffer, and cut a part of it by the number of keys.
+"""Attention modules that keep a causal mask in a buffer, and cut out the part for the present number of keys.
 
-The number of keys in the loop's view of the cache does not determine positions, so the cut would be wrong. The loop's masks have the
-same information: buffers of a private model are set to True, and their windows become kinds of layers.
+The number of keys in the loop's view of the cache does not determine positions, so the module would cut out a wrong part. The loop's
+own masks suffice: in our copy of a model these buffers are set to True, and their windows become kinds of layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from .attention import LayerKind
 
-#: A view of the cache may exceed the longest text by a block and rounding.
+#: Slots by which a view of the cache may exceed the longest text, because of a block and rounding.
 MARGIN = 2048
 OWN_KIND = "decoders_own_kind"
 
 
 def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Sets all masks of a private model to True, and returns `kinds` with their windows; these layers then pick their kind's mask."""
+    """Sets such masks in our copy of a model to True. Returns `kinds` with their windows; the layers then use their kind's mask."""
     masks = _masks(model)
     for mask in masks:
         kind = LayerKind(mask.window if mask.window < mask.length else None)
@@ -38,7 +38,7 @@ def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind
 
 @contextmanager
 def within(model: nn.Module, reach: int, length: int) -> Iterator[None]:
-    """Limits the masks of a private model to windows of `reach`, for texts of up to `length` tokens."""
+    """Limits the windows of all such masks in a model to `reach`, for texts of up to `length` tokens, within the context."""
     longer = [mask for mask in _masks(model) if reach < mask.window < mask.length]
     try:
         for mask in longer:
@@ -52,7 +52,7 @@ def within(model: nn.Module, reach: int, length: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Mask:
-    """A causal mask in a module. window: number of positions that a token sees, itself included."""
+    """A causal mask in a module's buffer. window: number of positions that a token sees, itself included."""
 
     module: nn.Module
     name: str
@@ -77,7 +77,7 @@ def _masks(model: nn.Module) -> list[_Mask]:
 
 
 def _window(buffer: Tensor) -> int | None:
-    """The window of a causal mask ``[…, T, T]``, T without a window; None if `buffer` is not a causal mask."""
+    """The window of a causal mask ``[…, T, T]``; T if it has no window; None if `buffer` is not a causal mask."""
     if buffer.dtype != torch.bool or buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2] or not buffer.numel():
         return None
     mask = buffer.reshape(-1, *buffer.shape[-2:])[0]
@@ -89,6 +89,6 @@ def _window(buffer: Tensor) -> int | None:
 
 
 def _pick(module: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Selects the mask of the layer's kind."""
+    """A hook that selects the mask of the layer's kind."""
     mask, kind = given.get("attention_mask"), getattr(module, OWN_KIND)
     return args, given if mask is None else given | {"attention_mask": mask[:, kind : kind + 1]}

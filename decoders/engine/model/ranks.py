@@ -1,14 +1,14 @@
-"""Tensor parallelism: processes that run a model together, each with a part of its weights, and how they stay synchronized.
+"""Tensor parallelism: several processes run a model together, each with a part of the weights. This file keeps them synchronized.
 
-A collective ends when every process has entered it, so all must run the same passes over blocks of the same sizes. The inputs of
-these decisions are the same in all processes:
+A collective ends when every process has entered it, so all processes must run the same passes over blocks of the same sizes. These
+rules make them decide alike:
 
-- Committed tokens: logits are gathered or summed over the processes and have the same bits in all, and noise depends on seed, position
-  and token alone. No tokens are sent.
-- Values that may differ come from the first process: a seed that the call does not give, clocks, measured costs, results of stopping
+- All processes commit the same tokens, without sending any: logits are gathered or summed over the processes and have the same bits in
+  all, and noise depends only on seed, position and token.
+- Values that may differ come from the first process: a seed that the call does not name, clocks, measured costs, results of stopping
   criteria. Weights count as changed if they have changed in any process.
-- Passes run uncompiled, because processes finish compiling at different times, and tiers round differently.
-- Calls, and every step's draft, are compared before they run. A difference raises in every process instead of a deadlock.
+- Passes run uncompiled, because processes finish compiling at different times, and compiled passes round differently.
+- Calls, and every step's draft, are compared before they run. If they differ, every process raises an error instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a model. With a single process, methods cost nothing.
+    """The processes that share a model. With a single process, the methods do nothing.
 
     Attributes:
         group: the process group; None for a single process.
         size: number of processes.
-        device: device of the tensors that they exchange.
+        device: device of the tensors that the processes exchange.
     """
 
     group: Any = None
@@ -48,10 +48,10 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """The processes that share `model`. Raises UnsupportedError for other parallelism than of tensors or experts."""
+        """The processes that share `model`. Raises UnsupportedError for parallelism other than of tensors or experts."""
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
-        from torch.distributed.fsdp import FSDPModule  # takes a second, so only for shared models
+        from torch.distributed.fsdp import FSDPModule  # the import takes a second, so it is left to shared models
         from torch.distributed.tensor import DTensor
 
         shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -129,7 +129,7 @@ class Ranks:
         """Raises RanksError in every process if `parts` differ between processes.
 
         Args:
-            what: names `parts` in the error.
+            what: what `parts` are, for the error message.
             parts: tensors, and values that are compared by ``repr``.
         """
         if not self.several:
@@ -139,17 +139,16 @@ class Ranks:
         dist.all_reduce(held, dist.ReduceOp.MAX, group=self.group)
         if held[0] != -held[1]:
             raise RanksError(
-                f"the {self.size} processes that share the model differ in {what}. All of them make the same calls in the same order, "
-                "with the same prompts and arguments; a strategy that decides by time asks Context.clock, and draws no random numbers "
-                "of its own"
+                f"the {self.size} processes that share the model differ in {what}. All of them must make the same calls in the same "
+                "order, with the same prompts and arguments. A strategy must read time from Context.clock, and must not draw its own "
+                "random numbers"
             )
 
     def check_draft(self, draft: Draft, lengths: Sequence[int]) -> None:
-        """:meth:`check` of a step's draft; lengths: tokens per row."""
-        if self.several:
-            tree = draft.topology
-            shape = tree.parents if isinstance(tree, Topology) else (tree.parents, tree.visible)
-            self.check("what a step drafts", draft.tokens, shape, list(lengths))
+        """:meth:`check` of a step's draft. lengths: number of tokens per row."""
+        tree = draft.topology
+        shape = tree.parents if isinstance(tree, Topology) else (tree.parents, tree.visible)
+        self.check("what a step drafts", draft.tokens, shape, list(lengths))
 
     def _first(self, values: list, dtype: torch.dtype) -> list:
         held = torch.tensor(values, dtype=dtype, device=self.device)
@@ -157,7 +156,7 @@ class Ranks:
         return held.tolist()
 
 
-#: For a model that runs in this process alone.
+#: The ranks of a model that runs only in this process.
 ALONE = Ranks()
 
 

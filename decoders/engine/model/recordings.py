@@ -1,11 +1,11 @@
-"""CUDA graphs: the session records repeated work once, keeps the recording, and replays it with one launch.
+"""Recordings (CUDA graphs): a session records repeated work once, keeps the recording, and replays it with one launch.
 
-A whole step (propose, core, observe) is recorded if nothing in it needs the host (:mod:`~decoders.engine.decode.call`). Otherwise,
-parts that run a model are recorded: the core of a step, passes of draft models, chunks of a prompt (:meth:`Recordings.run`).
+A whole step (propose, core, observe) is recorded if nothing in it needs the host (:mod:`~decoders.engine.decode.call`). Otherwise only
+the parts that run a model are recorded: the core of a step, passes of draft models, chunks of a prompt (:meth:`Recordings.run`).
 
-A recording reads and writes the tensors that it was made with, so the session owns them: rows and cache directly, all others in
-:class:`StaticInputs`. A later call copies its values in and replays. All uses of the device go through a :class:`Recorder`, which
-tests replace.
+A replay reads and writes the tensors that the work was recorded with. The session keeps these tensors: rows and cache itself, all other
+tensors in :class:`StaticInputs`. A later call copies its values into them and replays. All uses of the device go through a
+:class:`Recorder`, which tests replace.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+#: By stream, the recorder that records on it.
+_recording_on: weakref.WeakValueDictionary[torch.cuda.Stream, Recorder] = weakref.WeakValueDictionary()
+
+
 class Recorder:
-    """Records CUDA graphs on a device, which need not be the current device. Methods are called within `active`, by one thread at a
-    time. Tests record on the CPU (:class:`~decoders.testing.tape.TapeRecorder`).
+    """Records CUDA graphs on a device, which need not be the current device. Call its methods within :meth:`active`, from one thread
+    at a time. Tests record on the CPU (:class:`~decoders.testing.tape.TapeRecorder`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,20 +56,22 @@ class Recorder:
         self._in_pool: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def active(self) -> AbstractContextManager:
-        """Makes the device current, with its current stream."""
+        """Makes the recorder's device the current device."""
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Runs the Python code of `body` once and none of its kernels; returns the graph, and the output that replays write to."""
-        # A living graph is held, because torch refuses to record into a pool that has memory (cuBLAS's workspace) but no graphs.
+        """Runs the Python code of `body` once, but none of its kernels. Returns the graph, and the output that replays write to."""
+        # This variable keeps a graph alive: torch refuses to record into a pool that has memory (cuBLAS's workspace) but no graph.
         living = next(iter(self._in_pool), None)
         if living is None or self._pool is None:
-            # Graphs that share memory must be recorded on the same stream.
-            self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle()
             self._in_pool.clear()
-        stream, pool = self._stream, self._pool
-        assert stream is not None
+        # Graphs that share memory must be recorded on the same stream. torch keeps a workspace of cuBLAS for every stream.
+        stream = self._stream = self._own_stream() if self._stream is None else self._stream
+        pool = self._pool
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        # Every thread has its own cuBLAS handle. The call creates it now, because it cannot be created within a recording.
+        torch.cuda.current_blas_handle()
         stream.wait_stream(current)
         # "thread_local" lets other threads allocate and wait for streams during the recording.
         mode = "thread_local"
@@ -73,20 +79,32 @@ class Recorder:
             with devices.RECORDING, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 output = body()
         except BaseException:
-            self._stream = self._pool = None  # a failed recording leaves them unusable
+            self._stream = self._pool = None  # a failed recording leaves stream and pool unusable
             end_failed_capture(self.device, pool)
             raise
         finally:
-            torch.cuda.set_stream(current)  # torch does not restore it if recording fails
+            torch.cuda.set_stream(current)  # torch does not restore the stream if recording fails
         self._in_pool.add(graph)
         return graph, output
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        """A stream that no other recorder records on, if there is one. torch has 32 streams, which it returns in turn.
+
+        All graphs of a stream share a workspace of cuBLAS, whatever their pool, and torch 2.13 frees it with any of these graphs. Then
+        a graph in another recorder's pool would write to memory that may hold anything.
+        """
+        for _ in range(32):
+            stream = torch.cuda.Stream(self.device)
+            if _recording_on.setdefault(stream, self) is self:
+                break
+        return stream
 
     def pinned(self, like: Tensor) -> Tensor:
         """A pinned host buffer for copies of `like`."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queues a copy on the device; the host does not wait."""
+        """Queues a copy on the device, for which the host does not wait."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> Event:
@@ -99,31 +117,31 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 class HostCopies:
-    """Pinned buffers into which small tensors of the device are copied together."""
+    """Pinned host buffers for copies of small tensors of the device, which are all copied at once."""
 
     def __init__(self, recorder: Recorder, tensors: tuple[Tensor, ...]) -> None:
         self.recorder = recorder
         self.pinned, self.arrived = [recorder.pinned(tensor) for tensor in tensors], recorder.event()
 
     def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Queues a copy of `tensors` on the device."""
+        """Queues the copies of `tensors` on the device."""
         for own, tensor in zip(self.pinned, tensors, strict=True):
             self.recorder.copy(own, tensor)
         self.arrived.record()
 
     def lists(self) -> tuple[list, ...]:
-        """The values of the last copy; waits for the device."""
+        """The values of the last copies. Waits for the device."""
         self.arrived.synchronize()
         return tuple([pinned.tolist() for pinned in self.pinned])
 
 
-#: Steps that run before a step is recorded, to autotune and allocate; their results are used.
+#: Number of ordinary steps before a step is recorded. In these steps kernels are tuned and memory is allocated.
 WARM_UP_STEPS = 3
-#: Runs of a part with arguments of the same kind before it is recorded.
+#: Number of runs of a part with arguments of the same kind before the part is recorded.
 PLAIN_RUNS = 2
-#: Greatest number of recordings of a session. All share a pool for intermediate results.
+#: Most recordings of a session. All share a pool for intermediate results.
 MOST_RECORDINGS = 48
-#: Greatest size of their inputs and outputs in bytes, mainly logits of many nodes.
+#: Most bytes of the inputs and outputs of a session's recordings, which are mainly logits of many nodes.
 MOST_BYTES = 1 << 30
 
 #: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
@@ -134,7 +152,7 @@ _as_parts = ContextVar("as_parts", default=False)
 
 @contextmanager
 def as_parts() -> Iterator[None]:
-    """Switches off recordings of parts, because the code inside is part of a larger recording."""
+    """Switches off the recording of parts, for code that is part of a larger recording."""
     token = _as_parts.set(True)
     try:
         yield
@@ -144,14 +162,14 @@ def as_parts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCapacity:
-    """The sizes that a recorded step supports: rows of the batch, nodes of a block, and slots that a row may fill before a block."""
+    """The sizes that a recorded step supports: rows of the batch, nodes of a block, and slots of a row that may be in use before."""
 
     rows: int
     nodes: int
     slots: int
 
     def holds(self, needed: RecordedCapacity) -> bool:
-        """Whether a call with the sizes `needed` fits."""
+        """Whether a call with the sizes `needed` can use the recording."""
         return self.rows == needed.rows and self.nodes >= needed.nodes and self.slots >= needed.slots
 
 
@@ -159,12 +177,12 @@ class Recording:
     """A recording of `body`.
 
     Attributes:
-        body: the recorded function, which keeps the objects that the recording works on alive.
-        capacity: sizes that it supports; None if they are part of its key.
-        inputs: the tensors that it reads and writes besides the session's.
+        body: the recorded function. It keeps the objects alive that replays work on.
+        capacity: the sizes that the recording supports; None if sizes are part of its key.
+        inputs: the tensors that replays read and write, besides the session's rows and cache.
         output: the result of `body`; every replay writes to its tensors.
         replays: number of replays.
-        nbytes: memory of its inputs and output.
+        nbytes: bytes of the inputs and the output.
     """
 
     def __init__(
@@ -185,10 +203,10 @@ class Recording:
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
         """Replays `body`, a step, again and again. Yields each result while the next step runs, so that the device never waits.
 
-        Stop when all rows have ended. The running step then changes nothing, because finished rows idle, and later work on the same
-        tensors comes after it on the device.
+        The caller stops when all rows have ended. The step that still runs then changes nothing, because ended rows get no tokens, and
+        later work on the same tensors comes after it on the device.
 
-        more: called before every launch; after it returns False, the result of the running step is the last.
+        more: called before every launch. After it has returned False, only the results of launched steps are yielded.
         """
         output = self.output
         tensors = (output.summary, output.new) if output.for_host is None else (output.for_host,)
@@ -215,7 +233,7 @@ class Recording:
 
 @dataclass
 class _Failure:
-    """A failed recording. The cause may be temporary: memory was short, or another thread waited for the device.
+    """A failed recording. It is tried again, because the cause may be temporary, such as short memory.
 
     Attributes:
         reason: the error's text.
@@ -228,22 +246,22 @@ class _Failure:
     refused: int = 0
 
     def waits(self) -> bool:
-        """Whether not to try again yet. The number of steps between tries doubles, so that failures cost little."""
+        """Whether it is too early to try again. The number of requests between tries doubles, so that failures cost little."""
         self.refused += 1
         return self.refused < 1 << self.tries
 
 
 class Recordings:
-    """The recordings of a session by key; the least recently used are dropped first.
+    """The recordings of a session, by key. If there are too many, the least recently used are dropped first.
 
-    A key has all inputs of a recording besides tensors: strategy and settings, plan, verifier, buckets, and which parts are compiled.
-    Other weights or another attention create a new engine with new sessions.
+    A key has everything that a recording depends on besides tensors: strategy and settings, plan, verifier, buckets, compiled parts.
+    With other weights or another attention there is a new engine with new sessions.
 
     Attributes:
-        recorded: number of recordings made.
+        recorded: number of successful recordings.
         reused: number of calls that used an earlier recording.
         replays: number of replays by :meth:`run`.
-        unrecorded: why the last requested recording failed; callers reset it to "".
+        unrecorded: why the last requested recording failed; "" if none failed since callers reset it.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
@@ -261,17 +279,17 @@ class Recordings:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all recordings, without the pool for intermediate results."""
+        """Bytes of all recordings, without the pool for intermediate results."""
         return sum(recording.nbytes for recording in self._kept.values())
 
     def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
-        """Returns ``function(*given)``: runs it the first few times, then records it, then replays it.
+        """Returns ``function(*given)``. The first few times the function runs, then it is recorded, and from then on replayed.
 
         The next replay overwrites the result.
 
         Args:
-            key: returns all inputs of the function besides the shapes of `given`, also the addresses of tensors that it changes in
-                place. Called again after recording, because more may have been compiled meanwhile.
+            key: returns everything that the function depends on besides `given`, including the addresses of tensors that it changes
+                in place. It is called again after recording, because more may have been compiled meanwhile.
             given: tensors, also in tuples and dataclasses; they are copied to the recording's tensors.
         """
         if _as_parts.get():
@@ -300,12 +318,12 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """The step recorded for `key`, with the values of `inputs` copied in; None if no recording fits.
+        """Copies the values of `inputs` into the step recorded for `key`, and returns that recording; None if no recording fits.
 
-        From then on the recording's tensors are the call's state; tensors in `inputs` are no longer updated.
+        From then on the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
 
         Args:
-            needed: sizes of the call; nodes may be 0, because the strategy proposes as many as in the recording.
+            needed: sizes of the call. Its number of nodes may be 0: the strategy proposes as many nodes as in the recording.
             inputs: the call's objects: the strategy's state, the guide, the noise keys.
         """
         step = self._kept.get(key)
@@ -321,20 +339,20 @@ class Recordings:
     def record(
         self, key: Hashable, capacity: RecordedCapacity | None, inputs: Any, body: Callable[[], Any]
     ) -> Recording | None:
-        """Records `body` for `key` in place of an older recording; None if recording fails, or failed and is not tried again yet.
+        """Records `body` for `key` in place of an older recording. Returns None if that fails, or is not tried again yet.
 
         Args:
-            capacity: sizes of the tensors that `body` works on.
-            inputs: as in :meth:`reuse`; kept, with all its tensors. After steps of the call, pass the :class:`StaticInputs` from the
-                call's beginning, because later calls are compared at their beginning. If steps have replaced any of its tensors,
-                the recording is for this call only.
-            body: uses static tensors, without syncs, with the same shapes every time.
+            capacity: the sizes that `body` supports.
+            inputs: see :meth:`reuse`; the recording keeps all tensors in it. After the call's first step, pass the
+                :class:`StaticInputs` from the beginning of the call, because later calls are compared at their beginning. If steps have
+                replaced tensors in it since then, only this call can use the recording.
+            body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
         failure = self._failed.get(key)
         if failure is not None and failure.waits():
             self.unrecorded = failure.reason
             return None
-        self._kept.pop(key, None)  # frees memory for the new recording
+        self._kept.pop(key, None)  # this frees memory for the new recording
         try:
             with self.recorder.active():
                 own = inputs if isinstance(inputs, StaticInputs) else StaticInputs(inputs)
@@ -370,14 +388,14 @@ class Recordings:
         self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all recordings, and the memory of failures."""
+        """Drops all recordings, and forgets failures."""
         self._kept.clear()
         self._runs.clear()
         self._failed.clear()
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first error of a failed recording, which CUDA's last error hides."""
+    """The first exception of a failed recording. CUDA raises further exceptions after it, which hide it."""
     while error.__context__ is not None:
         error = error.__context__
     return error

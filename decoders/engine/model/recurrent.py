@@ -1,11 +1,11 @@
 """Recurrent layers (linear attention, state space, short convolution) in a block of nodes: each node continues its parent's state.
 
 A recurrent layer keeps a state per row instead of keys and values per token. A state that has read a rejected token cannot be rolled
-back. So the module with the state runs level by level, all nodes of a depth at once, each from a copy of its parent's state. The
-states after all nodes are kept until the block is verified; commit takes the state after the last accepted node. All other parts
+back. So the module with the state runs level by level: all nodes of a depth at once, each from a copy of its parent's state. The states
+after all nodes are kept until the block is verified; the commit takes the state after the last accepted node. All other parts
 (attention, experts, projections of the module) run on the whole block.
 
-A module is found when it updates a state in transformers' cache, not by name (:mod:`.state_probe`).
+A module counts as recurrent if it updates a state in transformers' cache, whatever its name (:mod:`.state_probe`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from .cache import RowStates, RunPart, SlotCache, StateSpec
+from .cache import RowStates, StateSpec
+from .slot_cache import RunPart, SlotCache
 
 LAYER_ATTRIBUTE = "decoders_recurrent_layer"
 CONTINUES_ATTRIBUTE = "decoders_continues_text"
@@ -32,8 +33,8 @@ class Level:
     """Nodes of equal depth, which run together.
 
     Attributes:
-        nodes: indices in ``[B·N]``.
-        parents, places: indices of the parents, and of the nodes, in the states ``[B·(N+1)]``.
+        nodes: indices of the nodes among all ``B·N`` nodes.
+        parents, places: indices of the nodes' parents, and of the nodes, among the ``B·(N+1)`` states (:attr:`RowStates.nodes`).
     """
 
     nodes: Tensor
@@ -42,10 +43,10 @@ class Level:
 
 
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
-    """The order in which the nodes of a block run, computed on the host from their visibility.
+    """The levels in which the nodes of a block run, computed on the host from the visibility.
 
-    A node continues the visible node with the longest path: a candidate's parent, or the previous token of a lookahead window. Nodes
-    without a draft token do not run.
+    Of the nodes that it sees, a node continues the one with the longest path: for a candidate, its parent; in a lookahead window, the
+    previous token. Nodes without a draft token do not run.
 
     Args:
         visible: ``[B, N, N]`` bool.
@@ -68,7 +69,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """A block of nodes; each continues its parent's states. base: ``[B]``, tokens before the block; with 0, states are zero."""
+    """Runs a block of nodes, each from its parent's states. base: ``[B]``, tokens before the block; if 0, states begin as zeros."""
 
     def __init__(
         self, states: RowStates, specs: Sequence[Sequence[StateSpec]], visible: Tensor, nodes: Tensor, base: Tensor
@@ -105,11 +106,11 @@ class NodePass:
 
 
 class TextPass:
-    """A chunk of text, row by row, through the module's own code for many tokens.
+    """Runs a chunk of text, row by row, with the module's own code for many tokens.
 
     Args:
-        begin: per row, tokens before the chunk.
-        counts: per row, tokens without padding; states do not read padding.
+        begin: per row, number of tokens before the chunk.
+        counts: per row, number of tokens without padding; states do not read padding.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class TextPass:
             if count <= 0:
                 continue
             states = [state[row : row + 1].clone() for state in own_states] if start else None
-            # Some modules read the beginning of a text in one pass, and later tokens one at a time.
+            # Some modules can read several tokens at once only at the beginning of a text; they read later tokens one at a time.
             whole = states is None or getattr(module, CONTINUES_ATTRIBUTE)
             for first, last in [(0, count)] if whole else [(i, i + 1) for i in range(count)]:
                 cache, own = cache_of(specs, states)
@@ -155,7 +156,7 @@ class _OneLayer(list):
 
 
 def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tuple[Cache, LinearAttentionLayer]:
-    """A cache for a call of a module, and its layer. states: ``[M, …]`` each, updated in place; None at the beginning of a text."""
+    """A cache for one call of a module, and the cache's layer. states: ``[M, …]`` each; None at the beginning of a text."""
     layer = LinearAttentionLayer(number_of_states=1 + max(spec.index for spec in specs))
     if states is not None:
         for spec, state in zip(specs, states, strict=True):
@@ -164,14 +165,14 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
             layer.has_previous_state[spec.index] = True
             if spec.part == "conv_states":
                 layer.conv_kernel_size[spec.index] = state.shape[-1]
-            vars(layer).update(dtype=state.dtype, device=state.device)  # their annotations allow None only
+            vars(layer).update(dtype=state.dtype, device=state.device)  # by their annotations they could only be None
     cache = Cache(layers=[])
     cache.layers = _OneLayer([layer])
     return cache, layer
 
 
 def states_in(layer: LinearAttentionLayer, specs: Sequence[StateSpec]) -> list[Tensor]:
-    """The states in a cache after a call."""
+    """The states in the layer of a cache after a call."""
     return [cast(Tensor, getattr(layer, spec.part)[spec.index]) for spec in specs]
 
 
@@ -186,8 +187,8 @@ def tokens_of(args: tuple, keywords: dict[str, Any]) -> Tensor:
 def on_others(
     args: tuple, keywords: dict[str, Any], kind: type[Cache], cache: Cache, tensor: Callable[[Tensor], Tensor]
 ) -> tuple[tuple, dict[str, Any]]:
-    """A module's arguments for a call on other tokens: `cache` replaces a cache of class `kind`, `tensor` is applied to tensors,
-    and masks are removed, because these calls have no padding.
+    """A module's arguments for a call on other tokens: `cache` replaces the cache of class `kind`, `tensor` is applied to tensors, and
+    masks are removed, because these calls have no padding.
     """
 
     def replaced(value: Any) -> Any:
@@ -203,7 +204,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that replaces `plain`, and runs by the pass's :class:`~decoders.engine.model.cache.StatePass`."""
+    """A subclass of `plain` whose modules run as the pass's :class:`~decoders.engine.model.slot_cache.StatePass` says."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]
@@ -223,8 +224,8 @@ def by_node(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
-# Most weights of a recurrent module are in the linear layers that read its input and in the layer that computes its output. These run
-# once for a whole block; the part between them runs level by level. A trial call finds them.
+# Most weights of a recurrent module are in the linear layers that read its input, and in the layer that computes its output. A trial
+# call finds these layers. They run once for a whole block; only the part between them runs level by level.
 
 _STAND_IN = "decoders_stand_in"
 _HOISTED = "decoders_hoisted"
@@ -233,7 +234,7 @@ _HOISTED = "decoders_hoisted"
 def projections(
     module: nn.Module, call: Callable[[Tensor], Tensor], hidden: Tensor
 ) -> tuple[tuple[str, ...], str | None]:
-    """The names of the linear layers that read `hidden`, and of the layer whose output is ``call(hidden)``; each is called once."""
+    """The names of the linear layers that read `hidden`, and of the one whose output is ``call(hidden)``. Each runs once per call."""
     seen: list[tuple[str, Tensor, Tensor]] = []
     handles = [
         child.register_forward_hook(lambda _, args, out, name=name: seen.append((name, args[0], out)))
@@ -253,17 +254,17 @@ def projections(
 
 
 def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
-    """Prepares `module` of a private model for :func:`hoisted`."""
+    """Prepares `module`, a part of our copy of a model, for :func:`hoisted`. names: the result of :func:`projections`."""
     first, last = names
     layers = [module.get_submodule(name) for name in (*first, *([last] if last else []))]
     for layer in layers:
         layer.__class__ = _replaceable(cast(Hashable, type(layer)))
-    # Tuples, so that a copy of the model copies them.
+    # They are kept in tuples, so that a copy of the model copies them.
     setattr(module, _HOISTED, (tuple(layers[: len(first)]), tuple(layers[len(first) :])))
 
 
 class Running:
-    """The current level. nodes: its indices in ``[B·N]``."""
+    """The level that runs now. nodes: see :class:`Level`."""
 
     nodes: Tensor
 
@@ -272,7 +273,7 @@ class Running:
 def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Callable[[Tensor], Tensor]]:
     """Runs the projections of `module` on all `tokens` ``[B, N, H]`` at once, while the module runs level by level inside.
 
-    Yields a function from the module's outputs of all levels, ``[B·N, …]``, to its result.
+    Yields a function that computes the module's result from its outputs of all levels, ``[B·N, …]``.
     """
     first, last = getattr(module, _HOISTED, ((), ()))
     inputs: list[Tensor] = []
@@ -309,7 +310,7 @@ def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Cal
 
 @cache
 def _replaceable(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that replaces `plain`, with a replaceable forward."""
+    """A subclass of `plain` whose ``forward`` can be replaced by a stand-in."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         stand_in = vars(self).get(_STAND_IN)

@@ -1,9 +1,9 @@
-"""Rotary tables that depend on the length of the text: longrope has a table up to the original length and a table beyond, dynamic NTK
-scaling has another table for every length beyond.
+"""Rotary tables that depend on the length of the text. longrope has one table up to the original length and another table beyond it;
+dynamic NTK scaling has a different table for every length beyond it.
 
-transformers chooses the table by the longest position of a pass, drafts and other rows included. A private model gets modules that
-choose the table by the call's *side*: texts up to the first border, up to the second, and so on. A call that stays on its side has
-transformers' tables in every pass.
+transformers chooses the table by the longest position in a pass, drafts and other rows included. In our copy of a model, modules choose
+the table by the call's *side*: side 0 are texts up to the first border, side 1 texts up to the second border, and so on. A call that
+stays on one side gets the tables that transformers would choose for its text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...common.transformers_compat import rope_parameters_of, rope_type_of, set_rope_type
 from ...errors import ContextLengthError, UnsupportedError
 
-#: Rope types with tables that depend on the length → whether all lengths beyond the border share a table.
+#: The rope types whose tables depend on the length; the value says whether all lengths beyond the border share a table.
 VARYING = {"longrope": True, "dynamic": False}
 
 
@@ -28,10 +28,10 @@ class Sides:
     """The lengths at which the rotary tables of a design change.
 
     Attributes:
-        borders: the greatest length of each side, in order; `open` adds a side beyond the last border.
+        borders: the greatest length of each side, in ascending order; if `open`, there is one more side beyond the last border.
         open: whether all texts beyond the last border share a table.
         now: the side of the present pass.
-        flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All private copies of a model share it.
+        flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All our copies of a model share it.
     """
 
     def __init__(self, borders: tuple[int, ...], open: bool, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Sides:
 
     def take(self, side: int) -> None:
         """Sets the side of the next passes."""
-        if side != self.now:  # never while a step is recorded: replays would repeat the change
+        if side != self.now:  # so that no recorded step sets the side, because replays would set it again
             self.now = side
             self.flag.fill_(side)
 
@@ -53,9 +53,9 @@ class Sides:
 
         Args:
             name: the design's name.
-            prompt: tokens of the longest prompt.
-            new_tokens: greatest number of new tokens; the last is never read.
-            cached: number of the prompt's tokens in the caller's cache.
+            prompt: number of tokens of the longest prompt.
+            new_tokens: most new tokens; the last is never run.
+            cached: number of the prompt's tokens in the caller's cache; None without a cache.
         """
         before = self._passed(prompt)
         border = self.borders[min(before, len(self.borders) - 1)]
@@ -65,8 +65,8 @@ class Sides:
         )
         if cached is not None and self._passed(cached) != before:
             raise ContextLengthError(
-                f"{changes} {self.borders[before - 1]} tokens: past_key_values was computed of {cached} with one table, and the prompt "
-                f"has {prompt}. Pass the whole text as input_ids without it, or {otherwise}"
+                f"{changes} {self.borders[before - 1]} tokens: past_key_values was computed with the table for {cached} tokens, and "
+                f"the prompt has {prompt}. Pass the whole text as input_ids without past_key_values, or {otherwise}"
             )
         if before == self._passed(prompt + max(new_tokens - 1, 0)) and (self.open or not before):
             return
@@ -88,16 +88,17 @@ def varies(config: PreTrainedConfig) -> bool:
 
 
 def has_varying_table(module: nn.Module) -> bool:
-    """Whether the forward of `module` writes a table that depends on the length into its attributes."""
+    """Whether ``forward`` of `module` writes a table that depends on the length to attributes of `module`."""
     kind = rope_type_of(module)
     return kind is not None and not VARYING.keys().isdisjoint(kind.values() if isinstance(kind, dict) else (kind,))
 
 
 def take_over(model: PreTrainedModel) -> Sides | None:
-    """Gives a private model rotary modules with tables by side; None if its tables do not depend on the length.
+    """Replaces the rotary modules in our copy of a model by modules with tables by side. Returns the sides; None if the tables do not
+    depend on the length.
 
     Raises:
-        UnsupportedError: the tables do, and no module that computes them was found.
+        UnsupportedError: the tables depend on the length in a way that sides cannot express, or no module computes them.
     """
     config = model.config.get_text_config(decoder=True)
     if not varies(config):
@@ -121,7 +122,7 @@ def take_over(model: PreTrainedModel) -> Sides | None:
 
 
 def with_own_tables(model: nn.Module) -> None:
-    """Copies the buffers of a private model's modules whose forward writes its table."""
+    """Copies the buffers of all modules in our copy of a model whose ``forward`` writes its table to them."""
     for module in model.modules():
         if has_varying_table(module):
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -129,7 +130,7 @@ def with_own_tables(model: nn.Module) -> None:
 
 
 def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """A design's rope types, each with the greatest length of its first table."""
+    """Yields a design's rope types, each with the greatest length for which its first table is used."""
     for parameters in rope_parameters_of(config):
         kind = str(parameters.get("rope_type", parameters.get("type", "default")))
         context = int(getattr(config, "max_position_embeddings", None) or (1 << 31))
@@ -147,7 +148,7 @@ def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
 
 
 class SidedRotary(nn.Module):
-    """A rotary module with the present side's table for all positions. module: the original, with tables by longest position."""
+    """A rotary module that uses the present side's table for all positions. module: the module that it replaces."""
 
     flag: Tensor
 
@@ -164,7 +165,7 @@ class SidedRotary(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # some designs read attributes of the module
+        except AttributeError:  # some designs read attributes of the replaced module
             return getattr(cast(nn.ModuleList, super().__getattr__("sides"))[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +176,7 @@ class SidedRotary(nn.Module):
         return table
 
     def _of_side(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The table as if the longest text of the pass were on side `number`."""
+        """The table that the replaced module would return if the longest text of the pass were on side `number`."""
         module = self.sides[number]
         if self._settled[number]:
             return module(*args, **kwargs)
@@ -192,7 +193,7 @@ class SidedRotary(nn.Module):
         return _each(lambda values: values[..., :-1, :], table)
 
     def _settle(self, number: int) -> bool:
-        """Fixes the table of a side, so that passes neither compute nor write it; returns whether this is possible."""
+        """Fixes the table of side `number`, so that passes neither compute nor write it. Returns whether this is possible."""
         module, kind = self.sides[number], rope_type_of(self.sides[number])
         if kind is None:
             return False
@@ -210,7 +211,7 @@ class SidedRotary(nn.Module):
                     break
             else:
                 return True
-        except Exception:  # an unknown module
+        except Exception:  # a module of an unknown design may raise anything
             pass
         set_rope_type(module, kind)
         return False

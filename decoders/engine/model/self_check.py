@@ -1,4 +1,4 @@
-"""Creates a model's target with kernels that work on this machine, and checks it against the model before its first use."""
+"""Creates a model's target with kernels that work on this machine, and compares its logits with the model's before its first use."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec, move_slots
 from .invariance import brief_check
 from .kept_checks import KeptCheck
-from .kernels import attention as kernel
-from .kernels import interpreted
+from .kernels import chosen, interpreted
 from .kernels.ahead import compile_kernels
 from .layout import refusing
 from .target import Target
@@ -38,23 +37,23 @@ from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
 
 _log = logging.getLogger("decoders")
-#: A check is logged if it takes longer than this (seconds).
+#: A check that takes longer than this many seconds is logged.
 NOTEWORTHY = 2.0
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
-    """The target, with this package's kernels if they are chosen, fit, and give right logits, else with PyTorch's.
+    """The target of `model`: with this package's kernels if they are chosen, fit and compute the right logits; else with PyTorch's.
 
-    A kernel that fails gives a warning, and a text in :attr:`Target.rejected`.
+    A kernel that fails gives a warning, and the reason is in :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>`.
 
     Raises:
-        UnsupportedError: see :class:`Target`; or its logits from a tree differ from a plain forward's.
+        UnsupportedError: see :class:`Target`; or the target's logits for a tree differ from the model's.
     """
     with devices.current(model.device):
-        if attends == "triton" or kernel.preferred(model.device) is None:
+        if attends == "triton" or chosen.preferred(model.device) is None:
             return _checked(model, attends, precision)
         inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
-        if model.device.type == "cpu":  # the setting has no effect there
+        if model.device.type == "cpu":  # exact_products has no effect on a CPU
             inexact = precision
         every: list[tuple[Attention, Precision]]
         every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
@@ -66,10 +65,10 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
                 break
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # Triton may raise anything, without a C compiler for example
+            except Exception as error:  # Triton may raise anything, for example without a C compiler
                 rejected = rejected or f"{type(error).__name__}: {error}"
         else:
-            target = _checked(model, *last)  # raises for faults of the model itself
+            target = _checked(model, *last)  # this raises if the model itself is at fault
         if rejected is not None:
             rejected = f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
             target.checks = replace(target.checks, rejected=rejected)
@@ -106,7 +105,7 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     return target
 
 
-#: Tokens of a branch after the text, whose logits are compared.
+#: Number of tokens of a branch behind the text whose logits are compared.
 LONGEST_BRANCH = 3
 
 
@@ -115,9 +114,9 @@ class Sizes:
     """Sizes of a check.
 
     Attributes:
-        texts: tokens of each row, the longest first.
-        trees: number and length of the branches of each verified block.
-        reach: the check shortens longer windows and chunks of layers to this, so that texts exceed them.
+        texts: number of tokens of each row, the longest row first.
+        trees: for each verified block, the number and the length of its branches.
+        reach: the check shortens windows and chunks of layers to at most this, so that its short texts exceed them.
     """
 
     texts: tuple[int, ...]
@@ -125,40 +124,39 @@ class Sizes:
     reach: int
 
     def within(self, context: int) -> Sizes:
-        """The same for a model with `context` positions: texts leave room for a branch."""
+        """These sizes for a model with `context` positions, with texts so short that a branch fits behind them."""
         longest = max(context - LONGEST_BRANCH, 2)
         return replace(self, texts=tuple(min(count, longest - row) for row, count in enumerate(self.texts)))
 
 
-#: On the CPU a check must be quick, because processes begin with a check: two short texts, a block of 16 nodes.
+#: On the CPU the check has two short texts and a block of 16 nodes. It must be quick, because processes begin with it.
 ON_CPU = Sizes((16, 8), ((5, 3),), 6)
-#: On CUDA, texts exceed a bucket and a split of the attention kernel, and blocks have up to 64 nodes, as in calls: a kernel that is
-#: right at small sizes may be wrong at these.
+#: On CUDA, texts exceed a bucket and a split of the attention kernel, and blocks have up to 64 nodes, as in calls. A kernel that is
+#: right at small sizes may be wrong at these sizes.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
 def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
-    """Reads texts, verifies trees after them, and compares with plain forwards of `model`, to find faults that no config shows.
+    """Reads texts, verifies trees behind them, and compares the logits with the model's own. This finds faults that no config shows.
 
     Returns:
-        the greatest length of texts for which the check is valid; None: any.
+        the greatest length of texts for which the check is valid; None for any length.
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
     """
-    reference = share_weights(model)  # in evaluation mode, whatever the mode of the user's model
+    reference = share_weights(model)  # the copy is in evaluation mode, whatever the mode of the user's model
     rope.with_own_tables(reference)
-    scheme = target.precision.weights if target.precision.weights != "16bit" else None  # has the same numbers
+    scheme = target.precision.weights if target.precision.weights != "16bit" else None  # the copy has the same numbers
     quantize(reference, scheme, reference.get_output_embeddings(), groups=target.products.groups)
     layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
     sizes = sizes.within(target.lengths.most)
-    if target.recurrent:  # rows of different lengths would be read one by one
+    if target.recurrent:  # one row is enough, because rows of different lengths would be read one by one
         sizes = replace(sizes, texts=sizes.texts[-1:])
-    if (
-        target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]
-    ):  # longer texts are possible in a single row only
+    # A longer text than this is only possible in a single row.
+    if target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]:
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
         difference, longest = _difference(target, reference, layout, sizes), None
@@ -175,7 +173,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
-    """Describes how the target's logits differ from `reference`'s; None if they differ by rounding only."""
+    """Says how the logits of `target` and `reference` differ; None if they differ only by rounding."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
     target.take_side(target.side_of(max(map(len, ids))))
@@ -198,7 +196,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
 
 
 def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
-    """Pseudo-random token ids: each row's text and its continuation by the longest branch."""
+    """Pseudo-random token ids: for each row a text, continued by the longest branch."""
     ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
     return [
         ids[row * 1000 :][: count + LONGEST_BRANCH] % target.vocabulary.embeddings
@@ -207,8 +205,8 @@ def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
 
 
 def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tensor]:
-    """``[LONGEST_BRANCH + 1, V]`` float32 per text, the logits after its last tokens; padding is on the right."""
-    # Not padded with 0, because a design may detect its padding token itself.
+    """``[LONGEST_BRANCH + 1, V]`` float32 per text, the logits after the text's last tokens. Padding is on the right."""
+    # The padding is an ordinary token, not 0, because a design may detect its padding token by itself.
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=float(texts[0][0]))
     count, longest = LONGEST_BRANCH + 1, tokens.shape[1]
     behind = [longest - len(text) for text in texts]
@@ -222,7 +220,7 @@ def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tenso
 def _tree_logits(
     target: Target, layout: list[LayerSpec], ids: list[Tensor], sizes: Sizes
 ) -> Iterator[tuple[int, Tensor]]:
-    """Per block, its number of nodes and the logits ``[B, D, V]`` float32 along its last branch, from the root on."""
+    """Yields, for each block, its number of nodes, and the logits ``[B, D, V]`` float32 along its last branch, root included."""
     device, rows, longest = target.device, len(ids), sizes.texts[0]
     slots = slots_for(longest, target.static)
     view, start = torch.arange(slots, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
@@ -245,7 +243,7 @@ def _tree_logits(
 
 
 def check_moves(target: Target) -> None:
-    """Raises UnsupportedError if a kernel of ours moves slots, and moves them to other places than plain copies do."""
+    """Raises UnsupportedError if a kernel of ours moves slots, and its results differ from plain copies."""
     buffers = target.buffers(2, 64)
     if buffers.places is None:
         return
@@ -269,7 +267,7 @@ def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
 
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
-    """Runs the passes of a check, and with one row, to compile kernels. twin: a private copy, because modules may keep results."""
+    """Runs the passes of a check with one row and with two, to compile kernels. twin: a copy, because modules may keep results."""
     _move_some(twin.buffers(2, 64), twin.device)
     sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):
@@ -283,7 +281,7 @@ REACHES = ("sliding_window", "attention_chunk_size")
 
 @contextmanager
 def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
-    """Limits windows and chunks of `target` and `reference` to `sizes.reach` inside. `reference` and its config are private."""
+    """Limits windows and chunks of `target` and `reference` to `sizes.reach`, within the context. `reference` must be our copy."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
     usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
     kinds = target.attending.kinds
@@ -300,7 +298,7 @@ def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> 
 
 
 def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
-    """Whether shorter windows in the config of `reference` change its logits; some designs read them only at construction."""
+    """Whether shorter windows in the config of `reference` change its logits. Some designs read windows only at construction."""
     text = _texts(target, sizes)[:1]
     usual = _plain_logits(reference, text)[0]
     with _short_windows(target, reference, sizes):
@@ -309,9 +307,9 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
 
 @torch.no_grad()
 def can_mix(target: Target) -> bool:
-    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) equals separate passes of the rows and of the prompt.
+    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives the results of separate passes over the rows and the prompt.
 
-    True for designs that call transformers' attention function by name, False for designs with other attention code.
+    It does for designs that call transformers' attention function by name, and does not for designs with other attention code.
     """
     if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
         return False
@@ -325,7 +323,7 @@ def can_mix(target: Target) -> bool:
     given = PassInput(nodes, base, tree, rows.of_rows(0, 2), view)
     try:
         ours = mixed.forward(target, given, piece)
-    except Exception:  # the model's own attention may raise anything for this mask
+    except Exception:  # a model's own attention code may raise anything for this mask
         return False
     written = [tensor[2:].clone() for tensor in rows.tensors]
     plain = target.forward(given)
@@ -338,10 +336,9 @@ def can_mix(target: Target) -> bool:
 
 
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
-    """``[count, V]`` float32, the model's own logits after `count` tokens of `ids` ``[1, T]`` from `begin` on, a pass per token.
+    """``[count, V]`` float32, the model's own logits after `count` tokens of `ids` ``[1, T]`` from `begin` on, with a pass per token.
 
-    Recurrent layers may use other equations for a text in one pass (Nemotron-H bounds time steps there) than for the single tokens of
-    generation.
+    Recurrent layers may use other equations for single tokens than for a text in one pass, where Nemotron-H bounds time steps.
     """
     out, logits = model(input_ids=ids[:, :begin], use_cache=True), []
     for place in range(begin, begin + count):

@@ -1,4 +1,4 @@
-"""Finds the modules of a model that keep recurrent states, by a trial pass, and checks that they can continue a state."""
+"""Finds the modules of a model that keep recurrent states, with a trial pass, and checks that they can continue a state."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from .recurrent import (
     tokens_of,
 )
 
-#: Number of layers of the probe's cache, over which a model may iterate.
+#: Number of layers of the probe's cache. It is limited, because a model may iterate over the layers.
 MOST_LAYERS = 4096
-#: Tokens of a trial.
+#: Number of tokens of a trial text.
 TRIED = 6
-#: Tolerated relative difference between reading a text in one piece and in two, in float32 and in lower precision.
+#: Tolerated relative difference between reading a text in one piece and in two pieces, in float32 and in lower precision.
 IN_PIECES, LOW_IN_PIECES = 1e-3, 2e-2
-#: The same between one piece and token by token, where some designs use other equations: Nemotron-H and Zamba2 differ by 3e-2.
+#: Tolerated relative difference between reading a text in one piece and token by token. Some designs use other equations for single
+#: tokens: Nemotron-H and Zamba2 differ by 3e-2.
 TOKEN_BY_TOKEN = 0.1
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A module that keeps states, with its arguments in a trial pass. layer: index of its states in the cache."""
+    """A module that keeps states, with its arguments in a trial pass. layer: the cache's layer that holds the states."""
 
     layer: int
     module: nn.Module
@@ -74,7 +75,7 @@ class Recurrent:
         """Whether the module can continue a text with several tokens at once.
 
         Raises:
-            UnsupportedError: its results differ if it reads a text token by token.
+            UnsupportedError: the module's results for a text differ if it reads the text token by token.
         """
         like, generator = self.tokens, torch.Generator().manual_seed(0)
         hidden = torch.randn(1, TRIED, like.shape[2], generator=generator, device="cpu").to(like)
@@ -87,8 +88,8 @@ class Recurrent:
                 given.append(self(hidden[:, done : done + count], cache))
                 if not isinstance(given[-1], Tensor):
                     raise UnsupportedError(
-                        f"{type(self.module).__name__} keeps a recurrent state and gives more than hidden states, which nodes of a "
-                        "block would need of their parent. Call generate without strategy=."
+                        f"{type(self.module).__name__} keeps a recurrent state and returns more than hidden states: the loop cannot "
+                        "run it node by node. Call generate without strategy=."
                     )
                 states, done = states_in(own, self.states), done + count
             return [torch.cat(given, dim=1), *(states or ())]
@@ -105,8 +106,8 @@ class Recurrent:
         one_by_one = read([1] * TRIED, zero), read([half, *[1] * (TRIED - half)])
         if not all(same(other, TOKEN_BY_TOKEN) for other in one_by_one):
             raise UnsupportedError(
-                f"{type(self.module).__name__} does not continue its own recurrent state token by token, so nodes of a block cannot be "
-                "given their parent's. Call generate without strategy=."
+                f"{type(self.module).__name__} does not continue its own recurrent state token by token, so a node of a block cannot "
+                "continue its parent's state. Call generate without strategy=."
             )
         return same(
             read([half, TRIED - half]), IN_PIECES if like.dtype in (torch.float32, torch.float64) else LOW_IN_PIECES
@@ -140,7 +141,7 @@ class StateProbe(LayoutProbe):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Tracks the running module."""
+        """Tracks which module of `model` runs."""
 
         def begins(module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
             self._running.append((module, args, keywords))
@@ -168,7 +169,7 @@ class _Noting(list):
 
     @functools.cached_property
     def _usual(self) -> list[Any]:
-        """The layers of transformers' own cache, if it creates them in advance."""
+        """The layers of transformers' own cache; empty if it cannot create them in advance."""
         try:
             return list(DynamicCache(config=self._config).layers)
         except (KeyError, TypeError, ValueError):
@@ -200,7 +201,7 @@ def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttention
 
 
 def may_keep_states(model: PreTrainedModel) -> bool:
-    """Whether the config or transformers says that some layers keep a recurrent state."""
+    """Whether the config, or transformers, says that some layers keep a recurrent state."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return keeps_recurrent_state(model) or bool(
         {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"} & set(types)
@@ -208,16 +209,17 @@ def may_keep_states(model: PreTrainedModel) -> bool:
 
 
 def adopt(entries: Sequence[Recurrent]) -> bool:
-    """Makes recurrent modules of a private model run by the pass's :class:`~decoders.engine.model.cache.StatePass`. Returns whether
-    all of them can continue a text with several tokens. Raises UnsupportedError if a module does not fit.
+    """Makes the recurrent modules in our copy of a model run as a :class:`~decoders.engine.model.slot_cache.StatePass` says.
+
+    Returns whether all of them can continue a text with several tokens. Raises UnsupportedError if a module does not fit.
     """
     tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
     for recurrent in entries:
         module = recurrent.module
         if "forward" in vars(module):
             raise UnsupportedError(
-                f"the forward of {type(module).__name__}, which keeps a recurrent state, was replaced: nodes of a block cannot be "
-                "given their own states. Call generate without strategy=."
+                f"the forward of {type(module).__name__}, which keeps a recurrent state, was replaced: the loop cannot run it node by "
+                "node. Call generate without strategy=."
             )
         kind = type(module), recurrent.states
         if kind not in tried:

@@ -1,4 +1,4 @@
-"""Finds the tensors inside a strategy's state, compares them with another call's, and copies its values in."""
+"""Finds the tensors inside a strategy's state, compares them with the tensors of another call's state, and copies values over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...tree import Topology
 
-#: Types of objects that are compared by identity and not searched.
+#: Types of objects that are not searched for tensors.
 _OPAQUE = (
     nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.device, torch.dtype,
     str, bytes, int, float, bool, complex, type(None), Topology,
@@ -20,7 +20,7 @@ _OPAQUE = (
 
 
 class SameObject:
-    """A value that must be the same object in a later call; it is not searched."""
+    """Wraps a value that must be the same object in a later call. It is not searched for tensors."""
 
     __slots__ = ("thing",)
 
@@ -35,10 +35,10 @@ class SameObject:
 
 
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All parts of `root` by path: tensors, and other values.
+    """All parts of `root` by path: first the tensors, then the other values.
 
-    Searches lists, tuples, dicts and attributes of plain objects, not functions, modules and classes. Of an object with a method
-    `static_parts`, searches the method's result.
+    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. For an object with a
+    method `static_parts`, the method's result is searched instead.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -74,24 +74,24 @@ def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]
 class StaticInputs:
     """The tensors in `root` that a recording reads and writes.
 
-    Another call's state fits if it has the same parts: tensors of equal shape, dtype and device, and equal other values. A state never
-    fits if it has an object that every call creates and that cannot be searched, a closure for example: then every call records its
-    steps, which is slower.
+    The state of another call fits if it has the same parts: tensors of equal shape, dtype and device, and equal other values. It never
+    fits if it contains an object that every call creates anew and that cannot be searched, such as a closure. Then every call records
+    its own steps, which is slower.
     """
 
     def __init__(self, root: Any) -> None:
-        self.root = root  # keeps objects alive, which are compared by identity
+        self.root = root  # this keeps the objects alive, because they are compared by identity
         self.tensors, self.others = find_tensors(root)
 
     @property
     def settled(self) -> bool:
-        """Whether `root` still has these tensors. If steps have replaced any, another call's values cannot be loaded."""
+        """Whether `root` still has these tensors. If steps have replaced any of them, another call's values cannot be loaded."""
         tensors, _ = find_tensors(self.root)
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
-        """Copies the values of `root`'s tensors in; returns False, without copying, if it does not fit."""
+        """Copies the values of the tensors in `root` to these tensors. Returns False, without copying, if `root` does not fit."""
         tensors, others = find_tensors(root)
         if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():
             return False
@@ -103,17 +103,17 @@ class StaticInputs:
         return True
 
     def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Copies the values of `tensors` in; they come from :func:`find_tensors` of a state that fits."""
+        """Copies the values of `tensors` to these tensors. tensors: found by :func:`find_tensors` in a state that fits."""
         _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """The reverse of :meth:`load`: copies the present values into `root`, which fits."""
+        """The reverse of :meth:`load`: copies the values of these tensors to those in `root`, which must fit."""
         tensors, _ = find_tensors(root)
         _copy_all(tensors, self.tensors, copy)
 
 
 def copied(value: Any) -> Any:
-    """`value` with copies of its tensors. Tensors that share a buffer share a copy of it."""
+    """`value` with copies of its tensors. The copies of tensors that share a buffer share a copy of the buffer."""
     tensors, _ = find_tensors(value)
     buffers = {buffer.data_ptr(): buffer.clone().untyped_storage() for buffer in _whole_buffers(tensors)[0].values()}
     return _copied(value, buffers)
@@ -134,7 +134,7 @@ def _copied(value: Any, buffers: Mapping[int, torch.UntypedStorage]) -> Any:
 
 
 def _whole_buffers(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple, Tensor], list[str]]:
-    """Groups tensors that together fill a buffer, so that one copy moves all.
+    """Finds tensors that together fill a buffer, so that they can be copied at once.
 
     Returns:
         the buffers, as bytes, by the layout of their parts; and the paths of all other tensors.
@@ -198,7 +198,7 @@ def _equal(own: Any, other: Any) -> bool:
 
 
 def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` without the repetitions of dimensions that `like` expands, because expanded tensors cannot be written."""
+    """`tensor` with size 1 in the dimensions that `like` expands, because expanded tensors cannot be written."""
     like = tensor if like is None else like
     for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if stride == 0 and size > 1:

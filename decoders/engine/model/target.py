@@ -1,4 +1,4 @@
-"""The target model as the loop sees it: many nodes in, logits out, keys and values in numbered slots."""
+"""The target model as the loop sees it: a pass takes nodes, returns logits, and writes keys and values to numbered slots."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
 from . import attention, buckets, experts, own_masks, recurrent, rope
-from .blocks import LeadingText, PassInput, causal_block
-from .cache import CacheBuffers, SlotCache, StatePass
+from .blocks import LeadingText, PassInput, causal_block, ending
+from .cache import CacheBuffers
 from .facts import Attending, Checks, Lengths, Products, Vocabulary
-from .features import OutputHead, Taps
+from .features import Taps
 from .kernels import attention as kernel
+from .kernels.chosen import kernel_for
 from .layout import backbone_of, context_length, probe_layout, refuse_unfit, shared_inputs
+from .output_head import OutputHead
 from .ranks import Ranks
+from .slot_cache import SlotCache, StatePass
 from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
@@ -47,7 +50,7 @@ class ForwardResult:
     Attributes:
         logits: ``[B, N, V]`` float32.
         hidden: ``[B, N, H]``, the output head's input.
-        layers: ``[B, N, T, H]``, outputs of the watched layers, None without any.
+        layers: ``[B, N, T, H]``, outputs of the ``T`` watched layers; None if no layer is watched.
     """
 
     logits: Tensor
@@ -55,14 +58,14 @@ class ForwardResult:
     layers: Tensor | None = None
 
     def behind(self, count: int) -> ForwardResult:
-        """The same results without the hidden states of the first `count` nodes, for which there are no logits."""
+        """These results without the hidden states of the first `count` nodes. Call it if these nodes have no logits."""
         if not count:
             return self
         layers = self.layers[:, count:] if self.layers is not None else None
         return ForwardResult(self.logits, self.hidden[:, count:], layers)
 
     def followed_by(self, other: ForwardResult) -> ForwardResult:
-        """These nodes and, behind them, those of `other`."""
+        """The results of these nodes, followed by the results of the nodes of `other`."""
         own, others = self.layers, other.layers
         layers = torch.cat([own, others], 1) if own is not None and others is not None else None
         logits, hidden = torch.cat([self.logits, other.logits], 1), torch.cat([self.hidden, other.hidden], 1)
@@ -70,33 +73,33 @@ class ForwardResult:
 
 
 class Target:
-    """A causal language model with the user's weights on a private module tree.
+    """A causal language model for the loop: our copy of the user's model, with the user's weights.
 
-    :func:`~decoders.engine.model.self_check.target_of` creates one that is checked.
+    Use :func:`~decoders.engine.model.self_check.target_of` to create a target that is checked.
 
-    The private tree shares every parameter with `model` but has its own config, so that our attention function does not affect a
-    plain ``model.generate`` that another thread may be running. Its linear layers read the user's weights where they are.
+    The copy has its own modules and config but shares every parameter with `model`. So our attention function does not affect a plain
+    ``model.generate`` that another thread may be running.
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded to buckets.
-        precision: of the matrices and of the cache, where it differs from the model's.
-        vocabulary: the tokens that it reads and writes.
-        attending: how its layers attend.
-        products: how its matrices are multiplied.
-        lengths: how its results depend on the length of a text.
-        checks: the results of the checks made when it was created.
+        precision: precision of the matrices and of the cache, where it differs from the model's.
+        vocabulary: the tokens that the model reads and writes.
+        attending: how the layers attend.
+        products: how matrices are multiplied.
+        lengths: how results depend on the length of a text.
+        checks: the results of the checks made when the target was created.
         weights: the state of the weights from which kept texts and quantized matrices were computed.
-        rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
-            last bit may change a rounded value.
-        recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
-        continues: whether these can read a text in several passes.
-        taps: the outputs besides logits that a pass keeps.
-        multiple: blocks and chunks of text have a multiple of so many nodes. More than 1 where bits matter and depend on the slots of a
-            path, too: then what was accepted on a branch is run again in its own slots.
-        ranks: the processes that share its weights.
+        rounds: whether intermediate values are rounded (activations, keys or values are quantized, or float32 products use
+            TensorFloat-32), so that a difference in the last bit may become larger.
+        recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`); with such layers the model runs uncompiled.
+        continues: whether the recurrent layers can read a text in several passes.
+        taps: keep the outputs of a pass besides logits.
+        multiple: the numbers of nodes in blocks and chunks of text are multiples of this. It is more than 1 if bits matter and depend
+            on the slots of a path. Tokens accepted on a branch are then run again in their own slots.
+        ranks: the processes that share the weights.
 
     Raises:
-        UnsupportedError: the model's design does not fit the loop. A kernel that does not run may raise any error.
+        UnsupportedError: the model's design does not fit the loop. A kernel that does not run may raise any exception.
     """
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
@@ -105,8 +108,8 @@ class Target:
         self.precision, self.ranks, self.checks = precision, Ranks.of(model), Checks()
         if self.ranks.several and precision.weights is not None:
             raise UnsupportedError(
-                f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
-                "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
+                f"weights={precision.weights!r}: {self.ranks.size} processes share the weights of {type(model).__name__}, and parts of "
+                "matrices cannot be quantized. Leave weights='keep'; kv_cache='int8' works"
             )
         self.static = devices.static_shapes(model.device)
         kinds, kind_of_layer = attention.layer_kinds(model.config)
@@ -141,43 +144,27 @@ class Target:
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
-        ours = self._kernel_for(attends, len(layout.groups))
+        ours = kernel_for(attends, self.layout, len(layout.groups), type(self.model).__name__)
         if ours is not None:
             self._attend_by(ours)
         in_levels = self.attends == "cpu" and layout.as_stored
         self.attending = replace(self.attending, group=group, in_levels=in_levels)
-        if ours == "triton" and self.products.few_rows and not self.recurrent:
-            fuse_blocks(decoder_layers(self.model), self._read_few)
+        if ours is not None and (self.products.few_rows or quantized.layers) and not self.recurrent:
+            fuse_blocks(decoder_layers(self.model), ours, self._read_few)
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        # PyTorch's attention alone needs it. To fill a multiple, committed tokens are run again, which recurrent states do not allow.
+        # Only PyTorch's attention needs multiples. To fill a multiple, committed tokens run again, which recurrent states do not allow.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
-    def _kernel_for(self, wanted: Attention, own_layers: int) -> kernel.Kernel | None:
-        """Our kernel that computes attention, None for PyTorch's. own_layers: number of layers that call the configured attention.
-
-        Raises:
-            UnsupportedError: the kernel was asked for by name and does not fit.
-        """
-        ours = kernel.preferred(self.device) if wanted == "auto" else None if wanted == "sdpa" else wanted
-        if ours is None:
-            return None
-        unfit = kernel.unfit(ours, self.layout, own_layers, self.device)
-        if unfit is not None and wanted == "triton":
-            raise UnsupportedError(
-                f"attention='triton' does not fit {type(self.model).__name__}: {unfit}; leave 'auto'"
-            )
-        return ours if unfit is None else None
-
     def _few_tokens(self) -> PassInput:
-        """A pass over four tokens of one row, for checks."""
+        """The input of a pass over four tokens of one row, for checks."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
         return PassInput(tokens, start, tree, self.buffers(1, 16), torch.arange(8, device=self.device))
 
     def _read_few(self, watch: Callable[[SlotCache], None]) -> None:
-        """Runs a pass over a few tokens. watch: called with its cache before the pass."""
+        """Runs a pass over a few tokens. watch: called before the pass with the cache that it uses."""
         given = self._few_tokens()
         inputs = self.inputs(given.nodes, given.base, given.tree, given.buffers, given.view)
         watch(inputs[self._cache_keyword])
@@ -189,14 +176,14 @@ class Target:
         name, most = type(self.model).__name__, self.checks.longest
         if most is not None and longest > most:
             raise ContextLengthError(
-                f"{name} sees other tokens than the window in its config says, so no more than the {most} tokens of that "
-                f"window can be decoded as it would, and {longest} are asked for: ask for fewer, or call generate without strategy=."
+                f"{name} does not look back as its config's window says, so the loop can decode at most the {most} tokens of "
+                f"that window, and {longest} are asked for: ask for fewer, or call generate without strategy=."
             )
         if self.lengths.counted is not None:
             self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
-        """The side of a text of `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 where there is one side."""
+        """The side of a text of `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 if there are no sides."""
         return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
 
     def take_side(self, side: int) -> None:
@@ -210,7 +197,7 @@ class Target:
         attention.tell_kinds(self.model, kinds, self.attending.kind_of_layer)
 
     def kind_of(self, layer: int) -> attention.LayerKind:
-        """How far a decoder layer looks back."""
+        """The kind of a decoder layer, which says how far the layer looks back."""
         return self.attending.kinds[self.attending.kind_of_layer[layer]]
 
     def _attend_by(self, attends: Literal["sdpa", "triton", "cpu"]) -> None:
@@ -230,15 +217,15 @@ class Target:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the decoder layers whose outputs are in its results, see :meth:`watching`."""
+        """Indices of the decoder layers whose outputs the target's results contain, see :meth:`watching`."""
         return self.taps.layers
 
     @property
     def uncompiled(self) -> str | None:
-        """Why no pass is compiled; None where passes may be."""
+        """Why no pass can be compiled; None if passes can be compiled."""
         name = type(self.model).__name__
         if self.recurrent:
-            return f"{name} keeps recurrent states: its blocks run level by level, as their tree says, which is no graph for every tree"
+            return f"{name} keeps recurrent states: its blocks run level by level, so every shape of tree would need another graph"
         if not devices.compiles(self.device):
             return f"{name} is on {self.device.type!r}, and passes are compiled for {' and '.join(devices.TRIED)} only"
         return None
@@ -254,10 +241,7 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether blocks of so many rows may have one node in each, with the same bits as in longer blocks.
-
-        False where sizes are static.
-        """
+        """Whether blocks of `rows` rows may have one node in each, with the bits of larger blocks. False if sizes are static."""
         if self.static:
             return False
         if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
@@ -266,12 +250,12 @@ class Target:
         return (rows > 1 and not self.rounds) or (invariance is not None and invariance.single)
 
     def buffers(self, rows: int, slots: int) -> CacheBuffers:
-        """Empty rows."""
+        """A new cache for `rows` rows with `slots` slots each."""
         placeholders = self.vocabulary.placeholders is not None
         return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
-        """The same model on another module tree with the same weights, quantized ones included. layers: as in :meth:`watching`."""
+        """A target with another copy of the model's modules and the same weights, quantized or not. layers: see :meth:`watching`."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -279,17 +263,17 @@ class Target:
         return twin
 
     def copied(self) -> PreTrainedModel:
-        """Another module tree without our hooks."""
+        """Another copy of the modules, without our hooks."""
         model = share_weights(self.model, self.matrices)
         self.taps.unwatch(model)
         return model
 
     @torch.no_grad()
     def output_head(self) -> OutputHead:
-        """The output head, without the rest of the model.
+        """The output head, without the model's other layers.
 
         Raises:
-            UnsupportedError: its logits differ from the model's.
+            UnsupportedError: the head's logits differ from the model's.
         """
         head = OutputHead(self.copied())
         result = self.forward(self._few_tokens())
@@ -297,16 +281,16 @@ class Target:
         return head
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The input embedding of `tokens`; ids outside the vocabulary are read as some token."""
+        """The input embeddings of `tokens`. Ids outside the vocabulary get the embedding of an arbitrary token."""
         return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.vocabulary.embeddings - 1)))
 
     def watching(self, layers: tuple[int, ...]) -> Target:
-        """A :meth:`sibling` whose results contain the outputs of these decoder layers; it needs a graph of its own."""
+        """A :meth:`sibling` whose results contain the outputs of the decoder layers `layers`. It needs another graph."""
         return self.sibling(layers)
 
     def renew(self, weights: WeightState) -> bool:
-        """Copies the present weights again, in place: compiled code and recorded steps see the new values. Returns False if a copy in
-        16 bits no longer holds its weight.
+        """Computes quantized matrices again from the present weights, in place, so that compiled code and recorded steps see the new
+        values. Returns False if a copy in 16 bits can no longer represent its weight.
         """
         if not self.products.quantized.renew():
             return False
@@ -314,7 +298,7 @@ class Target:
         return True
 
     def _quick(self) -> AbstractContextManager:
-        """Inference mode, in which operations cost less, for passes that are neither compiled nor recorded."""
+        """Inference mode, in which operators cost less, for passes that are neither compiled nor recorded."""
         seen = self.static or torch.compiler.is_dynamo_compiling()
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
@@ -323,13 +307,13 @@ class Target:
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
-            # Some designs read more of a token than its embedding: drafts get a pass of their own, with ids, where that is possible.
+            # Some designs read more of a token than its embedding. So, if possible, drafts run in a separate pass with token ids.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
                 first = self.forward(given._replace(nodes=nodes[:, :count], tree=begin))
                 drafts = given._replace(nodes=nodes[:, count:], text=LeadingText(), root=None)
                 return first.followed_by(self.forward(drafts))
-            # Its place may hold -1, which would be taken for a node without a draft token and left out.
+            # The root's id may be -1. It would then count as a node without a draft token, and not run.
             nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
         inputs = self.inputs(nodes, given.base, given.tree, given.buffers, given.view, text if text.length else None)
         if root is not None:
@@ -340,7 +324,7 @@ class Target:
         return self.results(inputs, kept).behind(text.length)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
-        """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
+        """Writes keys and values of `tokens` ``[B, N]`` to the slots from `start` ``[B]`` on, without logits. latest: `start.max()`."""
         with self._quick():
             self.backbone(**self._text_inputs(tokens, start, buffers, view, latest))
         if self.taps.states is not None:
@@ -350,10 +334,9 @@ class Target:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """As :meth:`prefill`, with results for all tokens; without `logits` only the first token gets logits.
+        """:meth:`prefill` with results for all tokens. Without `logits` only the first token gets logits.
 
-        Args:
-            valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
+        valid: ``[B, N]`` bool, which tokens belong to the row's text; the other tokens are padding behind it.
         """
         inputs = self._text_inputs(tokens, start, buffers, view, latest, valid)
         return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
@@ -361,8 +344,7 @@ class Target:
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
         """The model's results for `inputs`, as ordinary tensors, which strategies and compiled functions can use.
 
-        Args:
-            kept: ``[K]`` int64, the nodes that get logits; None: all.
+        kept: ``[K]`` int64, the nodes that get logits; None for all.
         """
         self.taps.head.let_read(kept)
         with self._quick():
@@ -373,7 +355,7 @@ class Target:
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
     ) -> dict:  # fmt: skip
-        """:meth:`inputs` for a chunk of text, which recurrent layers read in another way than a block of nodes."""
+        """:meth:`inputs` for a chunk of text. Recurrent layers read text in another way than a block of nodes."""
         rows, count = tokens.shape
         text_pass = None
         if buffers.states is not None:
@@ -392,8 +374,8 @@ class Target:
         if text_pass is None and buffers.states is not None:
             specs = [spec.states for spec in self.layout]
             states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
-        offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
-        slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
+        offsets, visible = ending(tree.offsets, n), ending(tree.visible, n)
+        slots = base[:, None] + ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
         if self.attends != "sdpa":
             whole_text = text is not None and text.length == n
             mask = kernel.pack_mask(base, tree.offsets, None if whole_text else visible)
@@ -413,7 +395,7 @@ class Target:
         return {
             "input_ids": tokens.clamp(0, self.vocabulary.embeddings - 1),
             "attention_mask": mask,
-            # Draft tokens may reach past the context; the loop never commits them, but embeddings would be out of range.
+            # Draft tokens may be beyond the context. The loop never commits these, but their positions would have no embedding.
             "position_ids": positions.clamp(0, self.lengths.most - 1),
             "use_cache": True,
             self._cache_keyword: cache,

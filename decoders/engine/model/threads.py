@@ -1,7 +1,7 @@
-"""The number of threads of a step: torch's, or fewer while other processes use the cores. Also the lock of a model's calls.
+"""The number of threads of a step: torch's number, or fewer while other processes use the cores. Also the lock of a model's calls.
 
-Parallel code waits for its slowest thread hundreds of times in a step. If another process has a core, a wait lasts a time slice of
-the scheduler: on two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and 5 ms with one. Results
+Parallel code waits for its slowest thread hundreds of times in a step. If another process uses a core, such a wait lasts a time slice
+of the scheduler. On two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and 5 ms with one. Results
 have the same bits with any number of threads.
 """
 
@@ -12,7 +12,6 @@ import functools
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,19 +21,20 @@ from types import TracebackType
 
 import torch
 
-#: A number of threads is judged after this many steps, or after LONG seconds.
+from ...common.devices import waiting_share
+from ...report.surroundings import WAITING, busy_share
+
+#: A number of threads is judged after STEPS steps, or after LONG seconds.
 STEPS = 4
 LONG = 0.1
-#: Steps wait too long if the calling thread had no processor for this share of their time.
-WAITING = 0.25
-#: Another number is better if its steps take at most this share of the time.
+#: Another number of threads is better if its steps take at most this share of the time.
 BETTER = 0.9
-#: Seconds of steps between trials: at least AGAIN, and at least SPARSE times the duration of the last trial.
+#: Seconds of steps between two trials: at least AGAIN, and at least SPARSE times the seconds of the last trial.
 AGAIN, SPARSE = 1.0, 20
 
 
 class _TorchsOwn(threading.local):
-    """torch's number of threads in this thread before calls changed it, and the number of running calls."""
+    """torch's number of threads in this thread before calls changed it, and the number of calls that run in this thread."""
 
     number, calls = 0, 0
 
@@ -49,7 +49,7 @@ def torchs_own() -> int:
 
 @contextmanager
 def own_number_afterwards() -> Iterator[None]:
-    """Surrounds a call whose steps may use fewer threads. Calls may overlap; the last call restores torch's number."""
+    """Surrounds a call whose steps may use fewer threads. Calls may be nested; the outermost call restores torch's number."""
     if not _own.calls:
         _own.number = torch.get_num_threads()
     _own.calls += 1
@@ -68,9 +68,9 @@ def set_threads(number: int) -> None:
 
 @dataclass
 class _Steps:
-    """Durations of steps with a number of threads, in seconds: wall-clock time, and processor time of the calling thread.
+    """Seconds of steps with one number of threads: wall-clock time, and processor time of the calling thread.
 
-    The first step does not count: it includes the preparation of kernels.
+    The first step does not count, because it includes the preparation of kernels.
     """
 
     count: int = -1
@@ -85,7 +85,7 @@ class _Steps:
 
     @property
     def waiting(self) -> float:
-        return 1 - self.computing / self.wall if self.wall else 0.0
+        return waiting_share(self.wall, self.computing)
 
     @property
     def enough(self) -> bool:
@@ -97,14 +97,14 @@ class _Steps:
 
 
 class Threads:
-    """Chooses the number of threads between two steps of a model on the CPU, from the duration of steps.
+    """Chooses the number of threads between two steps of a model on the CPU, from the seconds of the steps.
 
-    If steps wait, tries half as many threads for a few steps. If fewer than `most` are in use, tries twice as many from time to time.
-    Keeps the faster number.
+    If steps spend much time waiting, half as many threads are tried for a few steps. If fewer than `most` threads are in use, twice as
+    many are tried from time to time. The faster number stays.
 
     Attributes:
-        most: torch's number, which is never exceeded.
-        count: the number in use.
+        most: torch's number of threads, which is never exceeded.
+        count: the number of threads in use.
     """
 
     def __init__(self) -> None:
@@ -112,18 +112,17 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """The threads of a new model: half as many at first if the machine is busy."""
+        """The threads of a new model: torch's number, or half of it if the machine is busy."""
         threads = Threads()
-        if threads.most > 1 and waiting_share() > WAITING:
+        if threads.most > 1 and busy_share():
             threads.count = threads.most // 2
         return threads
 
     def _start_over(self, most: int) -> None:
         self.most = self.count = most
         self._steps, self._until_trial = _Steps(), 0.0
-        self._before: tuple[int, float] | None = None  # in a trial: the number before, and the mean of its steps
+        self._before: tuple[int, float] | None = None  # in a trial, the former number and its mean seconds per step
         self._upwards = False  # the direction of the next trial if both directions are due
-        self._began = 0.0, 0.0
 
     def use(self) -> None:
         """Sets the chosen number of threads."""
@@ -131,20 +130,8 @@ class Threads:
             self._start_over(most)
         set_threads(self.count)
 
-    def begin_step(self) -> None:
-        """Begins a step: sets the chosen number of threads."""
-        self.use()
-        self._began = time.perf_counter(), time.thread_time()
-
-    def end_step(self) -> tuple[float, float]:
-        """Ends the step; returns its seconds, and the calling thread's seconds on a processor."""
-        began, computing = self._began
-        step = time.perf_counter() - began, time.thread_time() - computing
-        self.judge(*step)
-        return step
-
     def judge(self, wall: float, computing: float) -> None:
-        """Chooses the number for the next step, after a step of `wall` seconds with `computing` seconds on a processor."""
+        """Chooses the number of threads for the next step, after a step of `wall` seconds, `computing` of them on a processor."""
         self._steps.add(wall, computing)
         self._until_trial -= wall
         if self.most == 1 or not self._steps.enough:
@@ -164,19 +151,7 @@ class Threads:
                 self.count = min(2 * self.count, self.most) if up else self.count // 2
 
 
-def waiting_share(seconds: float = 0.01) -> float:
-    """The share of time that parallel code waits on this machine now; about 0 if no other process uses the cores."""
-    numbers = torch.zeros(1 << 17)  # enough for several threads
-    steps, end = _Steps(0), time.perf_counter() + seconds
-    while (began := time.perf_counter()) < end:
-        computing = time.thread_time()
-        for _ in range(20):
-            numbers.add_(1)
-        steps.add(time.perf_counter() - began, time.thread_time() - computing)
-    return max(steps.waiting, 0.0)
-
-
-#: ``omp_pause_soft`` of OpenMP 5: ends threads, keeps settings.
+#: ``omp_pause_soft`` of OpenMP 5: ends threads, but keeps settings.
 _SOFT = 1
 
 
@@ -191,7 +166,7 @@ def release_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of PyTorch's libgomp. In other libraries it ends every thread's team, or none."""
+    """``omp_pause_resource_all`` of PyTorch's libgomp; None with other libraries, where it would end all threads' teams, or none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if sys.platform != "linux" or not library.exists():
         return None
@@ -205,10 +180,10 @@ def _pause() -> Callable[[int], int] | None:
 
 
 class CallLock:
-    """A re-entrant, fair lock: threads get it in the order of arrival, or first if they ask.
+    """A re-entrant, fair lock: threads get it in the order of arrival, except a thread that asks to be first.
 
-    A thread that releases it and acquires it again waits behind the others. In a child of ``os.fork`` the lock is free, because its
-    owner exists in the parent only.
+    A thread that releases the lock and acquires it again waits behind the waiting threads. In a child of ``os.fork`` the lock is free,
+    because its owner exists only in the parent.
     """
 
     def __init__(self) -> None:
@@ -217,7 +192,7 @@ class CallLock:
 
     def renew(self) -> None:
         """Drops the owner and all waiting threads."""
-        self._guard = threading.RLock()  # re-entrant, because a finalizer may run within a method and call another
+        self._guard = threading.RLock()  # re-entrant, because a finalizer may run within a method
         self._owner: int | None = None
         self._depth = 0
         self._waiting: list[tuple[int, threading.Event]] = []
@@ -246,8 +221,8 @@ class CallLock:
             raise
 
     def release(self) -> None:
-        """Undoes one :meth:`acquire`; the lock is free after as many."""
-        if self._owner != threading.get_ident():  # a child forked within a call has not acquired its new lock
+        """Undoes one :meth:`acquire`. After the last one the lock is free."""
+        if self._owner != threading.get_ident():  # a child that was forked within a call does not own its new lock
             return
         if self._depth == 1 and self._waiting:
             release_threads()

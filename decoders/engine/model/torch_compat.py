@@ -1,4 +1,4 @@
-"""All private parts of torch that this package uses, with reasons. tests/engine/model/test_compat.py tests every part."""
+"""Private parts of torch that this package uses, with reasons; those of modules: :mod:`.modules_compat`. test_compat.py tests all."""
 
 from __future__ import annotations
 
@@ -30,12 +30,8 @@ COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 # The processor.
 
 
-def _onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
-
-
 def instructions() -> str:
-    """The processor's instruction sets that decide which kernels run: vectors, VNNI, bfloat16 and AMX."""
+    """Names of the processor's instruction sets on which the choice of kernels depends: vectors, VNNI, bfloat16 and AMX."""
     special = {
         "VNNI": torch.cpu._is_vnni_supported,
         "BF16": torch.cpu._is_avx512_bf16_supported,
@@ -45,7 +41,7 @@ def instructions() -> str:
 
 
 def has_instructions(variant: str) -> bool:
-    """Whether this process can run a variant of the CPU kernels. For AMX, asks Linux for permission to use tiles."""
+    """Whether this process can run `variant` of the CPU kernels. For AMX, it also asks Linux for permission to use tiles."""
     needed: dict[str, tuple[str, ...]] = {"avx2": ("_is_avx2_supported",), "avx512": ("_is_avx512_supported",)}
     needed["avx512_vnni"] = (*needed["avx512"], "_is_vnni_supported")
     needed["avx512_bf16"] = (*needed["avx512_vnni"], "_is_avx512_bf16_supported")
@@ -54,7 +50,7 @@ def has_instructions(variant: str) -> bool:
 
 
 class EqualOnce(CustomGraphPass):
-    """Removes repeated calls of this package's operators with equal arguments. Inductor does so in graphs for training only."""
+    """Removes repeated calls of this package's operators with equal arguments. Inductor does that only in graphs for training."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         numbers: dict[object, int] = {}
@@ -77,7 +73,7 @@ class EqualOnce(CustomGraphPass):
 
 
 class _Number(int):
-    """The number of a value that is an argument."""
+    """The number of a value, as it stands for the value in a node's arguments."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
@@ -91,7 +87,7 @@ def _is_function(node: torch.fx.Node) -> bool:
     return not schema_of(operator).is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
-# Operators. torch documents ``TorchDispatchMode`` itself, in a private module, and in its notes only.
+# Operators. torch has ``TorchDispatchMode`` in a private module, and documents it only in its notes.
 
 
 def waiting_operators() -> tuple[Any, ...]:
@@ -100,72 +96,11 @@ def waiting_operators() -> tuple[Any, ...]:
 
 
 def schema_of(operator: Any) -> torch.FunctionSchema:
-    """The schema of an operator. ``torch.library`` takes schemas and returns none."""
+    """The schema of an operator. ``torch.library`` has no function that returns it."""
     return operator._schema
 
 
-# Modules.
-
-#: A module's forward hooks and forward pre-hooks by id. torch has no public list of them. An `attrgetter` is faster than a Python
-#: function: every call asks every module.
-hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = operator.attrgetter(
-    "_forward_hooks", "_forward_pre_hooks"
-)
-
-
-def hooks_everywhere() -> tuple[int, ...]:
-    """The ids of global hooks (``register_module_forward_hook``). torch has no public list of them."""
-    registered = nn.modules.module
-    return *registered._global_forward_hooks, *registered._global_forward_pre_hooks
-
-
-def remove_hooks(module: nn.Module, ids: Iterable[int]) -> None:
-    """Removes hooks from a copy of the module that they were registered on; handles work on the original only."""
-    for hooks in hooks_of(module):
-        for name in ids:
-            cast(dict, hooks).pop(name, None)
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's dict of its own parameters. Writing to it bypasses ``register_parameter``, which would run hooks and accepts
-    nothing but parameters. A parametrized or pruned weight is not in it, although ``module.weight`` exists.
-    """
-    return module._parameters
-
-
-def modules_in(model: nn.Module) -> list[nn.Module]:
-    """``list(model.modules())`` in a third of the time, because every call needs it."""
-    found: dict[int, nn.Module] = {}
-    waiting: list[nn.Module] = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(found.values())
-
-
-def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of `modules` themselves, without duplicates; faster than ``Module.parameters``, because every call needs them."""
-    return list({id(t): t for module in modules for t in own_parameters(module).values() if t is not None}.values())
-
-
-def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The buffers of `modules` themselves, without duplicates."""
-    return list({id(t): t for module in modules for t in module._buffers.values() if t is not None}.values())
-
-
 # Tensors.
-
-
-def writes_counted(tensor: Tensor) -> int:
-    """Autograd's counter of in-place writes to a tensor; does not count writes to inference tensors and through ``.data``."""
-    if tensor.is_inference():  # first, because raising and catching the error takes 30 microseconds
-        return 0
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
 
 
 def rounds_float32(device: torch.device) -> bool:
@@ -177,14 +112,14 @@ def rounds_float32(device: torch.device) -> bool:
 
 
 def float32_precision(device: torch.device) -> str:
-    """The precision of float32 products on `device`, whichever name set it."""
+    """The precision of float32 products on `device`, whichever of torch's settings has set it."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     precision: str = backend.matmul.fp32_precision
     return precision
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of `tensor`, if processes share it (``DTensor``), else `tensor`."""
+    """This process's part of `tensor` if several processes share it (``DTensor``); else `tensor`."""
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor
@@ -193,7 +128,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """`tensors`, and the parts (levels, scales) of quantized tensors, because only a part counts writes to it."""
+    """`tensors`, and the parts (levels, scales) of quantized tensors, because only the parts count the writes to them."""
     every = list(tensors)
     for tensor in every:
         if type(tensor) not in (nn.Parameter, Tensor) and not hasattr(tensor, "to_local"):
@@ -206,27 +141,27 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
-    """A guard filter without guards on modules: the engine compares the state of the weights instead."""
+    """A guard filter that leaves out guards on modules, because the engine compares the state of the weights instead."""
     return list(
         map(operator.and_, torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries), skip_state_guard(entries))
     )
 
 
 def skip_state_guard(entries: Sequence[Any]) -> list[bool]:
-    """A guard filter without the guard on torch's number of threads, which may change between two steps.
+    """A guard filter that leaves out the guard on torch's number of threads, which may change between two steps.
 
-    The same guard checks autocast, which is off in calls, and the default dtype, which does not change compiled code.
+    That guard also checks autocast, which is off in calls, and the default dtype, which does not change compiled code.
     """
     return [entry.guard_type != "GLOBAL_STATE" for entry in entries]
 
 
 def mark_static(tensor: Tensor, dim: int) -> None:
-    """Declares that a dimension never varies."""
+    """Declares that dimension `dim` of `tensor` never varies."""
     torch._dynamo.mark_static(tensor, dim)
 
 
 def floats_as_constants() -> AbstractContextManager:
-    """Compiles floats as constants in this thread: with dynamic sizes, Dynamo would make the epsilon of a norm an input."""
+    """Compiles floats as constants in this thread. Otherwise, with dynamic sizes, Dynamo would make the epsilon of a norm an input."""
     return torch._dynamo.config.patch(specialize_float=True)
 
 
@@ -238,12 +173,12 @@ def sizes_of_their_own() -> AbstractContextManager:
 
 
 def graphs_compiled() -> int:
-    """The number of graphs that Dynamo has compiled in this process."""
+    """The number of graphs that ``torch.compile`` has compiled in this process so far, for all models."""
     return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
 
 
 def compiled_region(function: Callable) -> Callable:
-    """`function` as a region that is compiled once, with any number of variants: the default limit raises at the ninth."""
+    """`function` as a region that is compiled once. Any number of variants is allowed; by default torch raises at the ninth."""
     region: Any = torch.compiler.nested_compile_region
     bound = "max_reuse_entries" in signature(region).parameters
     return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))
@@ -251,7 +186,7 @@ def compiled_region(function: Callable) -> Callable:
 
 def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any], **more: Any) -> Callable:
     """`function` compiled without graph breaks and without guards on modules."""
-    compile: Any = torch.compile  # its annotation of options is narrower than what it takes
+    compile: Any = torch.compile  # Any, because its annotation of options is too narrow
     given = {"guard_filter_fn": skip_module_guards, "cpp.dynamic_threads": True, **options}
     return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
 
@@ -260,9 +195,9 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
 def spare_compiler_warnings() -> None:
     """Silences warnings of torch's compiler that users can do nothing about, and that end a compilation if warnings are errors.
 
-    Makes the compiler warn now, unseen, of settings of TensorFloat-32, of which it warns once per process. Without a CUDA toolkit, sets
-    Triton's library of mathematical functions, which the compiler uses anyway. A filter of warnings would not do: all threads share
-    it, and any may replace it.
+    The compiler warns once per process of settings of TensorFloat-32; it is made to do so now, unseen. Without a CUDA toolkit,
+    ``TRITON_LIBDEVICE_PATH`` is set to Triton's own libdevice, which the compiler would use anyway. A filter of warnings is no
+    solution, because all threads share it and any thread may replace it.
     """
     if not torch.cuda.is_available():
         return
@@ -272,7 +207,7 @@ def spare_compiler_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for said in (lambda: torch.backends.cuda.matmul.allow_tf32, lambda: torch.backends.cudnn.allow_tf32):
-            with suppress(RuntimeError):  # raised if another name set it
+            with suppress(RuntimeError):  # raised if another of torch's settings has set the precision
                 said()
         getattr(compile_fx, "_warn_tf32_disabled", lambda: None)()
     triton = importlib.util.find_spec("triton")
@@ -286,8 +221,8 @@ def spare_compiler_warnings() -> None:
 def traced_by_one_thread() -> Iterator[None]:
     """Lets other threads call modules while this thread traces with torch.fx.
 
-    A tracer replaces ``nn.Module.__call__`` for the whole process (torch 2.13): it would trace a decoding step, or another model, that
-    another thread runs meanwhile, and raise.
+    A tracer replaces ``nn.Module.__call__`` for the whole process (torch 2.13). So it would also trace a decoding step that another
+    thread runs meanwhile, and raise an exception there.
     """
     tracing = threading.get_ident()
     usual = torch.fx.Tracer.call_module
@@ -303,11 +238,11 @@ def traced_by_one_thread() -> Iterator[None]:
 
 @contextmanager
 def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterator[None]:
-    """While inside, every thread that synchronizes a CUDA device holds `lock`. After `seconds` it goes on without the lock, since the
-    owner may wait for this thread's compilation.
+    """Within this context, a thread that synchronizes a CUDA device first waits for `lock`, and holds it meanwhile. After `seconds` it
+    goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
 
-    Inductor and Triton synchronize to time kernels, by ``torch.cuda.synchronize`` under several names, which all call the function
-    patched here. torch's own recordings have a separate lock (``cudagraph_trees.graph_capture_lock``).
+    Inductor and Triton synchronize to time kernels. They call ``torch.cuda.synchronize`` under several names, which all call the
+    function that is patched here. torch's own recordings have a separate lock (``cudagraph_trees.graph_capture_lock``).
     """
     if not torch.cuda.is_initialized():
         yield
@@ -327,16 +262,16 @@ def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterato
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Tells the allocator that a failed recording into `pool` is over.
+    """Tells torch's allocator that a failed recording into `pool` is over.
 
-    If CUDA ends a recording with an error, torch (2.11) raises before it tells its allocator, which would then neither reuse memory of
-    other streams nor free memory when it runs out, until the process ends.
+    If CUDA ends a recording with an error, torch (2.11) raises before it tells its allocator. Until the process ends, the allocator
+    would then neither reuse memory of other streams nor free memory when it runs out.
     """
-    if not torch.backends.cuda.is_built():  # no CUDA allocator
+    if not torch.backends.cuda.is_built():  # raised without a CUDA allocator
         return
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
-    with suppress(RuntimeError):  # the allocator knows already
+    with suppress(RuntimeError):  # raised if the allocator was told already
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
 
@@ -345,7 +280,7 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that inductor would run, or None."""
+    """The C++ compiler that inductor would run; None if there is none."""
     from torch._inductor import cpp_builder, exc
 
     try:

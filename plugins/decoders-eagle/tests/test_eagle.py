@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @torch.no_grad()
 def by_the_paper(model: Any, network: Network, text: Tensor, length: int) -> list[int]:
-    """The chain after `text` ``[n]``, from nothing: no cache, no window."""
+    """The chain after `text` ``[n]``, computed without a cache and without a window."""
     features = model(text[None], output_hidden_states=True).hidden_states[-1][:, :-1]
     tokens, drafted = text[None, 1:], []
     for _ in range(length):
@@ -107,7 +107,7 @@ def test_networks_that_do_not_fit_are_named(target: Any, folder: str, tmp_path: 
     with pytest.raises(SettingsError, match="for hidden size 64, this target has 32"):
         decode(target, prompts(1), TinyEagle(network=str(tmp_path)), max_new_tokens=2)
     (tmp_path / "config.json").write_text('{"hidden_size": 32, "num_attention_heads": 4}')
-    with pytest.raises(SettingsError, match="are not those of its config"):
+    with pytest.raises(SettingsError, match="do not fit its config"):
         decode(target, prompts(1), TinyEagle(network=str(tmp_path)), max_new_tokens=2)
 
 

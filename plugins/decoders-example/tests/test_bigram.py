@@ -1,4 +1,4 @@
-"""The conformance kit, the idea itself, and the entry point."""
+"""The conformance kit, the drafts of the strategy, and the entry point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decoders.testing import check_strategy, context
 
 
 def propose(rows: list[list[int]], length: int) -> list[list[int]]:
-    """Draft tokens for `rows` of different lengths; what is behind a row's end is rubbish on purpose."""
+    """Draft tokens for `rows` of different lengths; the tokens after a row's end are arbitrary on purpose."""
     longest = max(map(len, rows)) + 3
     tokens = torch.tensor([row + [9] * (longest - len(row)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])

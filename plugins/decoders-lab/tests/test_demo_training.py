@@ -34,13 +34,13 @@ STEP = 2 * 32  # tokens in a step
 
 @pytest.fixture(scope="module")
 def sources():
-    # The held-out ones are needed too, for the figures.
+    # Held-out files are needed, too, for the figures.
     return [s for s in data.read_sources() if s.path in {"bisect.py", "colorsys.py", "stat.py"}]
 
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
-    """How much of the text loops is measured several times in a run: here on a few tokens."""
+    """Measures the share of looping text on few tokens, because a run measures it several times."""
     from decoders_lab.demo import learner, train
 
     monkeypatch.setattr(train, "looping", partial(looping, length=80, rows=2))

@@ -85,7 +85,7 @@ def test_a_figure_that_fails_does_not_take_the_others_with_it(
 
 @pytest.mark.usefixtures("tiny_demo", "few_strategies")
 def test_a_run_that_is_ended_leaves_what_it_has_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By the machine that it was lent, or by hand; a strategy that fails for whatever reason is a line among others."""
+    """The run is ended by SIGTERM or Ctrl-C. A strategy that fails, for whatever reason, is one line of the table."""
     written, file = device_bench._tokens, tmp_path / "device.json"
 
     def tokens(method: Any, *given: Any) -> Any:

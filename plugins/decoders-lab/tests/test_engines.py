@@ -38,7 +38,7 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():  # likeliest tokens that stand well apart
+    with torch.no_grad():  # large weights, so that the likeliest token is far ahead of the others
         for parameter in model.parameters():
             parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(torch.rand_like(parameter))
     model.generation_config.eos_token_id = None
@@ -51,7 +51,7 @@ def compared(
 ) -> dict[str, bench.Record]:
     model = llama()
     asked = [request for text in wanted for request in requests(text, draft is not None)]
-    # OpenVINO's converter does not take the tests' tokenizer, and its speculation wants one. Prompts are token ids.
+    # OpenVINO's speculative decoding needs a tokenizer, but OpenVINO cannot convert the tests' tokenizer. Prompts are token ids.
     complete = AutoTokenizer.from_pretrained(Path(demo.__file__).parent / "models" / "draft")
     others = beside_methods(asked, model, folder, draft, complete, ["float32"])
     methods = [*bench.transformers_methods(model, names=[]), *others]

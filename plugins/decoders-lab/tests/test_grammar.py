@@ -67,13 +67,13 @@ def test_trees_are_full_and_legal_at_first_and_equal_in_every_run() -> None:
 
 def test_memory_that_is_held_is_seen() -> None:
     before = allocated()
-    if not hasattr(psutil, "heap_info"):  # a C library that does not tell
+    if not hasattr(psutil, "heap_info"):  # the C library does not report its heap
         assert before is None
         return
     assert before is not None
     block = bytearray(200_000_000)
     after = allocated()
-    # What other tests left may be freed meanwhile, by a thread that compiles for instance.
+    # Memory of other tests may be freed meanwhile, for instance by a thread that compiles.
     assert after is not None and after - before >= len(block) / 2
 
 

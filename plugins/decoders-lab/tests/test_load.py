@@ -14,7 +14,7 @@ import decoders
 from decoders.bench.load import Arrival, arrivals
 from decoders.cli import app
 
-#: As much of vLLM as is spoken to: every step gives each request here a token, and the first may be too short.
+#: The parts of vLLM that are called: every step gives each request a token, and the first request may end too early.
 STAND_IN = """
 import os, types
 

@@ -98,7 +98,7 @@ def test_plain_decoding_writes_the_same_tokens(pair: tuple[Any, Any]) -> None:
 
 
 def test_added_weights_are_numbers_of_the_usual_size() -> None:
-    # The larger the shape, the smaller the share of zeros that the function needs.
+    # Zeros are a smaller share of a larger shape, so this test takes a large one.
     model = small()
     wide = scaled(model, ScaledShape(320, 12, 640, 20, 4, 16, 2000))
     weights = torch.cat([p.flatten() for p in wide.parameters() if p.ndim > 1])

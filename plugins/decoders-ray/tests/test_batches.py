@@ -1,4 +1,4 @@
-"""What is kept of a run over many prompts; the run itself is in test_cluster.py."""
+"""The files that a run over many prompts writes; the run itself is tested in test_cluster.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decoders_ray.batches import complete, write_part, written
 
 
 def test_a_part_is_written_whole_and_once(tmp_path: Path) -> None:
-    for _ in range(2):  # a task that is run again
+    for _ in range(2):  # the task is repeated
         write_part(tmp_path, ["a", "b"], [{"id": "a", "text": "x"}, {"id": "b", "error": "no"}])
     write_part(tmp_path, ["c"], [{"id": "c", "text": "z"}])
     (tmp_path / ".part-half.12").write_text('{"id": "d", "te')
@@ -23,5 +23,5 @@ def test_a_run_that_is_done_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "part-1.jsonl").write_text(json.dumps({"id": 7, "text": "seven"}) + "\n")
     figures = complete([{"id": 7, "prompt": "7"}], tmp_path, model="nowhere")
     assert figures == {"prompts": 1, "earlier": 1, "written": 0, "failed": 0}
-    with pytest.raises(ValueError, match="1 ids come twice"):
+    with pytest.raises(ValueError, match="1 ids are used twice"):
         complete([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}], tmp_path, model="nowhere")

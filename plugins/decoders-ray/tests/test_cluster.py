@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    """What a call of its own writes."""
+    """A function that returns the tokens that a call of ``generate`` for one prompt writes."""
     import torch
     from decoders_ray.serving import load
 
@@ -101,17 +101,17 @@ def tokens_of(parts: list[dict[str, Any]]) -> list[int]:
 
 
 def figures() -> dict[int, dict[str, int]]:
-    """Those of both replicas, by process."""
+    """The figures of both replicas, by process."""
     from ray import serve
     from ray.exceptions import RayActorError
 
     replicas, found, asked = serve.get_deployment_handle("replicas", "app"), {}, 0
     while len(found) < 2 and asked < 200:
-        # Without a prompt anybody may be asked.
+        # A request without a prompt goes to any replica.
         asked += 1
         try:
             one = replicas.options(method_name="figures").remote().result(timeout_s=60)
-        except RayActorError:  # one that was killed, and is not known to be
+        except RayActorError:  # a replica that was killed, which Serve has not noticed yet
             time.sleep(0.1)
             continue
         found[one["process"]] = one
@@ -177,7 +177,7 @@ def test_a_replica_that_is_killed_under_load_loses_and_repeats_nothing(front: An
     while victim is None and time.monotonic() < until:
         victim = next((process for process, one in figures().items() if one["running"] >= 2 and one["steps"] > 0), None)
     assert victim is not None
-    time.sleep(0.2)  # some of it has been delivered
+    time.sleep(0.2)  # the replica delivers some tokens
     os.kill(victim, signal.SIGKILL)
     for thread in threads:
         thread.join(timeout=120)
@@ -190,11 +190,11 @@ def test_a_replica_that_is_killed_under_load_loses_and_repeats_nothing(front: An
     until = time.monotonic() + 90
     while time.monotonic() < until and len(set(figures()) - {victim}) < 2:
         time.sleep(0.5)
-    assert len(set(figures()) - processes) == 1  # another one stands in its place
+    assert len(set(figures()) - processes) == 1  # a new replica has replaced it
 
 
 def workers(name: str) -> list[int]:
-    """Processes of this test's cluster that run a class."""
+    """The processes of this test's cluster that run the class `name`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Streams that go on where a replica was lost: no token lost, none twice."""
+"""Streams that continue after a replica was lost, without lost or repeated tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_last_attempt_says_what_happened() -> None:
 
 
 def test_another_text_is_not_passed_off_as_the_rest() -> None:
-    with pytest.raises(ResumeError, match="another one writes something else from token 3"):
+    with pytest.raises(ResumeError, match="another one writes other tokens from token 3"):
         run(replica(TEXT, 3, 6), replica([0, 1, 2, 99, *TEXT[4:]], 3, None))
     with pytest.raises(ResumeError, match="ended after 3 of 6"):
         run(replica(TEXT, 3, 6), replica(TEXT[:3], 3, None))

@@ -1,4 +1,4 @@
-"""The simulation against what can be computed by hand."""
+"""The simulation, compared with results that are computed by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flat(nodes: int, rows: int, context: int) -> float:
 
 def test_a_replica_that_never_waits_serves_what_comes() -> None:
     outcome = simulate(Replica(flat, overhead=0.0), ALIKE, rate=0.2, requests=300)
-    # Its prompt is one pass, then a step per token.
+    # A request takes one pass for its prompt, then a step per token.
     assert outcome.first[0] == pytest.approx(0.02)
     assert outcome.each[0] == pytest.approx(0.01, rel=0.1)
     assert outcome.busy == pytest.approx(0.2 * 51 * 0.01, rel=0.2)
@@ -29,7 +29,7 @@ def test_a_replica_that_never_waits_serves_what_comes() -> None:
 
 def test_throughput_comes_to_the_rows_full() -> None:
     outcome = simulate(Replica(flat, rows=8, overhead=0.0), ALIKE, rate=1000, requests=800)
-    # 8 requests cost 50 shared steps and 8 prompts of a pass each.
+    # 8 requests take 50 steps that they share, and one pass each for their prompts.
     assert outcome.tokens_per_second == pytest.approx(8 * 50 / 0.58, rel=0.05)
     assert outcome.busy == pytest.approx(1.0, abs=0.01)
 

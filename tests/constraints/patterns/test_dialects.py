@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decoders.constraints.patterns import automata, ecma
@@ -52,7 +52,6 @@ SHARED = st.recursive(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-@settings(max_examples=60, deadline=None)
 @given(pattern=SHARED)
 def test_what_is_written_is_read_as_the_same_tree(dialect: Dialect, pattern: str) -> None:
     tree = read(pattern, dialect)
@@ -78,7 +77,6 @@ def merged(tree: Pattern) -> Pattern:
             return tree
 
 
-@settings(max_examples=150, deadline=None)
 @given(pattern=SHARED)
 def test_the_tree_and_what_is_written_mean_what_re_says(pattern: str) -> None:
     tree = read(pattern, PYTHON)
@@ -90,7 +88,6 @@ def test_the_tree_and_what_is_written_mean_what_re_says(pattern: str) -> None:
         assert automata.matches(ecma.strings(f"^(?:{pattern})$")[0][0], text) is matches, text
 
 
-@settings(max_examples=100, deadline=None)
 @given(pattern=SHARED)
 def test_whole_texts_can_stand_in_a_longer_expression(pattern: str) -> None:
     check_part(whole_text(pattern))

@@ -85,7 +85,6 @@ PATTERN = st.recursive(
 SHORT = ["".join(letters) for size in range(5) for letters in itertools.product("abx", repeat=size)]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(PATTERN, st.booleans()), min_size=1, max_size=3),
     st.integers(0, 2),
@@ -123,7 +122,6 @@ def test_memory_of_a_match_is_bounded() -> None:
     assert peak < 15 * 2**20
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=strings)
 def test_negation_is_the_complement(text: str) -> None:
     positive, negative = (automata.automaton([(rx, good)]) for rx, _ in ecma.strings("a[^b]") for good in (True, False))

@@ -37,7 +37,7 @@ PATTERNS = st.lists(st.tuples(ATOMS, st.sampled_from(["", "", "", "*", "+?", "{,
 )  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(PATTERNS, st.lists(TEXTS, min_size=6, max_size=12))
 def test_pattern_matches_what_pydantic_matches(pattern: str, texts: list[str]) -> None:
     try:

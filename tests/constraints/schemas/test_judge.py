@@ -26,7 +26,7 @@ def valid(schema: Any, value: Any) -> bool:
     return True
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=TOO_MUCH)
+@settings(suppress_health_check=TOO_MUCH)
 @given(REFUSED_SCHEMAS, st.lists(INSTANCES, min_size=4, max_size=8))
 def test_verdicts_are_those_of_jsonschema(schema: Any, instances: list[Any]) -> None:
     validator = Draft202012Validator(schema)

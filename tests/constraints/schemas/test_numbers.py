@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decoders.constraints.schemas import number_text, numbers
@@ -45,7 +45,6 @@ def holds(found: Numbers, value: Fraction) -> bool:
     return re.fullmatch(expression, text(value)) is not None
 
 
-@settings(max_examples=300, deadline=None)
 @given(sets(), decimals, st.integers(-2, 2))
 def test_expression_holds_what_the_set_holds(found: Numbers, value: Fraction, nudge: int) -> None:
     near = [b + Fraction(nudge, 1000) for b in (found.low, found.high) if b is not None]
@@ -53,7 +52,6 @@ def test_expression_holds_what_the_set_holds(found: Numbers, value: Fraction, nu
         assert holds(found, candidate) is found.contains(candidate), (found, candidate)
 
 
-@settings(max_examples=200, deadline=None)
 @given(sets(), sets(), decimals)
 def test_intersection_and_complement(a: Numbers, b: Numbers, value: Fraction) -> None:
     shared = numbers.intersection(a, b)
@@ -63,7 +61,6 @@ def test_intersection_and_complement(a: Numbers, b: Numbers, value: Fraction) ->
         assert any(piece.contains(value) for piece in numbers.complement(simplified)) is not a.contains(value)
 
 
-@settings(max_examples=200, deadline=None)
 @given(sets(), st.from_regex(r"-?(0|[1-9][0-9]{0,3})(\.[0-9]{1,20})?", fullmatch=True))
 def test_what_matches_is_in_the_set_after_rounding_to_a_float(found: Numbers, digits: str) -> None:
     simplified = found.simplified()
@@ -94,7 +91,6 @@ NEAR = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.none() | LARGE, st.none() | LARGE, st.booleans(), st.sampled_from(["any", "fraction"]), LARGE, NEAR)
 def test_what_is_written_is_in_the_set_as_json_reads_it(
     low: float | None, high: float | None, is_open: bool, kind: str, other: float, near: tuple[str, str]

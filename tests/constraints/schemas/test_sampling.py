@@ -76,7 +76,7 @@ def check(schema: Any, seed: int, tables: bool) -> None:
 TOO_MUCH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=TOO_MUCH)
+@settings(suppress_health_check=TOO_MUCH)
 @given(SCHEMAS, st.integers(0, 10_000))
 def test_whatever_is_drawn_is_valid(schema: Any, seed: int) -> None:
     check(schema, seed, tables=seed % 4 == 0)

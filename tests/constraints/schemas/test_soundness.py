@@ -59,7 +59,7 @@ REFUSED_SCHEMAS = schemas(more=REFUSED)
 TOO_MUCH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=TOO_MUCH)
+@settings(suppress_health_check=TOO_MUCH)
 @given(SCHEMAS, st.lists(INSTANCES, min_size=4, max_size=8))
 def test_accepted_is_valid_and_valid_is_spelled(
     accepts: Callable[..., bool], schema: Any, instances: list[Any]
@@ -86,7 +86,7 @@ def test_accepted_is_valid_and_valid_is_spelled(
             assert valid, instance
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=TOO_MUCH)
+@settings(suppress_health_check=TOO_MUCH)
 @given(REFUSED_SCHEMAS, st.lists(INSTANCES, min_size=4, max_size=8))
 def test_lenient_language_has_all_that_is_valid(
     accepts: Callable[..., bool], schema: Any, instances: list[Any]

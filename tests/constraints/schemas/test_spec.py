@@ -95,7 +95,7 @@ def test_closed_objects_take_no_others_unless_the_schema_says_so(accepts: Callab
     assert language.regex is not None
     assert accepts(language, '{"a": 1, "b": {"x": 2}}')
     assert not accepts(language, '{"a": 1, "x": 2}')
-    assert any("take no others" in warning for warning in language.warnings)
+    assert any("take no other properties" in warning for warning in language.warnings)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +306,8 @@ def test_dialect_of_patterns_is_remarked_where_there_are_any() -> None:
     ("schema", "warning"),
     [
         ({"properties": {"a": {"maxLenght": 5}}}, "$.properties.a: 'maxLenght' is no keyword and says nothing; 'maxLength' is one."),
+        ({"items": {"typ": "string"}}, "$.items: 'typ' is no keyword and says nothing; 'type' is one."),
+        ({"tpye": "string"}, "$: 'tpye' is no keyword and says nothing; 'type' is one."),
         ({"require": ["a"]}, "$: 'require' is no keyword and says nothing; 'required' is one."),
         ({"prefixItems": [], "$schema": "http://json-schema.org/draft-07/schema#"},
          "$: 'prefixItems' is a keyword of another draft and says nothing."),

@@ -52,7 +52,7 @@ def test_a_plain_step_that_got_a_graph_of_its_own_is_measured_then(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single = False
-    monkeypatch.setattr(engine.forward_pass.tiers, "runs_single", lambda rows: single)
+    monkeypatch.setattr(engine.forward_pass, "runs_single", lambda rows: single)
     before = engine.calibration.measured(tmp_path, [1], [300], False, anew=True)
     assert next(p.nodes for p in before.points if p.context == 300) == 3
     single = True
@@ -65,7 +65,7 @@ def test_a_short_call_measures_nothing_at_a_much_longer_context(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = engine.calibration.measured(tmp_path, [5], [120], False, anew=True)
-    monkeypatch.setattr(engine.forward_pass.tiers, "runs_single", lambda rows: True)
+    monkeypatch.setattr(engine.forward_pass, "runs_single", lambda rows: True)
     places = {p.place for p in before.points} - {(5, 120, 1, False)}
     engine.calibration._curve = before.model_copy(
         update={"points": tuple(p for p in before.points if p.place in places)}
@@ -190,5 +190,5 @@ def test_options_that_no_strategy_takes_are_refused_and_named(tmp_path: Path) ->
 
 @pytest.mark.parametrize("bad", [{"rows": []}, {"rows": [0]}, {"contexts": [1.5]}, {"seconds": 0}])
 def test_bad_sizes_are_refused_before_anything_is_measured(bad: dict[str, object]) -> None:
-    with pytest.raises(SettingsError, match="rows and contexts|seconds"):
+    with pytest.raises(SettingsError, match="must be a list of whole numbers|seconds"):
         decoders.calibrate(tiny_model("llama"), **bad)  # type: ignore[arg-type]

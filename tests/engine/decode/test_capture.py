@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -282,6 +283,7 @@ class FakeCuda:
         self.broken, self.current_device, self.stream_set = broken, "cuda:0", "main"
         self.pools: dict[str, weakref.WeakSet[Any]] = {}
         self.CUDAGraph = type("CUDAGraph", (), {})
+        self.handles = threading.local()
 
     def device(self, device: Any) -> Any:
         log = self.log
@@ -310,6 +312,10 @@ class FakeCuda:
 
     def current_stream(self, device: Any) -> str:
         return f"current of {device}"
+
+    def current_blas_handle(self) -> int:
+        self.handles.here = 1
+        return 1
 
     def set_stream(self, stream: Any) -> None:
         self.log.append(f"set {stream}")
@@ -341,6 +347,27 @@ def test_cuda_records_on_the_models_device_and_gives_the_stream_back(monkeypatch
     assert cuda.log == ["device cuda:1", "new stream on cuda:1", *once, *once, "device back"]
 
 
+def test_a_thread_that_has_multiplied_nothing_yet_may_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes cuBLAS's handle at a thread's first product, which fails within a recording; earlier threads ran the step."""
+    cuda, pools = FakeCuda(), []
+    monkeypatch.setattr(recorders.torch, "cuda", cuda)
+    recordings = Recordings(Recorder("cuda:1"))
+
+    def body() -> Tensor:
+        if not hasattr(cuda.handles, "here"):
+            raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate(handle)")
+        pools.append(threading.get_ident())
+        return x
+
+    x = torch.ones(2)
+    cuda.current_blas_handle()
+    for key in "abc":  # each in a thread that ends; all into one pool
+        thread = threading.Thread(target=recordings.record, args=(key, None, None, body))
+        thread.start()
+        thread.join()
+    assert len(pools) == len(recordings) == 3 and recordings.unrecorded == "" and len(cuda.pools) == 1
+
+
 def test_after_a_failed_recording_cuda_goes_on_with_a_new_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(broken=True)
     monkeypatch.setattr(recorders.torch, "cuda", cuda)
@@ -370,6 +397,25 @@ def test_when_the_last_graph_of_a_pool_is_gone_another_pool_is_recorded_into(mon
             assert recordings.record("c", None, None, lambda: None) is not None  # the pool of b
             recordings.clear()
     assert len(cuda.pools) == 3 and recordings.unrecorded == ""
+    assert cuda.log.count("new stream on cuda:1") == 1  # and one workspace, which torch keeps for every stream
+
+
+def test_no_two_recorders_record_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives the same few streams again and again, and frees a stream's workspace with the first of its graphs."""
+    cuda = FakeCuda()
+    made = [cuda.Stream("cuda:1") for _ in range(3)]
+    streams = itertools.cycle(made[number] for number in (0, 0, 1, 1, 0, 2))
+    monkeypatch.setattr(recorders.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda, "Stream", lambda device: next(streams))
+    used: list[Any] = []
+    monkeypatch.setattr(cuda, "graph", lambda graph, stream, **_: used.append(stream) or contextlib.nullcontext())
+    first, second, third = (Recorder("cuda:1") for _ in range(3))
+    for recorder in (first, second, first, third):
+        recorder.record(lambda: None)
+    assert used[0] is used[2] and len(set(used)) == 3
+    del first, recorder
+    Recorder("cuda:1").record(lambda: None)
+    assert used[-1] is used[0]  # whose recorder is gone
 
 
 def test_the_allocator_is_told_of_a_recording_that_cuda_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine.decode import asked
 from decoders.engine.decode import request as request_module
-from decoders.engine.decode.asked import Models, Returned, Sampling, Stopping
 from decoders.engine.decode.kind import REQUEST, RUNTIME, Use, inputs_of
 from decoders.engine.decode.lane import share_steps
-from decoders.engine.decode.request import Request
+from decoders.engine.decode.request import Models, Request, Returned, Sampling, Stopping
 from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
 
@@ -35,7 +33,7 @@ def request(model: PreTrainedModel, strategy: str = "prompt_lookup", **options: 
 
 
 def test_every_field_and_every_setting_has_an_entry() -> None:
-    types = get_type_hints(Request, vars(asked) | vars(request_module))
+    types = get_type_hints(Request, vars(request_module))
     groups = {name: fields(kind) for name, kind in types.items() if kind in GROUPS}
     names = [field.name for field in fields(Request) if field.name not in groups]
     assert set(REQUEST) == {*names, *(f"{group}.{field.name}" for group, own in groups.items() for field in own)}

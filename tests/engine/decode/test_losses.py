@@ -10,8 +10,8 @@ import torch
 
 import decoders
 from decoders.engine.decode import losses
+from decoders.engine.decode.clock import StepClock, waiting_share
 from decoders.engine.model.kernels import cpu
-from decoders.engine.model.threads import Threads
 from decoders.report import Report
 from decoders.testing import decode, prompts, tiny_model
 
@@ -27,7 +27,7 @@ def call(model: Any) -> Report:
 
 @pytest.mark.parametrize("computing, busy", [(0.3, True), (0.9, False)])
 def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Threads, "end_step", lambda self: (1.0, computing))
+    monkeypatch.setattr(StepClock, "_seconds", lambda self: (1.0, computing))
     model = decoders.enable(tiny_model("llama"))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -41,9 +41,7 @@ def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy:
 
 
 def test_waiting_for_a_compiler_is_no_load() -> None:
-    report = Report("none")
-    report.waits(0.0, 0.001)
-    assert report.waiting == 0
+    assert waiting_share(0.0, 0.001) == 0
 
 
 def test_weights_of_16_bits_without_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

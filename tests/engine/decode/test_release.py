@@ -179,6 +179,18 @@ def test_mistakes_in_warmup_are_errors(fresh: PreTrainedModel) -> None:
         decoders.warmup(fresh, strategies=["speculative"])
     with pytest.raises(SettingsError, match="rows"):
         decoders.warmup(fresh, rows=(0,))
+    for wrong in (
+        dict(rows=1),
+        dict(rows=["1"]),
+        dict(strategies="suffix"),
+        dict(strategies=[]),
+        dict(strategy="suffix"),
+    ):
+        with pytest.raises(SettingsError, match=next(iter(wrong))):
+            decoders.warmup(fresh, **wrong)
+    for wrong in (dict(rows=1), dict(contexts=64), dict(seconds="3"), dict(seconds=0), dict(strategy="suffix")):
+        with pytest.raises(SettingsError, match=next(iter(wrong))):
+            decoders.calibrate(fresh, **wrong)
     with pytest.raises(decoders.DecodersError, match="autoregressive"):
         decoders.warmup(fresh, strategies=["autoregresive"])
     with pytest.raises(UnsupportedError, match="transformers model"):

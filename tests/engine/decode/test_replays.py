@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ import decoders
 from decoders.common import devices
 from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode import core
+from decoders.engine.decode import step as step_module
 from decoders.engine.decode.batch import Batch
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
@@ -34,11 +36,11 @@ from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
 from decoders.hf import wrapper
-from decoders.report import Report, figures
+from decoders.report import Report
 from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
-from decoders.testing import decode, prompts, tiny_model
+from decoders.testing import decode, prompts, tape, tiny_model
 from decoders.testing.tape import TapeRecorder, host_read
 from decoders.tree import Topology
 
@@ -70,6 +72,7 @@ def target(device: TapeRecorder) -> PreTrainedModel:
     return decoders.enable(tiny_model("llama"))
 
 
+@functools.cache
 def plain(rows: int, new: int) -> torch.Tensor:
     return tiny_model("llama").generate(**prompts(rows), max_new_tokens=new, do_sample=False, pad_token_id=0)
 
@@ -192,7 +195,7 @@ def test_a_step_of_a_strategy_on_the_host_is_one_launch_one_copy_each_way_and_on
         # Auto sizes its drafts by time. On a busy machine it would come to a size first in the last call, which is then recorded.
         ticks = itertools.count(step=1e-3)
         monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-        monkeypatch.setattr(figures, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        monkeypatch.setattr(step_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     costs = Costs(device, monkeypatch)
     for _ in range(2):
         run(target, strategy, rows, 24, **given)
@@ -490,11 +493,11 @@ def test_scores_of_a_draft_on_the_host_are_brought_to_the_device(
 @pytest.mark.parametrize("tokens", [[[7, 8, 9], [5, 6, -1]], [[], []]], ids=["drafted", "nothing"])
 def test_a_block_is_one_buffer_on_the_device(tokens: list[list[int]], parents: Any) -> None:
     draft = Draft.listed(tokens, parents if tokens[0] else None, 2)
-    here, there = (blocks.Blocks(2, torch.device(name), static=True).of(draft, "x") for name in ("cpu", "meta"))
+    here, there = (blocks.Blocks(2, torch.device(name), static=True).of(draft) for name in ("cpu", "meta"))
     tensors = [there[0], *vars(there[1]).values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"} and len(here[1]) == len(there[1]) == 4
     assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1
-    plain = blocks.Blocks(2, torch.device("cpu"), static=True).of(replace(draft, on_host=False), "x")
+    plain = blocks.Blocks(2, torch.device("cpu"), static=True).of(replace(draft, on_host=False))
     assert torch.equal(here[0], plain[0])
     assert all(map(torch.equal, vars(here[1]).values(), vars(plain[1]).values()))
 
@@ -567,10 +570,10 @@ def test_nothing_is_compiled_in_the_foreground(target: PreTrainedModel, monkeypa
         tiers.RegionalForward, "compile", lambda *args: compiled.append(threading.current_thread()) or work(*args)
     )
     reports = [run(target, strategy, rows) for rows in (1, 3) for strategy in ("autoregressive", "suffix")]
+    for job in list(background._running):  # the calls may end before it has begun
+        job.wait(60)
     assert compiled and threading.current_thread() not in compiled
     assert all(report.timings.compile == 0 for report in reports)
-    for job in list(background._running):
-        job.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -624,7 +627,9 @@ def test_what_is_to_be_compiled_at_once_is_compiled_before_the_first_step(target
 def test_a_tier_that_becomes_ready_is_recorded_anew_and_used_by_the_next_call(
     target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    # Sessions take turns, trees and chains are recorded apart, and suffix remembers: its later calls are too short to be recorded.
+    # Drafts are whole, whatever a step costs at the moment: trees and chains are recorded apart.
+    monkeypatch.setenv("DECODERS_PRUNE", "0")
+    # Sessions take turns, and suffix remembers: its later calls are too short to be recorded.
     before = [run(target, strategy) for _ in range(6)]
     assert not any(report.compiled_steps for report in before) and before[0].replayed_steps > 0
     begun, recorded = ready_at_once(monkeypatch), device.recorded
@@ -793,3 +798,32 @@ def test_a_scheduler_that_runs_out_of_memory_frees_what_no_request_uses(
         assert sessions.recorded_nbytes == 0 and not scheduler._lanes.used
         full.clear()
         assert torch.equal(scheduler.submit([5, 6, 7], **given).result(60), expected)
+
+
+def test_a_replay_may_overwrite_what_later_recordings_hold(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs share a pool: what one needs in between may lie where a later one's results are."""
+    recorded: weakref.WeakSet[Any] = weakref.WeakSet()
+    begin, replay, overwritten, numbers = tape.Tape.__init__, tape.Tape.replay, 0, itertools.count()
+
+    def noted(own: Any) -> None:
+        begin(own)
+        recorded.add(own)
+        own.number = next(numbers)
+
+    def replayed(own: Any) -> None:
+        nonlocal overwritten
+        replay(own)
+        with torch.inference_mode():
+            for other in [other for other in recorded if other.number > own.number]:
+                for result in [each for *_, results in other._operations for _, each in results]:
+                    result.fill_(77)
+                    overwritten += 1
+
+    monkeypatch.setattr(tape.Tape, "__init__", noted)
+    monkeypatch.setattr(tape.Tape, "replay", replayed)
+    for _ in range(2):
+        run(target, "auto", 2, 16, decoders_config={"memory": False})
+        run(target, Threshold(), 2, 16, assistant_model=tiny_model("llama", 1))
+    assert overwritten

@@ -18,7 +18,7 @@ from decoders.common import devices
 from decoders.engine.decode import engine
 from decoders.engine.model.recordings import WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
-from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies import EarlyExit, Lookahead, Mtp, Ngram, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, reference, tiny_model
@@ -141,6 +141,7 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
     [
         "autoregressive",
         PromptLookup(branches=2),
+        Ngram(),
         Lookahead(),
         Speculative(length=3),
         pytest.param(Speculative(tree="static"), marks=pytest.mark.slow),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import decoders
+from decoders.common import devices
 from decoders.costs import StepCosts, StepLine
 from decoders.costs.worth import DraftWorth
-from decoders.strategy import Draft
+from decoders.strategies import Lookahead, PromptLookup, Speculative
+from decoders.strategy import Draft, Strategy
 from decoders.testing import Replay, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.tree import Topology, TreeTensors
@@ -152,7 +155,7 @@ def test_a_batch_goes_by_the_curve_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_batches_leave_out_what_is_never_right_and_single_rows_nothing(rows: int) -> None:
+def test_what_is_never_right_is_left_out(rows: int) -> None:
     model, inputs = decoders.enable(tiny_model("llama")), prompts(rows)
     plain = decode(model, inputs, "autoregressive", max_new_tokens=30)
     wrong = tuple((token + 1) % VOCAB for token in range(200))
@@ -167,4 +170,30 @@ def test_batches_leave_out_what_is_never_right_and_single_rows_nothing(rows: int
         )
         assert torch.equal(out.sequences, plain.sequences)
         drafted[prune] = out.report.drafted
-    assert drafted[True] < drafted[False] / 3 if rows > 1 else drafted[True] == drafted[False]
+    assert drafted[True] < drafted[False] / 3
+
+
+@pytest.mark.parametrize(
+    "strategy, sample, static, weighed",
+    [
+        (PromptLookup(), False, False, True),
+        (PromptLookup(), False, True, False),  # steps of one size are recorded
+        (Lookahead(), False, False, False),  # learns from every step
+        (Speculative(), True, False, False),  # the verifier judges whole drafts
+    ],
+    ids=["prompt_lookup", "static sizes", "lookahead", "rejection"],
+)
+def test_only_drafts_that_may_be_cut_are_weighed(
+    strategy: Strategy, sample: bool, static: bool, weighed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[DraftWorth] = []
+    observe = DraftWorth.observe
+    monkeypatch.setattr(DraftWorth, "observe", lambda worth, *given: seen.append(worth) or observe(worth, *given))
+    monkeypatch.setattr(devices, "static_shapes", lambda device: static)
+    options: dict[str, Any] = {"assistant_model": tiny_model("llama", 1)} if strategy.needs_assistant else {}
+    loop = {"compile": False, "prune": True}
+    model = decoders.enable(tiny_model("llama"))
+    if sample:
+        options |= {"do_sample": True, "verifier": "rejection"}
+    decode(model, prompts(1), strategy, max_new_tokens=8, decoders_config=loop, **options)
+    assert bool(seen) is weighed

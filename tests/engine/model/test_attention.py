@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MistralConfig, PreTrainedConfig
 
 from decoders.engine.model.attention import (
-    KIND_ATTRIBUTE,
+    INDEX_ATTRIBUTE,
     STRETCH,
     LayerKind,
     MaskShape,
@@ -103,7 +103,7 @@ def test_packed_attention_equals_the_textbook(heads, softcap, sinks, kind, dtype
     kinds = (LayerKind(), LayerKind(window=4))
     mask = build_mask(kinds, torch.tensor([12, 7]), tree.offsets, tree.visible, view, dtype)
     module = nn.Module()
-    setattr(module, KIND_ATTRIBUTE, kind)
+    setattr(module, INDEX_ATTRIBUTE, kind)
     s_aux = torch.randn(heads[0]).to(dtype) if sinks else None
     out, _ = tree_attention(module, query, key, value, mask, scaling=0.3, softcap=softcap, s_aux=s_aux)
     expected = textbook(query, key, value, mask[:, kind], 0.3, softcap, s_aux)

@@ -96,7 +96,7 @@ def test_a_step_is_recorded_while_nobody_may_wait_for_the_device(monkeypatch: py
         def __getattr__(self, name: str) -> Any:
             return lambda *given, **options: self
 
-    for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "set_stream"):
+    for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "set_stream", "current_blas_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: Anything())
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
 

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
+from decoders.engine.model.blocks import padded_tokens
 from decoders.engine.model.buckets import (
     chunk_bucket,
     node_bucket,
-    pad_block,
     prefill_chunks,
     row_bucket,
     slot_bucket,
@@ -77,10 +77,10 @@ def test_a_padded_block_holds_the_same_draft_tokens_and_nothing_more() -> None:
     shape = Topology.branches(2, 3)
     draft_tokens = torch.arange(6)[None]
     for tree in (shape, shape.tensors(1, draft_tokens.device)):
-        padded, larger = pad_block(draft_tokens, tree, node_bucket(len(tree)))
+        padded, larger = padded_tokens(draft_tokens, node_bucket(len(tree))), tree.padded(node_bucket(len(tree)))
         assert padded.tolist() == [[0, 1, 2, 3, 4, 5, -1]] and len(larger) == 8
         tensors = larger.tensors(1, draft_tokens.device) if isinstance(larger, Topology) else larger
         assert torch.equal(tensors.candidates[0], torch.arange(8) < 7)
         assert torch.equal(tensors.visible[0, :7, :7], shape.tensors(1, draft_tokens.device).visible[0])
         assert not tensors.visible[0, :7, 7].any() and tensors.visible[0, 7].sum() == 1
-        assert pad_block(draft_tokens, tree, 7)[1] is tree
+        assert padded_tokens(draft_tokens, 7) is draft_tokens and tree.padded(7) is tree

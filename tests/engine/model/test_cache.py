@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.engine.model.cache import CacheBuffers, LayerSpec, SlotCache, move_slots, write_slots
+from decoders.engine.model.cache import CacheBuffers, LayerSpec, move_slots
+from decoders.engine.model.slot_cache import SlotCache, write_slots
 
 CPU = torch.device("cpu")
 LAYOUT = [LayerSpec(2, 4, 1, 3, torch.float32, CPU), LayerSpec(3, 5, 3, 5, torch.float64, CPU)]

@@ -20,7 +20,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCa
 
 import decoders
 from decoders.common import transformers_compat
-from decoders.engine.model import kernels, torch_compat
+from decoders.engine.model import kernels, modules_compat, torch_compat
 from decoders.testing import tiny_model
 
 PACKAGE = Path(decoders.__file__).parent
@@ -35,11 +35,11 @@ def version_of(library: ModuleType) -> tuple[int, ...]:
 
 def test_writes_in_place_are_counted_and_inference_tensors_are_none() -> None:
     tensor = torch.zeros(2)
-    before = torch_compat.writes_counted(tensor)
+    before = modules_compat.writes_counted(tensor)
     tensor.add_(1)
-    assert torch_compat.writes_counted(tensor) == before + 1
+    assert modules_compat.writes_counted(tensor) == before + 1
     with torch.inference_mode():
-        assert torch_compat.writes_counted(torch.zeros(2)) == 0
+        assert modules_compat.writes_counted(torch.zeros(2)) == 0
 
 
 def test_switches_of_dynamo_are_there() -> None:
@@ -112,28 +112,28 @@ def test_hooks_of_all_modules_are_listed() -> None:
     after = registered.register_module_forward_hook(lambda *_: None)
     before = registered.register_module_forward_pre_hook(lambda *_: None)
     try:
-        assert {after.id, before.id} <= set(torch_compat.hooks_everywhere()), VERSION
+        assert {after.id, before.id} <= set(modules_compat.hooks_everywhere()), VERSION
     finally:
         after.remove()
         before.remove()
-    assert not {after.id, before.id} & set(torch_compat.hooks_everywhere()), VERSION
+    assert not {after.id, before.id} & set(modules_compat.hooks_everywhere()), VERSION
 
 
 def test_hooks_are_listed_and_removed_from_copies() -> None:
     module = torch.nn.Linear(2, 2)
     after, before = module.register_forward_hook(print), module.register_forward_pre_hook(print)
-    assert [list(hooks) for hooks in torch_compat.hooks_of(module)] == [[after.id], [before.id]], VERSION
+    assert [list(hooks) for hooks in modules_compat.hooks_of(module)] == [[after.id], [before.id]], VERSION
     twin = deepcopy(module)
-    torch_compat.remove_hooks(twin, [after.id, before.id])
-    assert not any(torch_compat.hooks_of(twin)), VERSION
-    assert all(torch_compat.hooks_of(module)), VERSION
+    modules_compat.remove_hooks(twin, [after.id, before.id])
+    assert not any(modules_compat.hooks_of(twin)), VERSION
+    assert all(modules_compat.hooks_of(module)), VERSION
 
 
 def test_modules_are_those_that_torch_gives_in_its_order() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp = model.model.layers[0].mlp  # one that is there twice, and a place without any
     model.register_module("nothing", None)
-    assert torch_compat.modules_in(model) == list(model.modules()), VERSION
+    assert modules_compat.modules_in(model) == list(model.modules()), VERSION
 
 
 def test_instructions_say_what_kernels_are_chosen_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +147,12 @@ def test_instructions_say_what_kernels_are_chosen_by(monkeypatch: pytest.MonkeyP
 
 def test_parameters_of_a_module_itself() -> None:
     module = torch.nn.Linear(2, 2, bias=False)
-    assert torch_compat.own_parameters(module) == {"weight": module.weight, "bias": None}, VERSION
+    assert modules_compat.own_parameters(module) == {"weight": module.weight, "bias": None}, VERSION
     other = torch.nn.Parameter(torch.zeros(2, 2))
-    torch_compat.own_parameters(module)["weight"] = other
+    modules_compat.own_parameters(module)["weight"] = other
     assert module.weight is other, VERSION
     torch.nn.utils.parametrizations.orthogonal(module)
-    assert "weight" not in torch_compat.own_parameters(module), VERSION
+    assert "weight" not in modules_compat.own_parameters(module), VERSION
 
 
 def test_whoever_waits_for_a_device_does_so_by_one_function() -> None:
@@ -283,7 +283,7 @@ def test_what_trainers_switch_on_a_model_is_named_as_ever() -> None:
     model.enable_input_require_grads()  # newer versions have done it
     left = {name for path, module in model.named_modules() for name in set(vars(module)) - before[path]}
     assert "_gradient_checkpointing_func" in left and left <= transformers_compat.OF_TRAINING, TRANSFORMERS
-    hooks = torch_compat.hooks_of(model.get_input_embeddings())[0].values()
+    hooks = modules_compat.hooks_of(model.get_input_embeddings())[0].values()
     assert hooks and all(map(transformers_compat.is_of_training, hooks)), TRANSFORMERS
 
 
@@ -351,7 +351,11 @@ def test_loading_shows_no_progress_and_leaves_the_bars_as_they_were() -> None:
 
 
 #: Files that may name private parts of torch and transformers.
-COMPAT = {PACKAGE / "engine" / "model" / "torch_compat.py", PACKAGE / "common" / "transformers_compat.py"}
+COMPAT = {
+    PACKAGE / "engine" / "model" / "torch_compat.py",
+    PACKAGE / "engine" / "model" / "modules_compat.py",
+    PACKAGE / "common" / "transformers_compat.py",
+}
 #: Public in spite of their names: Python documents them.
 NAMED_TUPLES = {"_fields", "_asdict", "_replace", "_make"}
 

@@ -9,9 +9,9 @@ import torch
 
 import decoders
 from decoders.engine.model import self_check
-from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.layout import CountedTokens
 from decoders.engine.model.self_check import target_of
+from decoders.engine.model.slot_cache import SlotCache
 from decoders.errors import ContextLengthError, UnsupportedError
 from decoders.testing import Replay, decode, prompts, tiny_model
 
@@ -68,7 +68,7 @@ def test_a_window_that_a_design_does_not_keep_bounds_its_texts(monkeypatch: pyte
     monkeypatch.setattr(self_check, "check_tree_logits", lambda *_: 24)
     model, inputs = decoders.enable(tiny_model("mistral")), prompts(1, length=20)
     decode(model, inputs, "prompt_lookup", max_new_tokens=4, decoders_config=EAGER)
-    with pytest.raises(ContextLengthError, match="no more than the 24 tokens of that window"):
+    with pytest.raises(ContextLengthError, match="at most the 24 tokens of that window"):
         decode(model, inputs, "prompt_lookup", max_new_tokens=5, decoders_config=EAGER)
 
 

@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 import decoders
 from decoders.engine.model.kernels import cpu
-from decoders.engine.model.weights.few_rows import KINDS, FewRowsLinear, multiply_few_rows
+from decoders.engine.model.weights.few_rows import KINDS, multiply_few_rows
+from decoders.engine.model.weights.layers import FewRowsLinear
 from decoders.engine.model.weights.twin import share_weights
 from decoders.testing import prompts, tiny_model
 from decoders.testing.exactness import decode

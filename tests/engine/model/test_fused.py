@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels import cpu, epilogues, products
+from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights import few_rows, fused
+from decoders.engine.model.weights import layers as replaced
 from decoders.engine.model.weights.few_rows import multiply_few_rows
 from decoders.engine.model.weights.quantization import Scheme, quantize
 from decoders.heads.dflash import DFlashConfig, DFlashNetwork
@@ -73,24 +75,27 @@ def test_layers_that_read_the_same_are_found(name: str, groups: list[str]) -> No
 @pytest.mark.parametrize("name", ["llama", "gptj", "cohere", "deepseek_v3"])
 def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(tiny_model(name))
-    products: Counter[tuple[int, ...]] = Counter()
-    multiply = few_rows.product_or_none
+    made: Counter[tuple[int, ...]] = Counter()
 
-    def counted(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
-        products[tuple(matrix.data_ptr() for matrix in matrices)] += 1
-        return multiply(x, matrices, biases)
+    def counted(multiply: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(x: Tensor, matrices: list[Tensor], *more: Any) -> Any:
+            made[tuple(matrix.data_ptr() for matrix in matrices)] += 1
+            return multiply(x, matrices, *more)
 
-    for room in (few_rows, epilogues):
-        monkeypatch.setattr(room, "product_or_none", counted)
+        return counting
+
+    monkeypatch.setattr(replaced, "product_or_none", counted(replaced.product_or_none))
+    for name in ("gated_linear", "linear_to_residual", "linear_to_cache"):
+        monkeypatch.setitem(products.on_cpu, name, counted(products.on_cpu[name]))
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
     target.forward(
         PassInput(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
     )
     layers = [module for module in target.model.modules() if type(module) in few_rows.KINDS.values()]
-    multiplied = [place for matrices in products for place in matrices]
+    multiplied = [place for matrices in made for place in matrices]
     assert sorted(multiplied) == sorted(layer.matrix().data_ptr() for layer in layers)
-    assert set(products.values()) == {1}
-    assert len(products) < len(layers)
+    assert set(made.values()) == {1}
+    assert len(made) < len(layers)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +184,7 @@ def test_nothing_is_kept_once_the_last_layer_had_its_share() -> None:
     module = Both()
     multiply_few_rows(module, GROUP)
     module(torch.randn(3, 32))
-    assert vars(fused._products) == dict(source=None, by=None, result=None, writes=0)
+    assert vars(replaced._products) == dict(source=None, by=None, result=None, writes=0)
 
 
 def traced(function: Callable[..., object], *arguments: Tensor) -> torch.fx.GraphModule:
@@ -195,7 +200,7 @@ def product_count(graph: torch.fx.Graph) -> int:
 def test_the_compiler_leaves_one_of_equal_products() -> None:
     def shares(x: Tensor, other: Tensor, weight: Tensor) -> list[Tensor]:
         # Equal values are told by how they are computed.
-        return [products.few_rows_linears(t.abs().round(), [weight], []) for t in (x, x, other)]
+        return [products.product_or_none(t.abs().round(), [weight], []) for t in (x, x, other)]
 
     given = (*torch.randn(2, 3, 16), torch.randn(8, 16))
     module = traced(shares, *given)
@@ -210,7 +215,7 @@ def test_the_compiler_leaves_one_of_equal_products() -> None:
 @by_our_kernels
 def test_equal_products_of_matrices_as_they_are_are_one() -> None:
     def shares(x: Tensor, weight: Tensor) -> list[Tensor]:
-        multiply = products.few_rows_linears
+        multiply = products.product_or_none
         return [multiply(x, [weight, weight], []), multiply(x, [weight, weight], []), multiply(x, [weight], [])]
 
     module = traced(shares, torch.randn(3, 16), torch.randn(8, 16))
@@ -221,7 +226,7 @@ def test_equal_products_of_matrices_as_they_are_are_one() -> None:
 @by_our_kernels
 def test_what_is_drawn_or_written_between_is_not_equal() -> None:
     def shares(x: Tensor, weight: Tensor) -> list[Tensor]:
-        multiply = products.few_rows_linears
+        multiply = products.product_or_none
         drawn = [multiply(torch.rand_like(x), [weight], []) for _ in range(2)]
         before = multiply(x, [weight], [])
         changed = x.clone()

@@ -20,12 +20,12 @@ from decoders.engine.decode.verify import draw_tokens, settle
 from decoders.engine.model import target as targets
 from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput, causal_block
-from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.compiled import regions
-from decoders.engine.model.compiled.functions import private
-from decoders.engine.model.kernels import epilogues, interpreted, products
+from decoders.engine.model.compiled.functions import CompiledFunction, private
+from decoders.engine.model.kernels import Operands, interpreted, products
+from decoders.engine.model.slot_cache import SlotCache
 from decoders.engine.model.target import Target
-from decoders.engine.model.weights import few_rows, same_bits
+from decoders.engine.model.weights import few_rows, quantized, same_bits
 from decoders.sampling import SamplingPlan
 from decoders.testing.models import tiny_model
 
@@ -51,12 +51,17 @@ LAUNCHES = 9
 COMPILED = 11
 #: Of a step of 16 layers, uncompiled, with the draw and the acceptance.
 OF_A_STEP = 320
+#: Compiled, without those that read weights, or keys and values.
+SMALL, LARGE = 145, ("_multiply", "attend_kernel")
+#: Those before the pass: the last token, the block's, and the positions that it begins at.
+INPUT = ["aten::gather", "aten::cat", "aten::sub"]
 
 
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {torch.bfloat16, torch.float16}
     monkeypatch.setitem(products._operators, "cpu", products.few_rows_on_cuda)
+    monkeypatch.setattr(quantized, "take_cpu_kernels", lambda: None)
     monkeypatch.setattr(few_rows, "multiplies", lambda weight, exact: exact and weight.dtype in half)
     monkeypatch.setattr(
         same_bits, "rms_norm_for", lambda weight: products.rms_norm_on_cuda if weight.dtype in half else None
@@ -185,8 +190,8 @@ def test_results_of_our_operators_are_loaded_many_numbers_at_a_time_by_compiled_
     """Compilers take what an operator gives for unaligned if one of its inputs is, and loads from it one number after the other."""
 
     def follow(x: Tensor, matrix: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        sums = epilogues.linear_to_residual(x * 2, matrix, None, residual)
-        gated = epilogues.gated_linear(x, [matrix, matrix], [], 0, True)
+        sums = products.linear_to_residual(x * 2, Operands([matrix], [], []), residual)
+        gated = products.gated_linear(x, Operands([matrix, matrix], [], []), 0, True)
         assert sums is not None and gated is not None
         normed = products.rms_norm_on_cuda(gated, matrix[0], 1e-6, False, True)
         return sums[0] + 1, normed.float(), gated[:, 1:].sigmoid()
@@ -253,19 +258,33 @@ def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatc
     assert 15 * len(layer) + rest <= OF_A_STEP, rest
 
 
+def launched_compiled(
+    compiled: Callable[..., Any], run: Callable[..., Any], arguments: tuple, folder: Path
+) -> list[str]:
+    """What `run` launches where `compiled`, which may be the same, was compiled for CUDA with `arguments`."""
+    with written_for_triton(folder), torch.no_grad(), pytest.MonkeyPatch.context() as patched:
+        _, codes = run_and_get_code(compiled, *arguments)
+        launches = Launches(patched)
+        run(*arguments)
+    outside = re.findall(r"(?:extern_kernels|torch\.ops\.(?!decoders\.))[\w.]+(?=\()", "\n".join(codes))
+    return [*launches.names, *outside]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_compiled_layer_is_so_many_launches(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_layer_and_step_are_so_many_launches(design: str, tmp_path: Path) -> None:
     counts: list[list[str]] = []
     for layers in (2, 1):
         kinds = {"layer_types": ["sliding_attention", "full_attention"][-layers:]} if design == "gemma3" else {}
         target = Target(made(design, num_hidden_layers=layers, **kinds), "triton")
         forward, arguments = regions.regional_forward(target), regions.examples(target, 1, 5)
-        with written_for_triton(tmp_path), torch.no_grad():
-            _, codes = run_and_get_code(forward.compile, *arguments)
-            with monkeypatch.context() as patched:
-                launches = Launches(patched)
-                forward(*arguments)
-        outside = re.findall(r"(?:extern_kernels|torch\.ops\.(?!decoders\.))[\w.]+(?=\()", "\n".join(codes))
-        counts.append([*launches.names, *outside])
+        counts.append(launched_compiled(forward.compile, forward, arguments, tmp_path))
     assert len(counts[0]) - len(counts[1]) <= COMPILED, counts[0]
+    draw, plan = CompiledFunction(draw_tokens).compiled, SamplingPlan()
+    positions, sampling = torch.arange(4)[None], no_sampling(1, target.device)
+    given = torch.zeros(1, 4, 128), plan, sampling, positions
+    rest = [*INPUT, *launched_compiled(draw, draw, given, tmp_path)]
+    accept = CompiledFunction(settle).compiled
+    rest += launched_compiled(accept, accept, _settle_examples(target, 1, 4), tmp_path)
+    two, one, outside = ([name for name in names if name not in LARGE] for names in (*counts, rest))
+    assert len(one) + 15 * (len(two) - len(one)) + len(outside) <= SMALL, (one, outside)

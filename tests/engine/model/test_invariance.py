@@ -98,7 +98,7 @@ def test_low_precision_pads_blocks_on_the_cpu_alone() -> None:
         blocks = Blocks(2, cpu, multiple=multiple)
         for length, size in sizes.items():
             draft = Draft(torch.ones(2, length, dtype=torch.int64), Topology.chain(length))
-            draft_tokens, tree = blocks.of(draft, "test")
+            draft_tokens, tree = blocks.of(draft)
             assert (draft_tokens.shape[1] + 1, len(tree)) == (size, size)
             assert bool((draft_tokens[:, length:] == -1).all())
 

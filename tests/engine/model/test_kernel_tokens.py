@@ -9,8 +9,7 @@ import torch
 
 import decoders
 from decoders.engine.model import self_check
-from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.kernels import chosen, interpreted
 from decoders.testing.models import tiny_model
 from decoders.testing.tape import TapeRecorder
 
@@ -51,7 +50,7 @@ def test_the_attention_kernel_gives_the_tokens_of_transformers(
 def test_a_device_that_records_attends_by_the_kernel_in_its_replays(
     strategy: str, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "preferred", lambda device: True)
+    monkeypatch.setattr(chosen, "preferred", lambda device: True)
     monkeypatch.setattr(self_check, "ON_CPU", self_check.Sizes((12, 7), ((5, 3),), 8))
     model = decoders.enable(tiny_model("llama", **SMALL, num_hidden_layers=1))
     given: dict[str, Any] = dict(input_ids=torch.arange(6, 18)[None], max_new_tokens=10, do_sample=False)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoders.enabling import graphs_compiled
 from decoders.engine.model import mixed, self_check
 from decoders.engine.model.blocks import LeadingText, PassInput, PromptPiece, after_text
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
-from decoders.engine.model.compiled.functions import compilations
 from decoders.engine.model.compiled.tiers import Tiers
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
@@ -157,13 +157,13 @@ def test_one_graph_reads_any_number_of_tokens_beside_any_number_of_rows(name: st
     compiled = regions.regional_mixed(target)
     for count in (1, 11):
         compiled.compile(*regions.mixed_examples(target, count))
-    before, tolerance = compilations(), 1e-4 if dtype == torch.float32 else 0.03
+    before, tolerance = graphs_compiled(), 1e-4 if dtype == torch.float32 else 0.03
     for lengths, count in (([5, 40, 23], 9), ([31, 2, 60, 17, 48], 30), ([31, 2, 60, 17, 48, 3, 8, 9, 12], 47)):
         for text, topology in (BLOCKS["single"], BLOCKS["chain"], BLOCKS["text"]):
             ours, theirs = same_as_apart(Rows(target, lengths), text, topology, count, compiled)
             for one, another in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(one, another, rtol=tolerance, atol=tolerance)
-    assert compilations() == before
+    assert graphs_compiled() == before
 
 
 def test_a_pass_is_mixed_where_its_tier_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:

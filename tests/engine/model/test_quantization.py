@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine.model import cache, invariance, self_check, target
+from decoders.engine.model import invariance, self_check, slot_cache, target
 from decoders.engine.model.blocks import PassInput
-from decoders.engine.model.cache import CacheBuffers, LayerSpec, SlotCache
+from decoders.engine.model.cache import CacheBuffers, LayerSpec
 from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.tiers import PassKind
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
+from decoders.engine.model.slot_cache import SlotCache
 from decoders.engine.model.torch_compat import TorchDispatchMode
 from decoders.engine.model.weights import quantization, quantized
 from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
@@ -236,13 +237,13 @@ def test_layers_that_read_the_same_input_are_one_product_and_writes_are_seen(
 ) -> None:
     products: list[int] = []
     layers = layers_of(scheme, {name: nn.Linear(64, 32) for name in "qkv"}, [tuple("qkv")])
-    multiply = quantized._operators["multiply"]
+    multiply = quantized.on_cpu["quantized_linear"]
 
     def noted(x: torch.Tensor, levels: list, *more: Any) -> torch.Tensor:
         products.append(len(levels))
         return multiply(x, levels, *more)
 
-    monkeypatch.setitem(quantized._operators, "multiply", noted)
+    monkeypatch.setitem(quantized.on_cpu, "quantized_linear", noted)
     x = torch.randn(3, 64)
     with torch.no_grad():
         first = [layer(x) for layer in layers.values()]
@@ -390,12 +391,12 @@ def test_a_quantized_cache_is_a_quarter_or_half_as_large() -> None:
     for dtype, share in ((torch.float32, 68 / 256), (torch.bfloat16, 66 / 128)):
         spec = LayerSpec(2, 64, 2, 64, dtype, torch.device("cpu"))
         plain = CacheBuffers.allocate([spec], 2, 32).nbytes
-        small = CacheBuffers.allocate([cache.LayerSpec(**vars(spec) | {"quantized": True})], 2, 32).nbytes
+        small = CacheBuffers.allocate([LayerSpec(**vars(spec) | {"quantized": True})], 2, 32).nbytes
         assert small == plain * share
 
 
 def test_zero_keys_stay_zero() -> None:
-    levels, scale = cache.quantize_slots(torch.zeros(1, 1, 2, 4, dtype=torch.float16))
+    levels, scale = slot_cache.quantize_slots(torch.zeros(1, 1, 2, 4, dtype=torch.float16))
     assert scale.gt(0).all() and not levels.any()
 
 

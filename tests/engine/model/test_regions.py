@@ -11,12 +11,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoders.common.transformers_compat import decoder_layers
+from decoders.enabling import graphs_compiled
 from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.compiled.background import BackgroundCompile
-from decoders.engine.model.compiled.functions import compilations
 from decoders.engine.model.compiled.regions import RegionalForward, fixed, layers_as_regions
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
@@ -82,13 +82,13 @@ def test_marked_layers_compute_the_same_uncompiled():
 def test_compiled_by_regions_equals_uncompiled(name):
     forward = Pass(tiny_model(name))
     forward.compiled.compile(*forward.arguments(1))
-    before = compilations()
+    before = graphs_compiled()
     # Granite's scores are not scaled: its softmax is sharp, and last bits show. One logit in four thousand differs by 1.3e-4.
     atol = 2e-4 if name == "granite" else 1e-4
     forward.check(1, 3, 176, 80, 19, atol=atol)
     forward.check(1, 9, 176, 96, 60, atol=atol)
     forward.check(1, 33, 304, 240, 200, atol=atol)
-    assert compilations() == before
+    assert graphs_compiled() == before
 
 
 @pytest.mark.slow
@@ -116,10 +116,10 @@ def test_two_or_more_rows_are_one_more_graph():
     forward = Pass(tiny_model("llama"))
     forward.compiled.compile(*forward.arguments(1))
     forward.compiled.compile(*forward.arguments(3))
-    before = compilations()
+    before = graphs_compiled()
     for rows in (1, 2, 3, 5, 9):
         forward.check(rows, 9, 176, 96, 60)
-    assert compilations() == before
+    assert graphs_compiled() == before
 
 
 def test_functions_that_graphs_were_made_of_live_as_long_as_the_graphs(monkeypatch):
@@ -149,11 +149,11 @@ def test_depth_adds_no_region_and_new_weights_no_graph():
     forward = Pass(model)
     forward.compiled.compile(*forward.arguments(1))
     assert forward.compiled.regional
-    before = compilations()
+    before = graphs_compiled()
     model.model.layers[2].mlp.up_proj.weight.mul_(3)
     model.lm_head.weight.mul_(2)
     forward.check(1, 3, 176, 80, 19)
-    assert compilations() == before
+    assert graphs_compiled() == before
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ import decoders
 from decoders.cli import app
 from decoders.engine.model import attention, self_check
 from decoders.engine.model.attention import LayerKind
-from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.kernels import chosen, interpreted
 from decoders.engine.model.self_check import target_of
+from decoders.engine.model.slot_cache import SlotCache
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
@@ -37,11 +37,11 @@ def without_chunks(kind: LayerKind, allowed: Any, position_q: Any, position_k: A
     return plain_narrow(LayerKind(kind.window), allowed, position_q, position_k)
 
 
-plain_narrow, plain_mask, plain_bits, plain_kind = (
+plain_narrow, plain_mask, plain_bits, plain_attend = (
     LayerKind.narrow,
     attention.build_mask,
     kernel.pack_mask,
-    kernel.kind_of,
+    kernel.attend,
 )
 
 
@@ -84,9 +84,8 @@ def test_a_planted_fault_is_seen(
         target_of(tiny, "sdpa")
 
 
-def reaching_further(module: Any) -> LayerKind:
-    kind = plain_kind(module)
-    return LayerKind(kind.window and kind.window + 1)
+def reaching_further(query: Any, key: Any, value: Any, mask: Any, sinks: Any, kind: LayerKind, *more: Any) -> Any:
+    return plain_attend(query, key, value, mask, sinks, LayerKind(kind.window and kind.window + 1), *more)
 
 
 def with_bits_of_a_sibling(base: Any, offsets: Any, visible: Any) -> Any:
@@ -103,8 +102,8 @@ def with_bits_of_the_first_row(base: Any, offsets: Any, visible: Any) -> Any:
 @pytest.mark.parametrize(
     "model, name, fault",
     [
-        ("gemma3", "kind_of", reaching_further),
-        ("llama4", "kind_of", reaching_further),
+        ("gemma3", "attend", reaching_further),
+        ("llama4", "attend", reaching_further),
         ("llama", "pack_mask", with_bits_of_a_sibling),
         ("llama", "pack_mask", with_bits_of_the_first_row),
     ],
@@ -191,7 +190,7 @@ def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
     target = target_of(model)
     assert (
         LayerKind(window=4096) in target.attending.kinds
-        and attention.kind_of(target.model.model.layers[0].self_attn) in target.attending.kinds
+        and getattr(target.model.model.layers[0].self_attn, attention.KIND_ATTRIBUTE) in target.attending.kinds
     )
     assert model.config.sliding_window == 4096 == target.model.config.sliding_window
 
@@ -211,7 +210,7 @@ def small() -> Any:
 @pytest.fixture
 def kernel_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU takes the kernel as CUDA does, interpreted, and a check runs little."""
-    monkeypatch.setattr(kernel, "preferred", lambda device: "triton")
+    monkeypatch.setattr(chosen, "preferred", lambda device: "triton")
     monkeypatch.setattr(self_check, "ON_CPU", self_check.Sizes((12, 7), ((5, 3),), 8))
 
 
@@ -264,11 +263,11 @@ def test_what_the_kernel_cannot_do_is_named() -> None:
     layout = target_of(tiny_model("llama")).layout
     count, cpu = len(layout), torch.device("cpu")
     if interpreted():
-        assert kernel.unfit("triton", layout, count, cpu) is None
-        assert "attention of their own" in str(kernel.unfit("triton", layout, count - 1, cpu))
-        assert "512 wide" in str(kernel.unfit("triton", [replace(spec, key_dim=512) for spec in layout], count, cpu))
+        assert chosen.unfit("triton", layout, count, cpu) is None
+        assert "attention of their own" in str(chosen.unfit("triton", layout, count - 1, cpu))
+        assert "512 wide" in str(chosen.unfit("triton", [replace(spec, key_dim=512) for spec in layout], count, cpu))
         assert "float64" in str(
-            kernel.unfit("triton", [replace(spec, dtype=torch.float64) for spec in layout], count, cpu)
+            chosen.unfit("triton", [replace(spec, dtype=torch.float64) for spec in layout], count, cpu)
         )
 
 

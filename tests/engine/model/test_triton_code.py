@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine.decode.verify import draw, settle
+from decoders.engine.decode.rules import draw
+from decoders.engine.decode.verify import settle
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.self_check import target_of
 from decoders.heads.medusa import HeadsConfig, MedusaHeads

@@ -1,4 +1,4 @@
-"""What a draft model computes: the next token of every row, a verified block of its own, or a level of a tree."""
+"""What a draft model computes: the next token of every row, the next level of a token tree, or the verification of a block."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..rows import Rows
 
 
 class DraftCore(Core):
-    """Passes of a draft model, whose tokens another model verifies.
+    """The passes of a draft model, whose tokens another model verifies.
 
-    A block starts with the row's last ``U`` committed tokens before the root, because their keys and values may be missing: the last
-    token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. A few more tokens in a pass cost
-    next to nothing, and no keys and values have to be moved. With the target's own slots (:mod:`.shared_slots`) no keys and values
-    are missing; a block below the least size is then padded behind its root.
+    A block starts with each row's ``U`` pending tokens: its last committed tokens before the root, whose keys and values may be missing
+    from their slots. The last token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. Running
+    these tokens again costs next to nothing, and no keys and values have to be moved. With the target's own slots
+    (:mod:`.shared_slots`) none are missing; a block below the least size is then padded behind its root.
 
     Args:
-        vocab: size of the target's vocabulary. Entries of the draft's head beyond it are padding and never proposed.
-        children: how many continuations :meth:`root`, :meth:`expand` and :meth:`advance` give per node, ``C``.
+        vocab: size of the target's vocabulary. Tokens of the draft model beyond it are padding and never proposed.
+        children: ``C``, how many continuations :meth:`root`, :meth:`expand` and :meth:`advance` return per node.
 
-    Every pass gets a grammar mask for each node that is continued, if rows have grammars.
+    If rows have grammars, every pass gets a grammar mask for each node that is continued.
     """
 
     def __init__(self, forward_pass: ForwardPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
@@ -45,7 +45,7 @@ class DraftCore(Core):
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
     def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
-        """Appends the draft's own choice to every row. pending: ``[U]``, any values. ``C`` and ``Q`` are 1."""
+        """Draws the next token of every row and appends it. pending: ``[U]``; only its length counts. ``C`` and ``Q`` are 1."""
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
         left = self._process(result.logits, rows, positions, masks, self._text(rows, view))
@@ -59,9 +59,9 @@ class DraftCore(Core):
     def advance(
         self, rows: Rows, view: Tensor, draft_tokens: Tensor, tree: TreeTensors, pending: Tensor, masks: Masks | None = None
     ) -> tuple[StepOutput, Expansion]:  # fmt: skip
-        """Verifies and commits a block that was drafted for the draft model, with `pending` tokens before the root.
+        """Verifies and commits a block that was drafted for this draft model; its pass runs the `pending` tokens before the root.
 
-        The expansion is that of all ``N`` nodes of the block; its best continuations are the chosen tokens.
+        The returned expansion has continuations of all ``N`` nodes of the block; each node's best continuation is its chosen token.
         """
         u = pending.shape[0]
         base = rows.length - 1 - u
@@ -76,7 +76,7 @@ class DraftCore(Core):
         return self.commit(own, tree, rows, cut, verified), expansion
 
     def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
-        """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""
+        """Returns the first level of a tree: continuations of every row's last token. ``Q`` is 1."""
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
         return self._expanded(result.logits, rows, positions, masks, self._text(rows, view))
@@ -84,16 +84,16 @@ class DraftCore(Core):
     def expand(
         self, rows: Rows, view: Tensor, nodes: Tensor, tree: TreeTensors, masks: Masks | None = None
     ) -> Expansion:
-        """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before.
+        """Returns a further level of a tree: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`.
 
-        Operations that read the text are left out, because the other nodes' tokens are not at hand.
+        Earlier passes have run the tree's other nodes. Their tokens are not at hand, so operations that read the text are left out.
         """
         result = self.forward_pass(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._expanded(result.logits[..., : self.vocab], rows, positions, masks)
 
     def _text(self, rows: Rows, view: Tensor) -> Prefixes | None:
-        """The texts that the rows' last tokens end; None if the plan reads no text."""
+        """The text of every row up to its last token; None if the plan reads no text."""
         if not self.plan.reads_text:
             return None
         last = rows.tokens.gather(1, rows.length[:, None] - 1)
@@ -105,7 +105,7 @@ class DraftCore(Core):
         left = candidates(logits, self.plan, rows.sampling, positions, masks, self.children, prefixes)
         if masks is None or not self.padding:
             return left.settled()
-        # A grammar may leave only tokens outside the draft's vocabulary; its draft tokens are then never accepted.
+        # A grammar may allow only tokens that the draft model lacks; the tokens drafted there are then never accepted.
         if host_reads(logits) and bool((left.scores.amax(-1) > float("-inf")).all()):
             return left.settled()
         return Candidates.whole(grammar_first(left.dense(), logits))
@@ -124,7 +124,7 @@ class DraftCore(Core):
         return torch.nn.functional.pad(scores, (0, self.padding), value=float("-inf")) if self.padding else scores
 
     def _read(self, rows: Rows, view: Tensor, pending: Tensor) -> ForwardResult:
-        """Runs the end of every row; results ``[B, 1, …]`` of its last token."""
+        """Runs the pending tokens and the last token of every row; returns the last token's results ``[B, 1, …]``."""
         nodes, root = self._tail(rows, pending), pending.shape[0]
         if root + 1 < LEAST_NODES:
             size = node_bucket(root + 1, self.target.static, self.target.multiple)
@@ -137,6 +137,6 @@ class DraftCore(Core):
 
     @staticmethod
     def _tail(rows: Rows, pending: Tensor) -> Tensor:
-        """``[B, U+1]``: every row's last tokens; at the start of a short row its first token stands in."""
+        """``[B, U+1]``: every row's last tokens. In a row with fewer tokens, its first token fills the entries before its start."""
         slots = rows.length[:, None] - 1 - pending.shape[0] + torch.arange(pending.shape[0] + 1, device=pending.device)
         return rows.tokens.gather(1, slots.clamp(min=0))

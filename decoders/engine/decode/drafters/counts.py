@@ -1,7 +1,7 @@
-"""Counts of a draft model during a call: tokens that it has not read yet, passes, tokens and seconds.
+"""Counts of a draft model during a call: pending tokens, passes, tokens and seconds.
 
 Accepted tokens are counted on the device, passes on the host. While a step is recorded, Python runs and the device does nothing; in
-replays the device runs without Python. So the counts must be told of recordings and replays.
+replays the device runs without Python. So the counts on the host must be told of recordings and replays.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 from ....report import Stage
 from ...model.buckets import node_bucket
 
-#: Fewest tokens that are run before the root: smaller sizes would need graphs of their own.
+#: Fewest tokens that a pass runs before the root: each smaller number would need another graph.
 MIN_PENDING = 2
-#: Most tokens per pass that a stage's histogram tells apart.
+#: Number of entries of a stage's histogram of tokens per pass; the last entry also counts passes with more tokens.
 LONGEST = 64
 
 
@@ -22,21 +22,23 @@ class DraftCounts:
     """Passes, tokens and seconds of a draft model.
 
     Args:
-        model: its name.
+        model: the draft model's name.
         level: how many tokens are pending after a fully accepted draft.
         static: whether passes have one of a few sizes.
-        shared: whether the draft uses the verifying model's slots, so that committed tokens are never read again.
+        shared: whether the draft model uses the slots of the model that verifies its drafts, so that no tokens are ever pending.
 
     Attributes:
-        pending: committed tokens that the draft has not read yet, in the row that has most of them.
-        tally: ``[3 + LONGEST]`` int64: tokens, accepted and drafted ones of its stage, and a histogram of tokens per pass.
-        passes: forward passes.
-        forward_seconds: spent in these.
-        stage_seconds: spent in the strategy that drafts for it.
+        drafter: name of the strategy that drafts for the draft model; None without one.
+        pending: committed tokens that the draft model still has to run, in the row with most of them.
+        tally: ``[3 + LONGEST]`` int64: new, accepted and drafted tokens of its stage; then a histogram of new tokens per pass.
+        passes: number of forward passes.
+        forward_seconds: seconds of the forward passes.
+        stage_seconds: seconds of the strategy that drafts for the draft model.
     """
 
     def __init__(self, model: str, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
         self.model, self.level, self.static, self.device, self.shared = model, level, static, device, shared
+        self.drafter: str | None = None
         self.pending = level
         self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
         self.tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=device)
@@ -45,44 +47,44 @@ class DraftCounts:
         self.forward_seconds = self.stage_seconds = 0.0
 
     def range(self, reach: int) -> Tensor:
-        """``[U]`` int64, 0 … U-1, at least one entry for each pending token. No row is longer than `reach`."""
+        """``[U]`` int64, 0 … U-1, with an entry for each pending token and maybe more. No row has more than `reach` tokens."""
         pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)
-        if self.static and pending:  # with the last token they are a block
+        if self.static and pending:  # pending tokens and the last token form a block
             pending = node_bucket(pending + 1) - 1
         if pending not in self._ranges:
             self._ranges[pending] = torch.arange(pending, device=self.device)
         return self._ranges[pending]
 
     def accepted(self, summary: Tensor) -> None:
-        """Counts a stage's step. summary: as in :class:`~decoders.engine.decode.core.StepOutput`."""
+        """Counts a step of the stage. summary: see :class:`~decoders.engine.decode.core.StepOutput`."""
         emitted = summary[0]
         self.tally[:3] += summary[:3].sum(1)
         self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
 
     def recording(self) -> None:
-        """A recording begins."""
+        """Is called when a recording begins."""
         self._before = self.pending, self.passes
 
     def recorded(self, worked: bool) -> None:
-        """The recording is over, or has failed. Every replay adds what was counted meanwhile."""
+        """Is called when the recording has ended or failed. Every replay then counts the passes that were counted meanwhile."""
         pending, passes = self._before
         self._per_step, self.passes = self.passes - passes, passes
         if not worked:
             self.pending = pending
 
     def replayed(self, like: DraftCounts, steps: int) -> None:
-        """Counts `steps` replays of the round that the drafter of `like` has recorded."""
+        """Counts `steps` replays of a recorded step. like: the counts of the drafter that was recorded."""
         self.passes += steps * like._per_step
         if steps:
             self.pending = like.pending
 
-    def report(self, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
-        """The stage's report. Reads the device: not for use between steps."""
+    def report(self, weights: str, stages: list[Stage]) -> Stage:
+        """Returns the stage's report. It waits for the device, so call it after the last step."""
         tokens, accepted, drafted, *lengths = self.tally.tolist()
         while lengths and not lengths[-1]:
             lengths.pop()
         return Stage(
-            model=self.model, weights=weights, drafter=drafter, passes=self.passes,
+            model=self.model, weights=weights, drafter=self.drafter, passes=self.passes,
             tokens=tokens, drafted=drafted, accepted=accepted, accepted_lengths=lengths,
             forward_seconds=self.forward_seconds, drafter_seconds=self.stage_seconds, stages=stages,
         )  # fmt: skip

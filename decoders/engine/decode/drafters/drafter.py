@@ -1,4 +1,4 @@
-"""A draft model during a call. Its rows hold the committed tokens, followed by its draft tokens."""
+"""A draft model during a call. Its rows hold the committed tokens, followed by the tokens that it has drafted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ....common.devices import host_reads
 from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
-from ....report import Stage, Stopwatch
+from ....report import Stage
 from ....sampling.processors import Masks
 from ....strategy import Context, Sequences, Step
 from ....tree import TreeTensors
@@ -23,10 +23,12 @@ from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
 from ..batch import Batch
 from ..grammar.guide import Guide
+from ..places import reorder, take_over
 from ..prefix_cache import KeptText
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
+from ..step import Stopwatch
 from .core import DraftCore
 from .counts import DraftCounts
 from .shared_slots import SharedSlots, fits
@@ -36,27 +38,24 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter(Drafter):
-    """A draft model beside the target, with rows and a cache of its own in a session of its own engine.
+    """A draft model with its own rows and KV cache, in a session of its own engine. A round is its work from `begin` to `observe`.
 
     Args:
-        batch: the target's.
-        above: the model that it drafts for: the target's batch, or another draft model.
-        stack: closed when the strategy ends, with everything opened here.
-        context: of the strategy that drafts with it.
+        batch: the target's batch.
+        above: the model that verifies its drafts: the target's batch, or another draft model.
+        stack: is closed when the strategy ends, and then closes everything that this drafter opened.
+        context: the context of the strategy that drafts with this model.
         model: the draft model, or a path to load it from.
         ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
-        seldom: whether the strategy may never use it; it then reads the prompts when it first drafts.
+        seldom: whether the strategy may never use this model; the prompts are then prefilled when it first drafts.
 
     Attributes:
-        proposed: nodes of the block that is verified next, without padding; set by the batch or stage that verifies it.
-        reach: most committed tokens of a row, as far as the host knows.
+        proposed: number of nodes of the block that is verified next, without padding; the batch or stage that verifies it sets it.
+        reach: upper bound of the number of committed tokens of a row.
         counts: pending tokens, passes, tokens and seconds.
-        inner: draft models of the strategy that drafts for it, if any (:mod:`.staged`).
-        drafted_by: name of that strategy.
+        inner: the draft models of the strategy that drafts for this model, if any (:mod:`.staged`).
     """
-
-    drafted_by: str | None = None
 
     def __init__(
         self, batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
@@ -70,13 +69,12 @@ class ModelDrafter(Drafter):
                 f"{type(target.model).__name__} keeps recurrent states, which a draft model would have to take back whenever a "
                 "draft token is rejected: draft with a model that has attention only, or with a strategy without a draft model"
             )
-        # Verifiers other than the coupled one need the draft's distribution.
+        # Verifiers other than the built-in coupled rule need the distribution that draft tokens were drawn from.
         plan = replace(batch.request.plan, keep_scores=batch.verifier is not None and batch.request.plan.sample)
         self.core = DraftCore(self.engine.forward_pass, plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
         self.mask_token = getattr(target.model.config, "pard_token", None)
         self._tiers = self.engine.forward_pass.tiers.steady_tiers(batch.request.runtime.compile)
-        # A row's limit is set in every round, like its length.
         slots = (above.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, batch.engine.target.layout
         shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
@@ -87,7 +85,7 @@ class ModelDrafter(Drafter):
             self.session = SharedSlots.of(target, batch.session)
             if target.static:
                 self.session.reserve(above.longest + 2 * ahead)
-        elif not batch.shared:  # for the length of the call
+        elif not batch.shared:  # all rows begin now: the session has room for the whole call
             request = batch.request
             if any(bool((prompt < 0).any()) for prompt in request.prompts):
                 raise UnsupportedError(
@@ -116,17 +114,17 @@ class ModelDrafter(Drafter):
             self._read_prompts()
 
     def _read_prompts(self) -> None:
-        """Runs the prompts, the first time only."""
+        """Prefills the prompts; later calls do nothing."""
         if self._unread is None:
             return
         opened, request, self._unread = self._unread, self.batch.request, None
         with self._running():
             self.session.prefill(opened.lengths, opened.reusable, request.runtime.prefill_chunk, self._prefill)
-        # Behind the prompts the slots may hold rejected nodes, so only the prompts are kept for later calls.
+        # Slots behind the prompts may hold rejected nodes, so only the prompts are kept for later calls.
         self.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in request.prompts])
 
     def rebatch(self, rows: Sequence[int], context: Context) -> None:
-        """Follows the batch after rows have joined or left, and prefills the new ones; a prompt is a row's committed text.
+        """Follows the batch after rows have joined or left: reorders its rows, and prefills the committed text of each new row.
 
         Args:
             rows: the former index of each row, -1 for a new row.
@@ -136,18 +134,14 @@ class ModelDrafter(Drafter):
         self._settle()
 
     def _settle(self) -> None:
-        """Resets the guide and the lengths of the rows."""
+        """Resets the grammar guide, and the row lengths that a round begins with."""
         self.guide: Guide | None = self.above.guide.ahead() if self.above.guide is not None else None
         self._begun = self.rows.length.clone()
         self.reach = max(map(len, self.batch.request.prompts))
         self._drafting = False
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
-        """Puts the draft's rows in the order of the target's and prefills the new ones.
-
-        Args:
-            rows: the former index of each row, -1 for a new row.
-        """
+        """Puts this model's rows in the order of the target's rows, and prefills new rows. rows: see :meth:`rebatch`."""
         session, sequences = self.session, context.sequences
         if isinstance(session, SharedSlots):
             session.restart()
@@ -155,19 +149,19 @@ class ModelDrafter(Drafter):
         assert sequences is not None
         request = self.batch.request
         finished = sequences.finished.tolist()
-        session.reorder(rows, [len(text) for text in request.prompts])
+        reorder(session, rows, [len(text) for text in request.prompts])
         with self._running():
             for place, (row, text) in enumerate(zip(rows, request.prompts, strict=True)):
                 if row >= 0 or finished[place]:
                     continue
-                if self.core.padding:  # ids that only the target has would be out of range
+                if self.core.padding:  # token ids that only the target has would be out of range
                     text = text.clamp(max=self.vocab_size - 1)
                 session.put(place, text)
                 prompt = KeptText(text.cpu(), salt=request.salt_of(place))
                 held = [(session, other, kept) for other, kept in enumerate(session.texts)]
-                reused = session.take_over({place: prompt}, held) if request.runtime.reuse else [0]
+                reused = take_over(session, {place: prompt}, held) if request.runtime.reuse else [0]
                 session.prefill([len(text)], reused, request.runtime.prefill_chunk, self._prefill, first=place)
-                # Behind the prompt the slots may later hold rejected nodes.
+                # Slots behind the prompt may later hold rejected nodes, so only the prompt is kept.
                 session.texts[place] = session.kept(place, prompt.tokens[:-1], prompt)
         lengths = [len(text) for text in request.prompts]
         limits = [length + self.ahead for length in lengths]
@@ -175,7 +169,7 @@ class ModelDrafter(Drafter):
 
     @property
     def _prefill(self) -> Callable[..., None]:
-        """The function that reads a chunk of the prompts."""
+        """The function that prefills a chunk of the prompts."""
         return partial(self.engine.forward_pass.prefill, recordings=self.session.recordings)
 
     @property
@@ -198,17 +192,17 @@ class ModelDrafter(Drafter):
 
     @property
     def chain(self) -> list[ModelDrafter]:
-        """This draft model, its own draft model, and so on."""
+        """This draft model, the draft models that draft for it, and so on."""
         return [self, *(drafter for inner in self.inner for drafter in inner.chain)]
 
     @property
     def on_device(self) -> bool:
-        """Whether a round never waits for the device."""
+        """Whether a round never waits for the device, so that it can be recorded."""
         return (self.guide is None or self.guide.on_device) and all(drafter.on_device for drafter in self.inner)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its cache and those of its drafters; slots shared with the target are not counted."""
+        """Bytes of the KV caches of the :attr:`chain`; slots shared with the target are not counted."""
         return sum(each.rows.buffers.nbytes for each in self.chain if not isinstance(each.session, SharedSlots))
 
     @property
@@ -220,15 +214,15 @@ class ModelDrafter(Drafter):
         self.reach = sequences.tokens.shape[1]
         if isinstance(self.session, SharedSlots):
             self.session.follow()
-            if host_reads(sequences.length):  # only the slots that the rows use
+            if host_reads(sequences.length):  # reading is free: work on the slots that the rows use, not on all
                 self.reach = int(sequences.length.max())
-        if self.engine.target.static:  # the target's rows may have more slots than these
+        if self.engine.target.static:  # the target's rows may have more slots than this model's rows
             self.reach = min(self.reach, self.rows.slots)
         else:
-            self.session.reserve(self.reach)  # a wide block may have given the target's rows more room
+            self.session.reserve(self.reach)  # a large block may have given the target's rows more slots
         rows = self.rows
         tokens = sequences.tokens[:, : self.reach]
-        if self.core.padding:  # ids that only the target has would be out of range for a stage
+        if self.core.padding:  # token ids that only the target has would be out of range
             tokens = tokens.clamp(max=self.vocab_size - 1)
         rows.tokens[:, : self.reach].copy_(tokens)
         rows.length.copy_(sequences.length)
@@ -253,7 +247,7 @@ class ModelDrafter(Drafter):
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         count = nodes.shape[1]
-        if count == 1:  # one node would need a graph of its own
+        if count == 1:  # a pass over one node would need another graph
             nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
         expansion = self.run("expand", self.covering(len(tree))[0], nodes, tree, *self._expanded(nodes, tree))
         if count == nodes.shape[1]:
@@ -267,11 +261,11 @@ class ModelDrafter(Drafter):
         return torch.where(slots < self.length[:, None], tokens, -1)
 
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
-        if not self._drafting:  # the step had no draft of this model: its tokens are pending as well
+        if not self._drafting:  # this model did not draft for the step: all its new tokens are pending
             self.fall_behind(int(step.emitted.max()) if host_reads(step.emitted) else step.nodes.shape[1])
             return
         self._drafting = False
-        # The number of nodes differs: the draft was merged with others, or cut by a node budget.
+        # If the number of nodes differs, the draft was merged with others or cut by a node budget: accepted nodes are in other slots.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
@@ -282,18 +276,18 @@ class ModelDrafter(Drafter):
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
-        """Adds `tokens` to the pending tokens: they were committed without being drafted by this model."""
+        """Adds to the number of pending tokens: `tokens` tokens were committed that this model did not draft."""
         for drafter in self.chain:
             drafter.counts.pending += tokens
 
     @property
     def room(self) -> int:
-        """Most committed tokens of a row for which a round as deep as the deepest so far fits its slots."""
+        """Most committed tokens that a row may have so that a round with the deepest tree so far still fits in its slots."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
     def static_parts(self) -> dict[str, Any]:
-        """What a recorded round reads and writes besides the session (:mod:`~decoders.engine.model.static_inputs`)."""
+        """The objects that a recorded round reads and writes besides the session (:mod:`~decoders.engine.model.static_inputs`)."""
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
             level=self.counts.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
@@ -301,35 +295,35 @@ class ModelDrafter(Drafter):
 
     @property
     def tiers(self) -> tuple:
-        """Which parts of a round run compiled now."""
+        """Which parts of a round run compiled now; a recorded step depends on it."""
         with self._running():
             own = self.engine.forward_pass.tiers.tier(len(self.rows.length), self.core.plan)
         return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
 
     def book_replay(self, seconds: float) -> None:
-        """Books the time of a replayed step that may contain its passes."""
+        """Books the seconds of a replayed step that may contain passes of this model."""
         with self._running():
             self.engine.forward_pass.tiers.book_replay(seconds, len(self.rows.length))
 
     def report(self) -> Stage:
-        """The report on its part in this call. Reads the device: not for use between steps."""
+        """Returns the report on this model's part in the call. It waits for the device, so call it after the last step."""
         weights = self.engine.precision.weights or "keep"
-        return self.counts.report(weights, self.drafted_by, [drafter.report() for drafter in self.inner])
+        return self.counts.report(weights, [drafter.report() for drafter in self.inner])
 
     @property
     def outdated(self) -> bool:
-        """Whether more of this model, or of a model that drafts for it, was compiled since the call began."""
+        """Whether more of this model, or of a model that drafts for it, has been compiled since the call began."""
         own = self.engine.forward_pass.tiers.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """Surrounds a pass with this call's settings and report, because other calls and lanes may use the model with theirs."""
+        """Sets this call's side, tier and report during a pass, because other calls and lanes use the same model with other values."""
         target = self.engine.target
         target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
-        """Runs a method of the core, as a replay where it was recorded."""
+        """Runs a method of the core, or replays it if it was recorded for these sizes."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
@@ -348,7 +342,7 @@ class ModelDrafter(Drafter):
         return (self.guide.end(),) if self.guide is not None else ()
 
     def _expanded(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
-        """Masks of the tokens that may follow `nodes`, the last of `tree`; empty without grammars."""
+        """Masks of the tokens that may follow `nodes`, the last nodes of `tree`; empty without grammars."""
         if self.guide is None:
             return ()
         before = len(tree) - nodes.shape[1]

@@ -1,4 +1,4 @@
-"""Drafting networks that are no language models, run with our products, a slot cache and tree masks like a draft model."""
+"""Drafting networks that are not language models. They run with our products, a slot cache and tree masks, like a draft model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ....drafters import ModulePasses
 from ....errors import UnsupportedError
 from ....tree import Topology, TreeTensors
 from ...model import attention
-from ...model.blocks import causal_block
+from ...model.blocks import causal_block, ending
 from ...model.buckets import slots_for, view_bucket
-from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
+from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe
 from ...model.compiled.regions import copied_whole, fixed
 from ...model.kernels import attention as kernel
+from ...model.kernels import chosen
 from ...model.layout import reading_alike
+from ...model.slot_cache import SlotCache
 from ...model.static_inputs import SameObject
 from ...model.weights.few_rows import multiply_few_rows
 from ...model.weights.fused_layers import fuse_layers
@@ -28,15 +30,15 @@ from ...model.weights.twin import share_weights
 
 
 class ModuleTwin:
-    """A private copy of a module that shares its weights, with our products and our attention.
+    """A copy of a module that shares the module's weights, with our matrix products and our attention.
 
     Args:
-        example: its inputs for one node, ``[1, 1, …]`` each.
-        attends: the target's attention.
+        example: the module's inputs for one node, ``[1, 1, …]`` each.
+        attends: name of the target's attention.
 
     Attributes:
-        layout: the shapes of keys and values that its attention layers store.
-        attends: "cpu" if the target attends with the kernel for CPUs and this module can, too; else "sdpa".
+        layout: the shapes of keys and values that the module's attention layers store.
+        attends: "cpu" if the target uses the attention kernel for CPUs and this module can use it, too; else "sdpa".
 
     Raises:
         UnsupportedError: the module is on another device than the target, or bypasses the cache.
@@ -70,7 +72,7 @@ class ModuleTwin:
         fuse_layers(self.module)
         shape = attention.Probe()
         self.layout = self._probe(example, shape)
-        if attends == kernel.preferred(device) == "cpu" and not kernel.unfit(
+        if attends == chosen.preferred(device) == "cpu" and not chosen.unfit(
             "cpu", self.layout, len(shape.groups), device
         ):
             self._take_kernel(example)
@@ -91,12 +93,12 @@ class ModuleTwin:
         ) -> Any:
             n = visible.shape[1]
             index = torch.arange(offsets.shape[1], device=base.device)[None]
-            slots = base[:, None] + attention.ending(index, n)
+            slots = base[:, None] + ending(index, n)
             if by_kernel:
                 mask = kernel.pack_mask(base, offsets, visible)
             else:
                 mask = attention.build_mask(kinds, base, offsets, visible, view.shape[0], dtype)
-            positions = (base[:, None] + attention.ending(offsets, n)).clamp(min=0)
+            positions = (base[:, None] + ending(offsets, n)).clamp(min=0)
             cache = {name: SlotCache(buffers, slots, view.shape[0])}
             return module(*inputs, attention_mask=mask, position_ids=positions, **cache, **keywords)
 
@@ -108,7 +110,7 @@ class ModuleTwin:
 
     @torch.no_grad()
     def _take_kernel(self, example: tuple[Tensor, ...]) -> None:
-        """Attends with the kernel for CPUs if it gives what PyTorch's attention gives for a small tree."""
+        """Switches to the attention kernel for CPUs, if its results for a small tree agree with those of PyTorch's attention."""
         tree, view = Topology.branches(2, 1).tensors(1, self.device), torch.arange(64, device=self.device)
         draws, results = torch.Generator().manual_seed(0), []
         inputs = [each.expand(1, 3, *each.shape[2:]).clone() for each in example]
@@ -123,7 +125,7 @@ class ModuleTwin:
                 results.append(self._pass()(tree.offsets[:, 0], tree.offsets, tree.visible, rows, view, *inputs))
             tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
             torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
-        except Exception:  # the module's own code may raise anything for such a mask
+        except Exception:  # the module's own code may raise anything for the kernel's packed mask
             self.attends = "sdpa"
             self._attend_by(attention.NAME)
 
@@ -132,8 +134,8 @@ class ModuleTwin:
         self._run(example, probe, shape)
         if sorted(probe.layouts) != list(range(len(probe.layouts))) or not probe.layouts:
             raise UnsupportedError(
-                f"{self.name} stored keys and values for layers {sorted(probe.layouts)}: they are numbered from 0 on, and each calls "
-                f"{self.cache_keyword}.update"
+                f"{self.name} stored keys and values for layers {sorted(probe.layouts)}: number its attention layers from 0 on, and "
+                f"call {self.cache_keyword}.update in each"
             )
         return [probe.layouts[layer] for layer in range(len(probe.layouts))]
 
@@ -150,12 +152,12 @@ class SlotPasses(ModulePasses):
     """A module's passes in one call.
 
     Args:
-        rows, slots: of its cache.
-        ahead: most nodes that a step writes behind a row.
+        rows, slots: sizes of the module's cache.
+        ahead: most nodes that a step writes behind a row's text.
         compile: ``Context.compile``.
 
     Attributes:
-        on_device: whether the strategy never waits for the device, so that its steps can be recorded.
+        on_device: whether the passes never wait for the device, so that steps can be recorded.
     """
 
     on_device = True
@@ -174,7 +176,7 @@ class SlotPasses(ModulePasses):
         self._range = torch.arange(self.buffers.slots, device=self.twin.device)
 
     def reserve(self, slots: int) -> None:
-        """Makes room for a block that ends at `slots`; the rows' contents stay."""
+        """Enlarges the cache if a block that ends at slot `slots` needs it; stored keys and values stay."""
         if slots_for(slots, self.static) > self.buffers.slots:
             self.buffers = self.buffers.enlarged(slots_for(2 * slots, self.static))
             self._settle()
@@ -183,8 +185,8 @@ class SlotPasses(ModulePasses):
         """Moves the rows' keys and values after rows have joined or left.
 
         Args:
-            sources: for every row its index in the batch before, -1 for a new row.
-            slots: of the rows.
+            sources: the former index of each row, -1 for a new row.
+            slots: slots that each row needs.
         """
         if len(sources) != self.rows or any(source not in (row, -1) for row, source in enumerate(sources)):
             index = torch.tensor([max(source, 0) for source in sources], device=self.twin.device)
@@ -194,18 +196,18 @@ class SlotPasses(ModulePasses):
 
     @property
     def nbytes(self) -> int:
-        """Memory of its cache."""
+        """Bytes of the module's cache."""
         return self.buffers.nbytes
 
     def static_parts(self) -> dict[str, Any]:
-        """What a recorded step reads and writes; see :mod:`~decoders.engine.model.static_inputs`."""
+        """The objects that a recorded step reads and writes; see :mod:`~decoders.engine.model.static_inputs`."""
         return dict(twin=SameObject(self.twin), buffers=self.buffers, range=self._range)
 
     def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None, **options: Any) -> Any:
         count = inputs[0].shape[1]
         tree = causal_block(self.rows, count, base.device) if tree is None else tree
         view = self._range
-        if devices.host_reads(base):  # elsewhere reading it would be a sync
+        if devices.host_reads(base):  # on other devices reading `base` would be a sync
             end = int(base.max()) + tree.offsets.shape[1]
             self.reserve(end)
             view = self._range[: view_bucket(max(end, 1))]

@@ -1,4 +1,4 @@
-"""Rows of a draft made of the target's first layers, whose keys and values are in the target's own slots."""
+"""Rows of a draft model that is the first layers of the target: it reads and writes keys and values in the target's own slots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..session import Session
 
 
 class SharedSlots(Session):
-    """Rows with tokens and lengths of their own, and with the keys and values of another session's first layers.
+    """A session with its own tokens and lengths per row. Its keys and values are those of the first layers in another session.
 
-    The keys and values of committed tokens are already there: the target has computed them with the same weights. A draft writes
-    only from the root on. The target's pass over the block overwrites that, and nothing reads the slots behind the block.
+    The keys and values of committed tokens are already there, because the target has computed them with the same weights. Drafting
+    writes slots only from the root on. The target's pass over the block overwrites these, and nothing reads slots behind the block.
 
     Args:
-        target: the first layers.
-        owner: of the target's rows.
+        target: the draft model: the first layers of the owner's model.
+        owner: the session of the target's rows.
     """
 
     def __init__(self, target: Target, owner: Session) -> None:
@@ -30,7 +30,7 @@ class SharedSlots(Session):
 
     @staticmethod
     def of(target: Target, owner: Session) -> SharedSlots:
-        """The rows that share the slots of `owner`: the same object in every call, because recorded steps use its tensors."""
+        """The session that shares the slots of `owner`. It is the same object in every call, because recorded steps use its tensors."""
         layers = len(target.layout)
         known = owner.shared.get(layers)
         if not isinstance(known, SharedSlots) or known.target is not target:
@@ -39,13 +39,13 @@ class SharedSlots(Session):
         return known
 
     def restart(self) -> None:
-        """Copies the texts of the target's rows after they have changed."""
+        """Copies the tokens and lengths of the target's rows, which have changed."""
         self.follow()
         for own, theirs in ((self.rows.tokens, self.owner.rows.tokens), (self.rows.length, self.owner.rows.length)):
             own.copy_(theirs)
 
     def follow(self) -> None:
-        """Adapts to the target's rows after they were replaced or enlarged."""
+        """Uses the buffers of the target's rows, if these rows have been replaced or enlarged."""
         theirs = self.owner.rows
         if theirs is self._followed:
             return

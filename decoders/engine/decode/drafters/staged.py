@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it, as for a target; its blocks are verified by the loop's own step."""
+"""A draft model with a strategy that drafts for it. The loop's own step verifies that strategy's drafts, with this model as target."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 
 from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
-from ....report import Stopwatch
 from ....sampling.processors import Masks
-from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
+from ....strategy import Context, Draft, Sequences, Strategy, check_draft, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
 from ..batch import Batch
 from ..core import StepOutput
-from ..criteria import Outcome
 from ..kind import Made
 from ..rows import Rows, untouched
-from ..step import Clock, step
+from ..step import Clock, Stopwatch, step
+from ..verify import Outcome
 from .drafter import ModelDrafter
 
 if TYPE_CHECKING:
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
 
 
 class StagedDrafter(ModelDrafter):
-    """A draft model with a strategy that drafts for it. It reads the prompts at once.
+    """A draft model with a strategy that drafts for it. The prompts are prefilled when it is created.
 
     Args:
-        strategy: drafts for the draft model.
-        batch, above, stack, context, model, ahead, children: as of :class:`ModelDrafter`.
+        strategy: drafts for the draft model. All other arguments: see :class:`ModelDrafter`.
 
     Raises:
         UnsupportedError: the strategy reads hidden states or prompts, which only the target's passes return.
@@ -47,7 +45,7 @@ class StagedDrafter(ModelDrafter):
             raise UnsupportedError(
                 f"{strategy.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
             )
-        self.strategy, self.stage, self.drafted_by = strategy, DraftStage(self, strategy), strategy.name
+        self.strategy, self.stage, self.counts.drafter = strategy, DraftStage(self, strategy), strategy.name
         self._start(context)
         stack.push(lambda kind, error, trace: self._finish(error))
 
@@ -90,7 +88,7 @@ class StagedDrafter(ModelDrafter):
             finish_all([(self.strategy, self.stage.state)], cause)
 
     def _context(self, outer: Context) -> Context:
-        """The strategy's context, in which this model is the target."""
+        """The context of the strategy that drafts for this model: in it, this model is the target."""
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.counts.level,
             compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
@@ -100,11 +98,11 @@ class StagedDrafter(ModelDrafter):
 
 
 class DraftStage:
-    """Proposer and batch of a draft model's steps, for :func:`~decoders.engine.decode.step.step`.
+    """The proposer and the batch of a draft model's steps, for :func:`~decoders.engine.decode.step.step`.
 
     Attributes:
-        state: the strategy's.
-        started: whether it has a round that is not finished.
+        state: the strategy's state.
+        started: whether the strategy was started and not finished since.
         expansion: continuations of the nodes of the last block.
     """
 
@@ -120,16 +118,17 @@ class DraftStage:
         return self.drafter.rows
 
     def propose(self) -> Draft:
-        """The strategy's draft behind the tokens that the draft model has written so far."""
+        """The strategy's draft, which continues the tokens that the draft model has drafted so far."""
         sequences = self.drafter.covering(0)[1]
         with untouched("propose", self.strategy, sequences):
             draft = self.strategy.propose(self.state, sequences)
+        check_draft(draft, self.strategy.name, len(sequences.length))
         for drafter in self.drafter.inner:
             drafter.proposed = len(draft.topology)
         return draft
 
     def block_of(self, draft: Draft) -> NodeBlock:
-        draft_tokens, tree = self.drafter.blocks.of(draft, self.strategy.name)
+        draft_tokens, tree = self.drafter.blocks.of(draft)
         view, self._sequences = self.drafter.covering(draft_tokens.shape[1] + 1)
         return NodeBlock(draft_tokens, tree, view)
 
@@ -138,7 +137,7 @@ class DraftStage:
             return block
         guide = self.drafter.guide
         draft_tokens, masks = guide.block(block.draft_tokens, block.shape_of(draft, guide.on_device), draft.levels)
-        # Replacements apply to the target's tokens: the draft model's vocabulary may lack them.
+        # The masks' replacements are left out: they are tokens of the target, which the draft model's vocabulary may lack.
         return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
 
     @property
@@ -146,7 +145,7 @@ class DraftStage:
         return self
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """:meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
+        """Runs :meth:`DraftCore.advance`, with the pending tokens in front of the block, and keeps the expansion of its nodes."""
         pending = self.drafter.counts.range(self.drafter.reach)
         out, self.expansion = self.drafter.run(
             "advance", block.view, block.draft_tokens, block.tree, pending, block.masks
@@ -154,7 +153,7 @@ class DraftStage:
         return out
 
     def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> None:
-        """Returns nothing: the tokens that a draft model accepts stay on the device."""
+        """Returns None: the tokens that a draft model accepts stay on the device."""
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None: ...
     def deliver(self, out: StepOutput, outcome: Outcome) -> None: ...
@@ -175,7 +174,7 @@ class DraftStage:
 
 
 class StageClock(Clock):
-    """Counts the seconds of the strategy; :meth:`ModelDrafter.run` counts the draft model's."""
+    """Counts the seconds of the stage's strategy; :meth:`ModelDrafter.run` counts the seconds of the draft model."""
 
     def __init__(self, drafter: StagedDrafter) -> None:
         self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.batch.report.timings)
@@ -193,16 +192,11 @@ class StageClock(Clock):
 def context_draft(
     batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
-    """``Context.draft`` for the strategy that gets `context` and drafts for `above`; opened draft models are added to `opened`."""
+    """``Context.draft`` for the strategy that gets `context` and drafts for `above`. It adds opened draft models to `opened`."""
 
     def draft(
-        model: PreTrainedModel | str,
-        *,
-        ahead: int,
-        children: int = 1,
-        stage: Strategy | None = None,
-        seldom: bool = False,
-    ) -> Drafter:
+        model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None, seldom: bool = False,
+    ) -> Drafter:  # fmt: skip
         if stage is None:
             opened.append(ModelDrafter(batch, above, stack, context, model, ahead, children, seldom))
         else:

@@ -1,4 +1,4 @@
-"""The guide on the device, for tabulated grammars. It never waits for the device, so whole steps can be recorded."""
+"""The guide on the device, for grammars that have tables. It never waits for the device, so whole steps can be recorded."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from ....sampling.processors import Masks
 from ....strategy import Sequences
 from ....tree import Topology, TreeTensors
 from ..core import StepOutput
-from ..criteria import Outcome
+from ..verify import Outcome
 from .guide import MASK_MISMATCH, Guide
 from .history import DeviceHistory, spell
 from .host_guide import HostGuide
 
-#: Position after an illegal token; it is never left.
+#: Position after an illegal token. Every token leads from it to itself.
 DEAD = 0
 
 
 @dataclass(frozen=True)
 class DeviceAutomaton:
-    """The grammars of a call as a transition table. A position is the index of a state's first entry.
+    """The grammars of a call as one transition table. A position is the index of a state's first entry.
 
     Attributes:
         entries: 1-D int64; for every state its number, then the next position for each column.
         free: position of rows without a grammar: every column leads back to it.
-        first: ``[B]`` int64, position of the empty text of each row.
-        columns: ``[G, V]`` int64, column of each token, relative to the state's position.
-        grammar: ``[B]`` int64, index of each row's grammar.
-        mask_of: ``[S]`` int64, row of `masks` of each state.
-        masks: ``[R, W]`` int32; dead and free states allow all tokens.
-        tables: the grammars and their tables, in the order of their states, after the dead and the free state.
+        first: ``[B]`` int64, position of each row's empty text.
+        columns: ``[G, V]`` int64, column of each token in each of the ``G`` grammars, as an offset from a state's position.
+        grammar: ``[B]`` int64, index of each row's grammar in `columns`.
+        mask_of: ``[S]`` int64, for each of the ``S`` states the index of its mask in `masks`.
+        masks: ``[R, W]`` int32, ``R`` packed masks of ``W`` words. The masks of the dead and the free state allow all tokens.
+        tables: the grammars and their tables, in the order of their states, which come after the dead and the free state.
     """
 
     entries: Tensor
@@ -52,14 +52,14 @@ class DeviceAutomaton:
 
     @staticmethod
     def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> DeviceAutomaton | None:
-        """The table of the rows' grammars; None if a grammar is too large."""
+        """The transition table of the rows' grammars; None if a grammar's table would be too large."""
         distinct = list({id(g): g for g in grammars if g is not None}.values())
         tables = [(grammar, TokenTable.of(grammar, device)) for grammar in distinct]
         tabulated = [(grammar, table) for grammar, table in tables if table is not None]
         if len(tabulated) < len(tables):
             return None
         wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
-        free = wide  # after the entries of the dead state, which has as many columns as the widest grammar
+        free = wide  # the entries before it are the dead state's, which has as many columns as the widest grammar
         entries = [torch.zeros(wide, dtype=torch.int64, device="cpu"), torch.full((wide,), free, device="cpu")]
         entries[1][0] = 1
         columns = [torch.ones(vocabulary, dtype=torch.int64, device="cpu")]
@@ -86,7 +86,7 @@ class DeviceAutomaton:
         return DeviceAutomaton(entry, free, first, stacked, grammar_of, mask, words, tabulated)
 
     def column(self, tokens: Tensor) -> Tensor:
-        """Columns of tokens ``[B, n]``, arbitrary for negative tokens."""
+        """Columns of `tokens` ``[B, n]``. For negative tokens the column is arbitrary."""
         return self.columns[self.grammar[:, None], tokens.clamp(min=0)]
 
     @cached_property
@@ -99,10 +99,10 @@ class DeviceAutomaton:
 
 
 class DeviceGuide(Guide):
-    """The guide of rows with tabulated grammars.
+    """The guide of rows whose grammars have tables.
 
     Attributes:
-        positions: ``[B]`` int64, updated in place; dead after an illegal token, free for rows that have ended.
+        positions: ``[B]`` int64, updated in place: :data:`DEAD` after an illegal token, ``free`` for rows that have ended.
     """
 
     on_device = True
@@ -122,7 +122,7 @@ class DeviceGuide(Guide):
         device: torch.device,
         compile: Callable[[Callable], Callable] = lambda function: function,
     ) -> DeviceGuide | None:
-        """A guide at the beginning of every row's text; None if a grammar has no table, or its table is too large.
+        """A guide of rows without any text yet; None if a grammar has no table, or its table is too large.
 
         compile: compiles :func:`~decoders.engine.decode.grammar.history.spell`.
         """
@@ -131,7 +131,7 @@ class DeviceGuide(Guide):
         return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
 
     def static_parts(self) -> dict[str, Any]:
-        """The parts that differ between calls; tables that calls share must not be written."""
+        """The objects that a recorded step reads and writes. Tables that several calls share must not be written to."""
         automaton, history = self.automaton, self._history
         spelling = vars(automaton).get("forced") if history is not None else None
         return dict(
@@ -182,7 +182,7 @@ class DeviceGuide(Guide):
         self.positions.copy_(after)
 
     def accept(self, out: StepOutput) -> None:
-        # The last token follows the deepest accepted node, whose position is known from the block.
+        # The position of the deepest accepted node is known from the block; only the token after that node is new.
         last = (out.summary[0] - 1).clamp(min=0)[:, None]
         reached = self._nodes.gather(1, out.path.gather(1, last))
         after = self.automaton.entries[reached + self.automaton.column(out.new.gather(1, last))]
@@ -218,7 +218,7 @@ class DeviceGuide(Guide):
             _ = self.automaton.forced
 
     def _roots(self, nodes: int) -> Tensor:
-        """``[B, nodes]``: the rows' positions at node 0, dead at the others; rows without a grammar are free at all nodes."""
+        """``[B, nodes]``: each row's position at node 0, :data:`DEAD` at all other nodes; ``free`` at all nodes without a grammar."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 
@@ -228,15 +228,12 @@ class DeviceGuide(Guide):
 
 
 def guide_of(
-    grammars: Sequence[CompiledGrammar | None],
-    vocabulary: int,
-    device: torch.device,
-    compile: Callable[[Callable], Callable] = lambda function: function,
-    static: bool | None = None,
-) -> Guide:
+    grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device,
+    compile: Callable[[Callable], Callable] = lambda function: function, static: bool | None = None,
+) -> Guide:  # fmt: skip
     """A guide on the device if steps can be recorded there and all grammars have tables, else a guide on the host.
 
-    static: whether sizes are static; by default as usual on `device`.
+    static: whether sizes are static; by default, what is usual for `device`.
     """
     static = devices.static_shapes(device) if static is None else static
     possible = static and devices.has_64_bits(device)

@@ -1,7 +1,7 @@
 """The contract of guides, which track each row's position in its grammar and mask the tokens after each node of a block.
 
-The host guide (:mod:`~decoders.engine.decode.grammar.host_guide`) supports any grammar, the device guide
-(:mod:`~decoders.engine.decode.grammar.device_guide`) tabulated grammars.
+The host guide (:mod:`~decoders.engine.decode.grammar.host_guide`) supports any grammar. The device guide
+(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ....sampling.processors import Masks
 from ....strategy import Sequences
 from ....tree import Topology, TreeTensors
 from ..core import StepOutput
-from ..criteria import Outcome
+from ..verify import Outcome
 
-#: Error if a backend's masks and matcher contradict each other.
+#: Error text for a backend whose masks and matcher contradict each other.
 MASK_MISMATCH = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
-#: Error if a mask is empty: after a complete text, it must allow a stop token.
+#: Error text for an empty mask. After a complete text, a mask must allow a stop token.
 NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a stop token: a defect of the backend"
 
 
 class Guide(ABC):
-    """The rows' positions in their grammars, for a model of a call: the target, or a draft model ahead of the target.
+    """The rows' positions in their grammars, for one model of a call: the target, or a draft model that drafts ahead of the target.
 
     Attributes:
         on_device: whether no method waits for the device, so that a whole step can be recorded.
@@ -33,7 +33,7 @@ class Guide(ABC):
 
     @abstractmethod
     def ahead(self) -> Guide:
-        """A guide for a draft model that drafts ahead of this guide's rows."""
+        """A new guide for a draft model that drafts ahead of this guide's rows."""
 
     @abstractmethod
     def follow(self) -> None:
@@ -43,12 +43,12 @@ class Guide(ABC):
     def block(
         self, draft_tokens: Tensor, shape: Topology | TreeTensors, depth: int | None = None
     ) -> tuple[Tensor, Masks]:
-        """The tokens that may follow every node of a block.
+        """Masks of the tokens that may follow every node of a block.
 
         Args:
             draft_tokens: ``[B, N-1]`` int64.
             shape: the tree; it may have fewer nodes than the block.
-            depth: upper bound of the tree's depth, if known: the device processes this many levels. The host does not need it.
+            depth: upper bound of the tree's depth, if known. The device guide processes this many levels; the host guide ignores it.
 
         Returns:
             the draft tokens, with -1 for tokens that are illegal after their parent, and masks for ``N`` nodes.
@@ -56,51 +56,52 @@ class Guide(ABC):
 
     @abstractmethod
     def end(self) -> Masks:
-        """The masks after every row's last token, ``N`` is 1. These tokens become the roots of trees that :meth:`expand` continues."""
+        """The masks after every row's last token; ``N`` is 1. The last tokens become the roots of trees that :meth:`expand` extends."""
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
-        """The masks after further nodes of the rows' trees.
+        """Adds nodes to the rows' trees, and returns the masks after the new nodes.
 
         Args:
-            tokens: ``[B, Q]`` int64.
-            parents: ``[B, Q]`` int64, indices of earlier nodes in order of expansion; 0 is the root.
+            tokens: ``[B, Q]`` int64, the tokens of the new nodes.
+            parents: ``[B, Q]`` int64, the index of each new node's parent, in the order in which nodes were added; 0 is the root.
             before: number of earlier nodes to keep, root included.
         """
 
     @abstractmethod
     def append(self, tokens: Tensor) -> None:
-        """Appends a token to every row, ``[B]``."""
+        """Appends `tokens` ``[B]``, one to every row."""
 
     @abstractmethod
     def accept(self, out: StepOutput) -> None:
-        """Moves the rows over the tokens that a step has chosen from the last block."""
+        """Advances the rows over the new tokens of a step, which verified the last block."""
 
     @abstractmethod
     def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
-        """:meth:`accept` for committed tokens; drops draft nodes.
+        """:meth:`accept` for tokens that are committed. Forgets the positions of draft nodes.
 
         Args:
             ended: ``[B]`` bool, the rows that have ended.
             outcome: the step as read by the host; None if the host has not read it.
 
         Raises:
-            GrammarError: a row has left its grammar; on the device :meth:`check` raises it.
+            GrammarError: a row has left its grammar. For a guide on the device, :meth:`check` raises the error.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raises GrammarError if a row has left its grammar. Waits for the device: not for use between steps."""
+        """Raises GrammarError if a row has left its grammar. Waits for the device, so call it after the last step."""
 
     def expect(self, sequences: Sequences) -> None:
-        """Prepares :meth:`forced` before a step is recorded; `sequences` are the rows as they begin."""
+        """Prepares :meth:`forced` before a step is recorded. sequences: the rows at the beginning of the call."""
 
     @abstractmethod
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """``[B, K]`` int64, tokens of the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
+        """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
 
-        The bytes are split into tokens as the row has tokenized the same text before (:mod:`~decoders.engine.decode.grammar.history`).
-        Without this history, the last bytes are omitted if the tokenizer might join them with the bytes after them.
+        The bytes are split into tokens in the way that the row has split the same text before
+        (:mod:`~decoders.engine.decode.grammar.history`). Bytes without such a history are split by the tokenizer; the last bytes are
+        left out if the tokenizer might join them with the bytes that follow.
 
-        sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
+        sequences: the committed rows, as :meth:`Strategy.propose` gets them.
         """

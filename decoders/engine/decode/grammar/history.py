@@ -1,7 +1,7 @@
 """Tokenization history: learns how rows split text into tokens, to propose tokens for the bytes that a grammar forces.
 
-Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to do so again. The
-proposed token is the last token that followed the same token, else the last token that began with the same byte, else the tokenizer's.
+Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to repeat its splits. The
+proposed token is the row's latest that followed the same token, else its latest that began with the same byte, else the tokenizer's.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 from ....constraints import Policy, Vocabulary
 from ....strategy import Sequences
 
-#: Number of last tokens of a row that are read before every proposal, more than a step writes: a draft model's tokens may have been
-#: rejected since. Later tokens override earlier. The first proposal reads the whole text.
+#: How many of a row's last tokens are read before every proposal. They are more than a step appends, because what was learnt from
+#: rejected tokens of a draft model must be overridden. The first proposal reads the whole text.
 WINDOW = 64
 
 
 class HostHistory:
-    """The tokenization history of a row, on the host."""
+    """The tokenization history of one row, on the host."""
 
     def __init__(self) -> None:
-        self.after: dict[int | None, int] = {}
-        self.begun: dict[int, int] = {}
-        self.last: int | None = None
+        self.after: dict[int | None, int] = {}  # for each token, the latest token that followed it
+        self.begun: dict[int, int] = {}  # for each byte, the latest token that began with it
+        self.last: int | None = None  # the row's last token; None before the first `read`
 
     def read(self, tokens: Tensor, length: int, vocabulary: Vocabulary) -> None:
-        """Learns from the first `length` tokens of the row ``[L]``."""
+        """Learns from the row's text: the first `length` of `tokens` ``[L]``."""
         begin = 0 if self.last is None else max(length - WINDOW - 1, 0)
         for before, token in pairwise(tokens[begin:length].tolist()):
-            if min(before, token) < 0:  # no token id
+            if min(before, token) < 0:  # -1 stands for a position without a token id
                 continue
             self.after[before] = token
             if text := vocabulary.tokens[token]:
@@ -39,7 +39,7 @@ class HostHistory:
         self.last = int(tokens[length - 1])
 
     def spell(self, forced: bytes, vocabulary: Vocabulary, policy: Policy, limit: int) -> list[int]:
-        """Splits `forced` into at most `limit` tokens."""
+        """Splits the bytes `forced` into at most `limit` tokens."""
         run: list[int] = []
         before, canonical = self.last, list[int]()  # the rest of the tokenizer's own split
         while forced and len(run) < limit:
@@ -68,11 +68,12 @@ class DeviceHistory:
     """The tokenization history of all rows, on the device.
 
     Attributes:
-        after: ``[B, V]`` int64, ``time * V + token`` of the last token that followed each token; -1 for none.
-        begun: ``[B, 257]``, the same for the last token that began with each byte; the last column is for tokens without text.
+        after: ``[B, V]`` int64, ``time * V + token`` for the latest token that followed each token; -1 for none.
+        begun: ``[B, 257]`` int64, ``time * V + token`` for the latest token that began with each byte; the last column is for tokens
+            without text.
         sizes: ``[V]`` int64, number of bytes of each token.
-        leads: ``[V]`` int64, first byte of each token; 256 without text.
-        time: int64, number of tokens read.
+        leads: ``[V]`` int64, first byte of each token; 256 for a token without text.
+        time: 0-D int64, number of tokens that were read.
     """
 
     def __init__(self, rows: int, vocabulary: Vocabulary, device: torch.device) -> None:
@@ -90,14 +91,14 @@ class DeviceHistory:
         return self.after, self.begun, self.time, self.sizes, self.leads
 
     def read(self, sequences: Sequences) -> None:
-        """Learns from the rows as committed."""
+        """Learns from the committed tokens of the rows."""
         tokens, length = sequences.tokens, sequences.length[:, None]
         window, self._window = self._window or tokens.shape[1], WINDOW
         index = torch.arange(window, device=tokens.device)
         position = length - window + index
         slot = position.clamp(0, tokens.shape[1] - 1)
         new, before = tokens.gather(1, slot), tokens.gather(1, (slot - 1).clamp(min=0))
-        # The latest token has the largest value, so the order of a scatter's writes does not matter. -1 is no token id.
+        # The latest token has the largest value, so the maximum keeps it, whatever the order of the scatter's writes.
         valid = (position >= 1) & (new >= 0) & (before >= 0)
         worth = torch.where(valid, (self.time + index) * self.after.shape[1] + new, -1)
         self.after.scatter_reduce_(1, before.clamp(min=0), worth, "amax")
@@ -109,14 +110,14 @@ def spell(
     limit: int, position: Tensor, before: Tensor, after: Tensor, begun: Tensor, sizes: Tensor,
     columns: Tensor, grammar: Tensor, entries: Tensor, room: Tensor, byte: Tensor, canonical: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Tokens for the bytes that the grammars force, ``[B, limit]`` int64, -1 after the last token.
+    """Returns tokens for the bytes that the grammars force, ``[B, limit]`` int64, -1 after the last token.
 
     Args:
         position, before: ``[B]`` int64, the rows' positions in `entries`, and their last tokens.
         after, begun, sizes: see :class:`DeviceHistory`.
         columns, grammar, entries: see :class:`~decoders.engine.decode.grammar.device_guide.DeviceAutomaton`.
-        room, byte, canonical: ``[S]`` int64 by state: number of forced bytes, the first of them, and the tokenizer's token for them;
-            -1 for no byte and no token.
+        room, byte, canonical: ``[S]`` int64, for each state the number of forced bytes, the first forced byte, and the first token of
+            the tokenizer's split of these bytes; -1 for no byte or no token.
     """
     run = []
     before = before.clamp(min=0)

@@ -1,5 +1,5 @@
-"""The guide on the host. It follows a grammar by state numbers or by a matcher that can roll back, and looks up masks in a table of
-packed rows. The step gets unpacked masks (:class:`~decoders.sampling.processors.Masks`).
+"""The guide on the host. It follows a grammar by state numbers, or by a matcher that can roll back. Masks are kept packed in the rows
+of a table; the step gets them unpacked (:class:`~decoders.sampling.processors.Masks`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....sampling.processors import Masks
 from ....strategy import Sequences
 from ....tree import Topology, TreeTensors, parents_by_row
 from ..core import StepOutput
-from ..criteria import Outcome
+from ..verify import Outcome
 from .guide import MASK_MISMATCH, NOTHING_ALLOWED, Guide
 from .history import HostHistory
 from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text
@@ -28,9 +28,9 @@ class HostGuide(Guide):
 
     Attributes:
         texts: the grammar of each row.
-        positions: each row's position; None for rows that have ended.
-        shared: whether rows belong to several requests: then an error of a row's grammar ends this row only.
-        faults: errors of grammars by row. These rows have no grammar from then on, and end.
+        positions: each row's position in its grammar; None for rows that have ended.
+        shared: whether rows belong to several requests. An error of a row's grammar then ends only that row.
+        faults: by row, the error of its grammar. Such a row goes on without a grammar and must end.
     """
 
     on_device = False
@@ -42,7 +42,7 @@ class HostGuide(Guide):
         self.faults: dict[int, GrammarError] = {}
         if outer is not None:
             self.texts, self.faults, self.shared = outer.texts, outer.faults, outer.shared
-        # Grammars whose masks are in the table, and their first rows there.
+        # By grammar id: a grammar whose masks are in the table, and the row of its first mask.
         self._shifts: dict[int, tuple[Tabulated, int]] = {}
         self.positions: list[Any] = [text.begin for text in texts]
         self._nodes: list[list[Any]] = []
@@ -52,14 +52,14 @@ class HostGuide(Guide):
     def of(
         grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device, shared: bool = False
     ) -> HostGuide:
-        """A guide at the beginning of every row's text; None for rows without a grammar."""
+        """A guide of rows without any text yet. grammars: per row; None for a row without a grammar."""
         guide = HostGuide([], MaskTable(vocabulary, device), shared=shared)
         return guide.rebatch([-1] * len(grammars), grammars)
 
     def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
-        """A guide of other rows. rows: the former index of each row, -1 for a new row at the beginning of its text.
+        """A guide for the rows after some have joined or left. rows: the former index of each row, -1 for a new row without text.
 
-        Masks of tabulated grammars stay in the table, even if no row has the grammar any more.
+        The masks of a tabulated grammar stay in the table, even after its last row has left.
         """
         guide = HostGuide([], self.table, shared=self.shared)
         guide._shifts = self._shifts
@@ -159,7 +159,7 @@ class HostGuide(Guide):
                 self.positions[row] = text.settle(self.positions[row])
 
     def check(self) -> None:
-        """Does nothing: :meth:`commit` has raised already."""
+        """Does nothing, because :meth:`commit` raises such an error at once."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         runs, lengths = [], sequences.length.tolist()
@@ -191,7 +191,7 @@ class HostGuide(Guide):
 
     @contextmanager
     def _of_row(self, row: int) -> Iterator[None]:
-        """Makes an error of this row's grammar end this row only, if rows belong to several requests."""
+        """Surrounds the use of this row's grammar. If rows belong to several requests, its error is kept in :attr:`faults`."""
         try:
             yield
         except GrammarError as error:
@@ -201,7 +201,7 @@ class HostGuide(Guide):
             self.texts[row], self.positions[row] = FreeText(), FreeText.begin
 
     def _ending(self, text: Text) -> int:
-        """A mask that allows stop tokens only, for a row whose grammar has failed."""
+        """The table row of a mask that allows stop tokens only, for a row whose grammar has failed."""
         row = self.table.new()
         allowed = torch.zeros(self.table.vocabulary, dtype=torch.bool, device="cpu")
         allowed[list(text.grammar.vocabulary.stops) if text.grammar is not None else []] = True

@@ -1,4 +1,4 @@
-"""The grammar of a row on the host, followed by state numbers or by a matcher, with masks as rows of a table."""
+"""The grammar of a row on the host: its position is a state number or the state of a matcher, its masks are rows of a table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ....common.devices import pins
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 from ....sampling.processors import Replacements
 
-#: Row of every mask table that allows all tokens.
+#: The row that allows all tokens in every mask table.
 FREE = 0
-#: Bytes of unpacked masks that are kept during a call.
+#: Most bytes of unpacked masks that are kept during a call.
 OPEN = 1 << 25
 
 
 class MaskTable:
-    """The masks of a call: row 0 allows all tokens, then the masks of tabulated grammars, then the masks of a step.
+    """The packed masks of a call. Row 0 allows all tokens; then come the masks of tabulated grammars, then the masks of a step.
 
-    It also numbers the kinds of replacements, see :class:`~decoders.sampling.processors.Replacements`.
+    The table also numbers the kinds of replacements, see :class:`~decoders.sampling.processors.Replacements`.
     """
 
     _NEVER = torch.iinfo(torch.int64).max
@@ -33,21 +33,21 @@ class MaskTable:
         self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32, device="cpu")
         self.fixed = self.used = 1
-        self._open_rows: set[int] = {FREE}  # fixed rows that allow a token, as far as known
+        self._open_rows: set[int] = {FREE}  # fixed rows that are known to allow a token
         self._kinds: dict[int, tuple[int, Mapping[int, int]]] = {}
         self._replaced = torch.empty(2, 0, dtype=torch.int64, device="cpu")
         self._last: tuple[list[list[int]], Replacements | None] = [], None
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
-        """Adds rows for the whole call; returns the index of the first. Not between :meth:`new` and :meth:`clear`."""
+        """Adds rows for the whole call, and returns the index of the first. Do not call it between :meth:`new` and :meth:`clear`."""
         first = len(self.words)
         self.words = torch.cat([self.words, masks])
         self.used = self.fixed = len(self.words)
         return first
 
     def new(self) -> int:
-        """A new row to write a mask to; valid until :meth:`clear`."""
+        """The index of a new row to write a mask to. The row is valid until :meth:`clear`."""
         if self.used == len(self.words):
             more = self.words.new_full((max(len(self.words) - self.fixed, 16), self.words.shape[1]), -1)
             self.words = torch.cat([self.words, more])
@@ -66,11 +66,11 @@ class MaskTable:
         return not some
 
     def clear(self) -> None:
-        """Frees all rows from :meth:`new`."""
+        """Frees all rows that :meth:`new` has returned."""
         self.used = self.fixed
 
     def kind(self, replaced: Mapping[int, int]) -> int:
-        """The kind of nodes with the replacements `replaced`; 0 for an empty mapping. The mapping must not change."""
+        """The number of the kind of replacements `replaced`; 0 for an empty mapping. The mapping must not change later."""
         if not replaced:
             return 0
         if id(replaced) not in self._kinds:
@@ -81,7 +81,7 @@ class MaskTable:
                 for drawn, written in mapping.items()
             }
             ordered = sorted(keys)
-            # Padded to few sizes: steps are recorded for each size.
+            # The keys are padded to one of a few sizes, because each size needs another recording.
             ordered += [self._NEVER] * ((1 << max(len(ordered) - 1, 63).bit_length()) - len(ordered))
             tokens = [keys.get(key, 0) for key in ordered]
             self._replaced = torch.tensor([ordered, tokens], device=self.device)
@@ -89,7 +89,7 @@ class MaskTable:
         return self._kinds[id(replaced)][0]
 
     def replacements(self, kinds: list[list[int]]) -> Replacements | None:
-        """The replacements at nodes of `kinds` (``B`` lists of ``N``)."""
+        """The replacements at nodes with the kinds `kinds` (``B`` lists of ``N``); None if there are none."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
         if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds
@@ -98,11 +98,11 @@ class MaskTable:
         return self._last[1]
 
     def unpacked(self, rows: list[list[int]]) -> Tensor | None:
-        """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device; on the CPU None if all are free."""
+        """``[B, N, V]`` bool on the call's device, the masks in `rows` (``B`` lists of ``N``); on the CPU None if all are free."""
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
         if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
-            words = self.words[torch.tensor(rows)]  # nested lists would be an index per dimension
+            words = self.words[torch.tensor(rows)]  # a tensor, because nested lists would index several dimensions
             words = words.pin_memory() if pins(self.device) else words
             return unpack(words.to(self.device, non_blocking=pins(self.device)), self.vocabulary)
         flat = [row for some in rows for row in some]
@@ -126,7 +126,7 @@ class Text(ABC):
     """The grammar of a row. A position identifies the text so far; None is the position after an illegal token.
 
     Attributes:
-        grammar: None for a row without a grammar.
+        grammar: the compiled grammar; None for a row without a grammar.
     """
 
     grammar: CompiledGrammar | None
@@ -142,14 +142,14 @@ class Text(ABC):
 
     @abstractmethod
     def mask(self, position: Any) -> int:
-        """The row of the mask table for the next token."""
+        """The row of the mask table with the mask after `position`."""
 
     def kind(self, position: Any) -> int:
-        """The mask table's kind of replacements at `position`; 0 for none."""
+        """The number of the kind of replacements at `position` (:meth:`MaskTable.kind`); 0 for no replacements."""
         return 0
 
     def settle(self, position: Any) -> Any:
-        """Drops the text before the committed `position`, and returns the new form of the position."""
+        """Is told that the text up to `position` is committed. Returns the new value of the position."""
         return position
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Text(ABC):
         """The bytes that must come next."""
 
     def forced_tokens(self, position: Any, limit: int) -> list[int] | None:
-        """The tokens that must come next; None to use :meth:`forced_bytes` instead."""
+        """The tokens that must come next, at most `limit`; None if only :meth:`forced_bytes` knows what must come next."""
         return None
 
 
@@ -178,7 +178,7 @@ class FreeText(Text):
 
 
 class TabulatedText(Text):
-    """A tabulated grammar; positions are states of its automaton. shift: first row of its masks in the table."""
+    """A tabulated grammar. Its positions are states of its automaton. shift: the table row of its first mask."""
 
     def __init__(self, grammar: Tabulated, shift: int) -> None:
         self.grammar: Tabulated = grammar
@@ -199,13 +199,13 @@ class TabulatedText(Text):
 
 
 class MatchedText(Text):
-    """A grammar followed by a matcher. Positions are the tokens since the committed text."""
+    """A grammar with a matcher. A position is the tuple of the tokens after the committed text."""
 
     def __init__(self, grammar: CompiledGrammar, table: MaskTable) -> None:
         self.grammar, self.matcher, self.table = grammar, grammar.start(), table
         self.position: tuple[int, ...] = ()
-        self.known: dict[tuple[int, ...], int] = {}
-        self.kinds: dict[tuple[int, ...], int] = {}  # of positions with replacements
+        self.known: dict[tuple[int, ...], int] = {}  # by position, the row of its mask in the table
+        self.kinds: dict[tuple[int, ...], int] = {}  # by position, the kind of its replacements, if it has any
 
     begin = ()
 
@@ -246,7 +246,7 @@ class MatchedText(Text):
         return self.matcher.forced_tokens(limit)
 
     def _move_to(self, position: tuple[int, ...]) -> bool:
-        """Moves the matcher to `position`, or to the last legal position before it; returns whether it reached `position`."""
+        """Moves the matcher to `position`, or to the last legal position before it. Returns whether it reached `position`."""
         common = len(self.position)
         if position[:common] != self.position:
             pairs = enumerate(zip(self.position, position, strict=False))

@@ -1,4 +1,4 @@
-"""Compiling in the background: a thread compiles while the loop runs the uncompiled function."""
+"""Compilation in the background: a thread compiles a function while the loop runs it uncompiled."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..torch_compat import device_waits_behind, spare_compiler_warnings, traced_
 
 _log = logging.getLogger("decoders")
 
-#: Switch interval of the interpreter during compilation, in seconds (Python's default is 0.005). Every operator of a decoding
-#: step releases the lock and waits for it again: with the default a step of 300 operators would take 1.5 s.
+#: Switch interval of the interpreter during compilation, in seconds. Every operator of a decoding step releases the interpreter's lock
+#: and waits for it again: with Python's default of 0.005 s, a step of 300 operators would take 1.5 s.
 SWITCH_INTERVAL = 2e-5
 
-#: Dynamo and inductor keep process-wide state: one compilation at a time.
+#: Held by the thread that compiles. Dynamo and inductor keep process-wide state, so only one compilation runs at a time.
 _turn = threading.Lock()
 
 _running: set[BackgroundCompile] = set()
@@ -37,16 +37,16 @@ class _ProcessEnds(BaseException):
 
 
 class BackgroundCompile:
-    """Runs `work`, which compiles something, in a daemon thread; ``ready`` when it has succeeded.
+    """Runs `work`, which compiles something, in a daemon thread.
 
-    A failure gives one warning, by :meth:`poll` in the calling thread. A process that ends during compilation does not wait for it. If
-    not :func:`threads_may_compile`, the caller compiles and waits.
+    After a failure, :meth:`poll` gives one warning in the thread that calls it. A process that ends does not wait for a running
+    compilation. If :func:`threads_may_compile` is False, `work` runs in the calling thread.
 
     Attributes:
-        name: of the compiled code, for the warning.
-        seconds: of the compilation, without waiting for its turn.
-        ready: whether it has succeeded.
-        failed: whether it has failed.
+        name: name of the compiled code, for the warning.
+        seconds: duration of the compilation, without the wait for its turn.
+        ready: whether the compilation has succeeded.
+        failed: whether the compilation has failed.
     """
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
@@ -55,7 +55,7 @@ class BackgroundCompile:
         self._work = work
         self._error: BaseException | None = None
         self._modes = torch.is_inference_mode_enabled(), torchs_own()
-        # Its tensors are the caller's, and are used and freed in the order of the caller's work.
+        # The work uses the caller's tensors. On the caller's stream they are used and freed in the order of the caller's work.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._over = threading.Event()
         self._warned = False
@@ -64,7 +64,7 @@ class BackgroundCompile:
         if threads_may_compile():
             try:
                 self._thread.start()
-            except BaseException:  # too many threads
+            except BaseException:  # the system has too many threads
                 _running.discard(self)
                 raise
         else:
@@ -73,7 +73,7 @@ class BackgroundCompile:
             set_threads(threads)
 
     def poll(self) -> bool:
-        """Whether the graph can be used from now on; called between two steps."""
+        """Whether the compiled code can be used from now on. Call it between two steps."""
         if self.failed and not self._warned:
             self._warned = True
             warnings.warn(
@@ -82,13 +82,13 @@ class BackgroundCompile:
         return self.ready
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, or `timeout` seconds; returns as :meth:`poll`."""
+        """Waits until the compilation has ended, at most `timeout` seconds; returns the result of :meth:`poll`."""
         self._over.wait(timeout)
         return self.poll()
 
     def _run(self) -> None:
         inference, threads = self._modes
-        # Graphs have guards on the mode and are compiled for a number of threads; a new thread starts with defaults.
+        # Graphs have guards on inference mode and are compiled for a number of threads, and a new thread starts with torch's defaults.
         torch.set_num_threads(threads)
         started = time.perf_counter()
         try:
@@ -103,7 +103,7 @@ class BackgroundCompile:
         except BaseException as error:
             self._error, self.failed = error, True
             if threading.current_thread() is not self._thread and not isinstance(error, Exception):
-                raise  # Ctrl-C, if the caller compiles
+                raise  # Ctrl-C while the calling thread compiles
         finally:
             self.seconds = time.perf_counter() - started
             if self.ready:
@@ -116,15 +116,15 @@ class BackgroundCompile:
 def threads_may_compile() -> bool:
     """Whether background threads may compile: not with torch built for CUDA on a machine without a GPU.
 
-    There tracing replaces CUDA's device guard. With torch 2.11 (2.13 for the CPU is not affected) the process then crashes when another
-    thread traces, or calls its first ``backward``; a few lines of torch reproduce it.
+    There tracing replaces CUDA's device guard. With torch 2.11 the process then crashes when another thread traces, or calls its first
+    ``backward``; a few lines of torch reproduce the crash. torch 2.13 built for the CPU is not affected.
     """
     return not torch.backends.cuda.is_built() or torch.cuda.is_available()
 
 
 @contextmanager
 def compiling() -> Iterator[float]:
-    """Waits for this thread's turn to compile, and shortens the interpreter's switch interval meanwhile; yields the start time."""
+    """Waits for this thread's turn to compile, and yields the start time. The interpreter's switch interval is short meanwhile."""
     spare_compiler_warnings()
     with _turn:
         usual = sys.getswitchinterval()
@@ -137,23 +137,22 @@ def compiling() -> Iterator[float]:
 
 
 def worth_compiling(spent: float, expected: float) -> bool:
-    """Whether to begin compiling: once uncompiled steps have taken as long as compiling is expected to, so that short processes do
-    not compile.
+    """Whether to begin compiling: once uncompiled steps have `spent` as many seconds as compiling is `expected` to take. So processes
+    that end early do not compile.
     """
     return spent >= expected
 
 
 @atexit.register
 def _end_threads() -> None:
-    """Stops compiling threads before the interpreter ends, because a thread that is ended within a torch operator aborts the process.
-    A thread that waits for g++ is left alone."""
+    """Stops compiling threads before the interpreter ends: a thread that is ended within a torch operator would abort the process."""
     threads = [compile._thread for compile in list(_running) if compile._thread.is_alive()]
     for thread in threads:
         if thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_ProcessEnds))
     if threads:
         threads[0].join(0.5)
-        # Otherwise the interpreter would collect unfinished graphs for a second or two. Triton from 3.9 on prints what this has not
-        # freed.
+        # Without freeze, the interpreter would collect unfinished graphs for a second or two. With Triton (from 3.9 on) freeze is left
+        # out, because Triton prints all objects that were not freed.
         if "triton" not in sys.modules:
             gc.freeze()

@@ -1,4 +1,4 @@
-"""The forward pass of a model for all callers: compiled or uncompiled, replayed or run, with or without a piece of a prompt."""
+"""The forward pass of a model for all callers: compiled or uncompiled, replayed or not, with or without a prompt piece."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ....sampling.processors import SamplingPlan
 from .. import mixed
 from ..attention import STRETCH
-from ..blocks import PassInput, PromptPiece, causal_block
+from ..blocks import Blocks, PassInput, PromptPiece, causal_block
 from ..buckets import LEAST_NODES
 from ..cache import CacheBuffers
 from ..recordings import Recordings
@@ -22,12 +22,12 @@ from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 
-#: Nodes that get logits if none are needed; for a single node Dynamo would compile a graph of its own.
+#: Number of nodes that get logits in a compiled pass whose logits nobody needs: for a single node Dynamo would compile another graph.
 FEWEST_LOGITS = 2
 
 
 class ForwardPass:
-    """The forward pass of one model, shared by all its uses as target, draft model or stage.
+    """The forward pass of one model. All uses of the model, as target or as draft model, share it.
 
     Attributes:
         tiers: decides which passes run compiled.
@@ -39,17 +39,17 @@ class ForwardPass:
         self.compiled_passes = 0
 
     def __call__(self, given: PassInput) -> ForwardResult:
-        """One pass over a block of nodes, compiled or not, as :meth:`Target.forward` computes it.
+        """One pass over a block of nodes, compiled or not, with the results of :meth:`Target.forward`.
 
-        The piece, if there is one, is read in the same pass where :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes` says so. A
-        pass with a root, of which a call has one at most, runs uncompiled.
+        A prompt piece is prefilled in the same pass if :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes`, else in a separate
+        pass. A pass with a root embedding always runs uncompiled; a call has at most one such pass.
         """
         nodes = given.nodes
         if given.piece is not None and given.root is None:
             compiled, single = self.tiers.runs_compiled(several=True), nodes.shape[1] == 1
             if self.tiers.mixes(len(nodes), single=single):
                 return self._mixed(given, given.piece, compiled)
-            # Otherwise the block has other sizes than expected, or a graph became ready meanwhile.
+            # The piece was cut for a mixed pass, but the block has another size than expected, or a graph became ready meanwhile.
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
             self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
@@ -63,9 +63,9 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
         recordings: Recordings | None = None,
     ) -> None:  # fmt: skip
-        """As :meth:`Target.prefill`. recordings: those of the rows' session."""
+        """:meth:`Target.prefill`, compiled or replayed if possible. recordings: the recordings of the rows' session, or None."""
         if recordings is not None:
-            # The number of slots that attention reads is a size, which a recording fixes: it reads all of them.
+            # A recording fixes the number of slots that attention reads, so it reads all of them.
             key = "prefill", buffers.place, len(view)
             read = lambda tokens, start: self.prefill(tokens, start, buffers, view, buffers.slots)  # noqa: E731
             self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=False)
@@ -82,7 +82,7 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None, recordings: Recordings | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """As :meth:`Target.features`; without `logits` some tokens get them. recordings: as of :meth:`prefill`."""
+        """:meth:`Target.features`, compiled or replayed if possible. Without `logits`, the result has logits of a few tokens only."""
         if recordings is not None:
             key = "features", buffers.place, len(view), logits
 
@@ -101,12 +101,12 @@ class ForwardPass:
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """``function(*given)``, which runs this pass over so many rows, as a replay once it is recorded.
+        """The result of ``function(*given)``, which runs this pass over `rows` rows; from a replay once the function is recorded.
 
         Args:
-            key, given: as of :meth:`~decoders.engine.model.recordings.Recordings.run`.
-            plan: the plan that it draws with, if any.
-            copy: whether the result must outlive the next replay.
+            key, given: see :meth:`~decoders.engine.model.recordings.Recordings.run`.
+            plan: the plan that the function draws tokens with; None if it draws none.
+            copy: whether to copy the result of a replay, so that the next replay does not overwrite it.
         """
         if recordings is None:
             return function(*given)
@@ -117,8 +117,22 @@ class ForwardPass:
         self.compiled_passes += self.tiers.tier(rows, plan).compiled
         return copied(result) if copy else result
 
+    def runs_single(self, rows: int) -> bool:
+        """Whether the next pass may have a single node in each of its rows: if it runs uncompiled, or single nodes have a graph.
+
+        The graph with dynamic sizes is for three nodes and more.
+        """
+        if not self.target.takes_single_nodes(rows):
+            return False
+        return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
+
+    def fit(self, blocks: Blocks, rows: int) -> None:
+        """Sets how `blocks` of `rows` rows are padded, by the tier of the next pass."""
+        blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
+        blocks.single = self.runs_single(rows)
+
     def _run(self, given: PassInput, kept: Tensor | None = None) -> ForwardResult:
-        """A compiled pass. kept: ``[K]`` int64, the nodes that get logits; None: as few as a graph with dynamic sizes allows."""
+        """Runs a compiled pass. kept: ``[K]`` int64, the nodes that get logits; None for :data:`FEWEST_LOGITS` nodes."""
         assert self.tiers.regional is not None
         self.compiled_passes += 1
         kept = torch.arange(FEWEST_LOGITS, device=given.nodes.device) if kept is None else kept
@@ -138,12 +152,12 @@ class ForwardPass:
         return mixed.by_row(result, rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
-        """Whether a chunk of text is read compiled."""
+        """Whether a chunk of text is prefilled by a compiled pass."""
         return tokens.shape[1] >= LEAST_NODES and self.tiers.runs_compiled(len(tokens) > 1)
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Counts the time of an uncompiled pass; a long one counts as a short one: compiling does not speed up matrix products."""
+        """Counts the seconds of an uncompiled pass. A long pass counts only in part, because compiling saves it no more time."""
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

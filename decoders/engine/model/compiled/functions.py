@@ -1,4 +1,4 @@
-"""Tensor functions that run uncompiled at first, and compiled once that is worth its time."""
+"""Tensor functions that run uncompiled at first, and compiled once that is worth the time of compiling."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _serial = itertools.count()
 
 
 def private(function: Callable) -> Callable:
-    """A copy of `function` (or bound method) with a code object of its own.
+    """A copy of `function` (or of a bound method) with its own code object.
 
-    Dynamo keeps compiled graphs per code object. Two models that share a code object would check each other's graphs and share one
+    Dynamo keeps compiled graphs per code object. Two models with the same code object would check each other's graphs and share one
     recompilation limit.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
@@ -37,10 +37,10 @@ def private(function: Callable) -> Callable:
 
 
 class CompiledFunction:
-    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is called with the seconds of calls that compiled.
+    """A tensor function, compiled with dynamic sizes. After a call that compiled, it calls `on_compile` with the call's seconds.
 
-    If the compiler fails, for instance after too many shapes, there is one warning, and the function runs uncompiled: for arguments of
-    that kind from then on, or for all if it was never compiled.
+    If the compiler fails, for instance after too many shapes, there is one warning, and the function runs uncompiled for arguments of
+    the failed kind; for all arguments, if no kind was ever compiled.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -51,13 +51,13 @@ class CompiledFunction:
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
-        # Not at construction: it imports half a second of modules, which a first call that stays uncompiled does without.
+        # This is not done at construction, because it imports modules for half a second; many functions are never compiled.
         torch_compat.spare_compiler_warnings()
         options: dict[str, Any] = {"guard_filter_fn": torch_compat.skip_state_guard, "cpp.dynamic_threads": True}
         return torch.compile(private(self.function), fullgraph=True, dynamic=True, options=options)
 
     def __call__(self, *args: Any) -> Any:
-        started, before = time.perf_counter(), compilations()
+        started, before = time.perf_counter(), torch_compat.graphs_compiled()
         kind = tuple([a.shape if type(a) is Tensor else _kind(a) for a in args])
         if kind in self._failed or (self._failed and not self._worked):
             return self.function(*args)
@@ -65,16 +65,15 @@ class CompiledFunction:
             result = self._run(kind, args)
         else:
             self._known.add(kind)
-            # Sizes that happen to be equal, four rows and four children, are not the same size. (Entering this takes
-            # longer than many a function, so not in every call.)
+            # Lets Dynamo tell apart sizes that happen to be equal. It is entered only here, as that takes longer than many functions.
             with torch_compat.sizes_of_their_own():
                 result = self._run(kind, args)
-        if compilations() > before:
+        if torch_compat.graphs_compiled() > before:
             self.on_compile(time.perf_counter() - started)
         return result
 
     def static_parts(self) -> SameObject:
-        """Calls share it: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """All calls share this object: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
         return SameObject(self)
 
     def _run(self, kind: tuple, args: tuple) -> Any:
@@ -83,7 +82,7 @@ class CompiledFunction:
             self._worked = True
             return result
         except (*torch_compat.COMPILER_ERRORS, AssertionError) as error:
-            result = self.function(*args)  # errors of the function itself are raised here
+            result = self.function(*args)  # this raises if the function itself is at fault
             self._failed.add(kind)
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
@@ -93,30 +92,25 @@ class CompiledFunction:
 
 
 def _kind(argument: Any) -> Any:
-    """The part of an argument that selects a graph: a tensor's shape, a plain value, or else the type."""
+    """The part of an argument that selects a graph: a tensor's shape, a plain value, or for other objects the type."""
     if isinstance(argument, Tensor):
         return argument.shape
     return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
 
 
-def compilations() -> int:
-    """Graphs that Dynamo has compiled in this process so far."""
-    return torch_compat.graphs_compiled()
-
-
 #: Seconds that compiling a function is expected to take on two cores.
 FUNCTION_SECONDS = 5.0
-#: Most kinds of arguments that one function is compiled for: Dynamo's own limit.
+#: Most kinds of arguments that one function is compiled for. It is Dynamo's own limit.
 MOST_KINDS = 8
 
 
 class TieredFunction:
-    """Runs `function` uncompiled, and compiles it in the background once it has taken as long as compiling would.
+    """Runs `function` uncompiled, and compiles it in the background once its calls have taken as long as compiling would.
 
     Each kind of arguments (:func:`kind_of`) is compiled separately, so that a call does not wait when one row becomes several.
 
     Args:
-        due: whether to compile in any case, because the step that the function belongs to is compiled.
+        due: returns whether to compile regardless of the time taken, because the step that the function belongs to is compiled.
     """
 
     def __init__(self, function: Callable, compiled: CompiledFunction, due: Callable[[], bool] = lambda: False) -> None:
@@ -129,7 +123,7 @@ class TieredFunction:
         return self.compiled(*args) if self.is_ready(kind) else self.uncompiled(kind, *args)
 
     def uncompiled(self, kind: Hashable, *args: Any) -> Any:
-        """Runs the function uncompiled on arguments of a `kind`; begins to compile for them when that is due."""
+        """Runs the function uncompiled on arguments of `kind`, and begins to compile for that kind when it is due."""
         started = time.perf_counter()
         result = self.function(*args)
         self._seconds += time.perf_counter() - started
@@ -139,7 +133,7 @@ class TieredFunction:
         return result
 
     def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
-        """Compiles for arguments of a `kind` first, and books the seconds."""
+        """Compiles the function for arguments of `kind` if it is not, passes the seconds to `book`, and runs it."""
         if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
             started = time.perf_counter()
             self._begin(kind, args).wait()
@@ -153,22 +147,22 @@ class TieredFunction:
         return self._jobs[kind]
 
     def is_ready(self, kind: Hashable) -> bool:
-        """Whether it is compiled for arguments of a `kind`."""
+        """Whether the function is compiled for arguments of `kind`."""
         job = self._jobs.get(kind)
         return job is not None and job.poll()
 
     @property
     def ready(self) -> frozenset[Hashable]:
-        """The kinds of arguments that it is compiled for."""
+        """The kinds of arguments that the function is compiled for."""
         return frozenset(kind for kind in self._jobs if self.is_ready(kind))
 
     def static_parts(self) -> SameObject:
-        """Calls share it: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """All calls share this object: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
         return SameObject(self)
 
 
 def kind_of(value: Any) -> Hashable:
-    """The part of arguments that selects a graph with dynamic sizes: sizes of 0 and 1, dtypes, plain values except numbers."""
+    """The part of `value` that selects a graph with dynamic sizes: dtypes, which sizes are 0 or 1, and plain values except numbers."""
     if isinstance(value, Tensor):
         return value.dtype, tuple([min(size, 2) for size in value.shape])
     if isinstance(value, bool | str | SamplingPlan | None):

@@ -1,4 +1,4 @@
-"""A forward pass compiled region by region: one region per distinct kind of decoder layer, whatever the depth."""
+"""A forward pass that is compiled region by region. Equal decoder layers share a region, so compile time hardly depends on depth."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ from ..mixed import with_logits
 from ..target import ForwardResult, Target
 from .functions import private
 
-#: Slots of the rows that passes are compiled for.
+#: Number of slots per row in the example arguments that passes are compiled with.
 EXAMPLE_SLOTS = 176
 
 
 @contextmanager
 def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
-    """Makes every decoder layer a region, which Dynamo compiles once for equal layers.
+    """Makes every decoder layer a region. Dynamo compiles one graph for all layers whose graphs are equal.
 
-    Layers are equal if their graphs are: another window, activation or scale gives another region.
-
-    Yields the functions of the layers. Dynamo drops their graphs once these are garbage-collected.
+    Yields the regions' functions. Dynamo drops a function's graphs when the function is garbage-collected, so the caller keeps them.
     """
     regions: dict[Callable, Callable] = {}
     marked = []
@@ -51,18 +49,18 @@ def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
 
 
 def _region(function: Callable) -> Callable:
-    return torch_compat.compiled_region(private(function))  # a copy, because marking writes to the function
+    return torch_compat.compiled_region(private(function))  # of a copy, because marking writes to the function
 
 
 class RegionalForward:
-    """`function`, a forward pass over `model`, compiled with dynamic sizes and weights as inputs of the graph.
+    """`function`, a forward pass over `model`, compiled with dynamic sizes; weights are inputs of the graph.
 
-    Layers are regions; if that fails, the pass is compiled as a whole, with the same inputs and results. Every size is dynamic, and
-    equal sizes are taken for the same size: call :meth:`compile` first, on arguments whose sizes are pairwise different unless they
-    must be equal, after :func:`fixed` for constant ones. One row gets a graph of its own.
+    Layers are regions. If that fails, the pass is compiled as a whole, with the same inputs and results. Declare constant sizes with
+    :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic. Dynamo takes sizes
+    that are equal in the arguments for the same size, so sizes that may differ later must differ there.
 
     Attributes:
-        regional: whether layers are regions, None before the first compilation.
+        regional: whether layers are regions; None before the first compilation.
     """
 
     def __init__(self, function: Callable, model: nn.Module, quantized: Sequence[Tensor] = ()) -> None:
@@ -75,7 +73,7 @@ class RegionalForward:
         return self._compiled(*args)
 
     def compile(self, *args: Any) -> None:
-        """Makes the graph for arguments like these; raises what the compiler raises if no way of compiling works."""
+        """Compiles the graph for arguments like `args`. Raises the compiler's error if neither way of compiling works."""
         fixed(*((matrix, tuple(range(matrix.dim()))) for matrix in self.quantized))
         with torch_compat.floats_as_constants():
             if self.regional is not False:
@@ -86,7 +84,7 @@ class RegionalForward:
                     self._regions += regions
                     return
                 except Exception:
-                    if self.regional:  # another number of rows was compiled that way
+                    if self.regional:  # regions worked before, for another number of rows
                         raise
                     self._compiled = self._wrap()
             self(*args)
@@ -96,30 +94,30 @@ class RegionalForward:
         options = {
             "size_asserts": False,
             "post_grad_custom_pre_pass": torch_compat.EqualOnce(),
-            # Otherwise rounding to low precision depends on fusion, which differs between one row and several.
+            # Without this option, rounding to low precision depends on fusion, which differs between one row and several.
             "emulate_precision_casts": True,
         }
         return torch_compat.compiled_whole(private(self.function), dynamic=True, options=options)
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Declares constant dimensions, such as heads and widths of the cache."""
+    """Declares which dimensions of tensors are constant, such as heads and widths of the cache. sizes: tensors and dimensions."""
     for tensor, dims in sizes:
         for dim in dims:
             torch_compat.mark_static(tensor, dim)
 
 
 def copied_whole(tensor: Tensor) -> Tensor:
-    """A copy that is no view, with the strides of its shape.
+    """A contiguous copy of `tensor` that is not a view.
 
-    Dynamo has guards on strides and on the bases of views, so other trees would need another graph. ``contiguous`` is not enough,
-    because of one row it returns views unchanged.
+    Dynamo has guards on strides and on the bases of views, so without the copy some trees would need another graph. ``contiguous`` is
+    not enough, because it returns views of a single row unchanged.
     """
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target` for compilation, on another module tree, because the target's own is in use meanwhile."""
+    """The forward pass of `target` for compilation, on a copy of the modules, because the target uses its own meanwhile."""
     twin = target.sibling()
 
     def forward(
@@ -131,7 +129,7 @@ def regional_forward(target: Target) -> RegionalForward:
 
 
 def regional_mixed(target: Target) -> RegionalForward:
-    """The same for mixed passes."""
+    """:func:`regional_forward` for mixed passes."""
     twin = target.sibling()
 
     def forward(
@@ -147,10 +145,10 @@ def _tensors(result: ForwardResult) -> tuple[Tensor, ...]:
 
 
 def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
-    """Arguments to compile for. Sizes that may differ are pairwise different, because Dynamo takes equal sizes for the same size.
+    """Arguments to compile a pass with. Sizes that may differ are pairwise different, because Dynamo takes equal sizes for one size.
 
-    The block is the end of its tree, as in level-by-level drafting, and its first nodes get no logits; one graph serves this, whole
-    trees and text. A single node is a whole tree. Where attention looks at all slots, view and slots are equal.
+    The nodes are the end of a larger tree, as in level-by-level drafting, and the first nodes get no logits. One graph then also serves
+    whole trees and text. A single node is a whole tree. If sizes are static, the view covers all slots.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.vocabulary.embeddings), (rows, count), device=device)
@@ -167,7 +165,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
 
 
 def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTensors, Tensor, PromptPiece, Tensor]:
-    """The same for mixed passes, with `count` nodes in each row."""
+    """:func:`examples` for mixed passes with `count` nodes in each row."""
     rows = 3
     nodes, base, _, _, view, _ = examples(target, rows, count)
     buffers = target.buffers(rows + 1, EXAMPLE_SLOTS)
@@ -179,13 +177,13 @@ def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTens
 
 
 def laid_out_piece(piece: PromptPiece) -> PromptPiece:
-    """`piece` in the form for compiled passes: with a tensor for its start, because each number would get its own graph, and with a
-    separate view tensor, because sharing the rows' tensor would, too.
+    """`piece` in the form for compiled passes. `latest` is 0, because each number would need its own graph. The view is a copy, because
+    a view that shares the rows' tensor would need another graph, too.
     """
     return replace(piece, view=copied_whole(piece.view), latest=0)
 
 
 def laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` in the form for compiled passes, which read offsets and visibility only."""
+    """`tree` in the form for compiled passes, which read only offsets and visibility."""
     offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
     return TreeTensors(offsets, offsets, visible, visible)

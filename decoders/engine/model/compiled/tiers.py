@@ -1,4 +1,4 @@
-"""The tiers of passes: uncompiled at first, compiled once that is worth its time."""
+"""The two tiers of a pass: uncompiled at first, compiled once that is worth the time of compiling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from ....common import devices
 from ....errors import UnsupportedError
 from ....report import Report
 from ....sampling.processors import SamplingPlan
-from ..blocks import Blocks
 from ..self_check import can_mix
 from ..target import Target
 from . import regions
 from .background import BackgroundCompile, worth_compiling
 from .regions import RegionalForward
 
-#: Setting ``compile``: "auto" in the background once it pays, True before the first step, False never.
+#: The setting ``compile``: "auto" compiles in the background once it pays, True before the first step, False never.
 Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
@@ -29,12 +28,12 @@ FORWARD_SECONDS = 12.0
 
 
 class PassKind(NamedTuple):
-    """The kinds of passes that have graphs of their own.
+    """A kind of pass. Each kind has its own graph.
 
     Attributes:
-        several_rows: more than one row.
-        single_node: one node in each row.
-        mixed: with a piece of a prompt (:mod:`~decoders.engine.model.mixed`).
+        several_rows: whether the pass has more than one row.
+        single_node: whether each row has a single node.
+        mixed: whether the pass also prefills a piece of a prompt (:mod:`~decoders.engine.model.mixed`).
     """
 
     several_rows: bool
@@ -46,8 +45,8 @@ class Tier(NamedTuple):
     """Which parts of a step run compiled. A recording of one tier is not replayed in another.
 
     Attributes:
-        compiled: whether the forward pass does.
-        draws: plans with the kinds of arguments for which drawing is compiled.
+        compiled: whether the forward pass runs compiled.
+        draws: the sampling plans, each with a kind of arguments, for which drawing runs compiled.
     """
 
     compiled: bool
@@ -56,12 +55,12 @@ class Tier(NamedTuple):
 
 @dataclass
 class _Tier:
-    """Passes of one kind.
+    """What is known about the passes of one kind.
 
     Attributes:
-        seconds: spent in uncompiled passes so far.
+        seconds: seconds of uncompiled passes so far.
         job: the compilation, running or finished; None before it has begun.
-        booked: whether its seconds are in a report.
+        booked: whether the compilation's seconds are in a report.
     """
 
     seconds: float = 0.0
@@ -70,30 +69,31 @@ class _Tier:
 
 
 class Beside:
-    """The functions of a step that are compiled beside its pass. This base class has none."""
+    """The functions of a step that are compiled together with its pass. This base class has none."""
 
     def forget(self) -> None:
         """Drops compiled code."""
 
     def compiling(self, target: Target) -> Callable[[int, int], object]:
-        """Returns the function that compiles the functions used beside the pass, for so many rows and nodes."""
+        """Returns a function that compiles these functions for a number of rows and a number of nodes, its arguments."""
         return lambda rows, count: None
 
     def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
-        """The plans, or the one given, with the kinds of arguments for which drawing is compiled."""
+        """The sampling plans (or only `plan`), each with a kind of arguments, for which drawing is compiled."""
         return frozenset()
 
 
 class Tiers:
-    """Decides whether passes of one model run compiled: uncompiled at first, compiled once they have taken long enough.
+    """Decides which passes of a model run compiled: none at first, those of a kind once they have taken long enough.
 
-    The two round differently, so a call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
+    Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and its tokens do not depend on
+    when the compiler is ready.
 
     Attributes:
-        kinds: for each kind of passes, its compilation and the seconds of its uncompiled passes.
-        regional: the compiled pass, None before compiling begins; `regional_mixed` is the compiled pass with a piece of a prompt.
+        kinds: for each kind of pass, its compilation and the seconds of its uncompiled passes.
+        regional: the compiled pass; None before compiling begins. `regional_mixed` is the compiled mixed pass.
         mode: the setting ``compile`` of the present call.
-        report: of the present call.
+        report: the present call's report.
         beside: the functions that are compiled together with the pass.
     """
 
@@ -105,7 +105,7 @@ class Tiers:
         self._allowed: set[Hashable] | None = None
 
     def forget(self) -> None:
-        """Drops compiled code; a running compilation is not interrupted."""
+        """Drops compiled code. A running compilation is not interrupted."""
         self.kinds = {PassKind(*kind): _Tier() for kind in product((False, True), repeat=3)}
         self.regional: RegionalForward | None = None
         self.regional_mixed: RegionalForward | None = None
@@ -113,13 +113,13 @@ class Tiers:
 
     @contextmanager
     def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
-        """Surrounds a call, or a step of one, that compiles by `mode` and books its costs in `report`.
+        """Within this context, passes compile as `mode` says, and `report` counts their compilations.
 
         Args:
-            allowed: :meth:`steady_tiers` from the beginning of the call; by default the present ones, or those of an enclosing call.
+            allowed: the result of :meth:`steady_tiers` at the beginning of the call; by default of now, or of an enclosing call.
 
         Raises:
-            UnsupportedError: compilation is required and not possible.
+            UnsupportedError: `mode` is True, and the model cannot be compiled.
         """
         if (reason := self.target.uncompiled) is not None:
             if mode is True:
@@ -137,12 +137,12 @@ class Tiers:
     def steady_tiers(
         self, mode: Compile, plan: SamplingPlan | None = None, *, joined: bool = False
     ) -> set[Hashable] | None:
-        """The kinds of passes and draws that a call beginning now may run compiled; None: as `mode` says.
+        """The kinds of passes and draws that a call beginning now may run compiled. None for no limit, if `mode` is True or False.
 
         Args:
-            plan: only draws by this plan.
-            joined: whether requests join and leave, so that a request's passes are over one row or several: then both are compiled
-                or neither (:meth:`compile_both`).
+            plan: leave out draws by other plans.
+            joined: whether requests join and leave. The passes of a request are then over one row or several, so either both kinds
+                run compiled or none (:meth:`compile_both`).
         """
         if mode != "auto":
             return None
@@ -156,17 +156,17 @@ class Tiers:
         return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
-        """The tier of a pass over so many rows, and of drawing by `plan`; begins to compile when that is due."""
+        """The tier of a pass over `rows` rows and of drawing by `plan`. Begins to compile when that is due."""
         compiled = self.runs_compiled(rows > 1)
         draws = self.beside.ready(plan) if plan is not None and self.mode else frozenset()
         return Tier(compiled, frozenset(filter(self.allows, draws)))
 
     def compiles(self, several: bool) -> bool:
-        """Whether the next pass over one row, or over `several`, may run compiled."""
+        """Whether the next pass may run compiled. several: whether it has more than one row."""
         return bool(self.mode) and (self.mode is True or self.may_take(PassKind(several)))
 
     def runs_compiled(self, several: bool) -> bool:
-        """Whether a pass of this call runs compiled; begins to compile when that is due."""
+        """Whether a pass of this call runs compiled. Begins to compile when that is due. several: see :meth:`compiles`."""
         kind = PassKind(several)
         tier = self.kinds[kind]
         if not self.mode:
@@ -184,36 +184,36 @@ class Tiers:
         return self._allowed is None or kind in self._allowed
 
     def ready(self, kind: PassKind) -> bool:
-        """Whether passes of a `kind` are compiled."""
+        """Whether passes of `kind` are compiled."""
         job = self.kinds[kind].job
         return job is not None and job.poll()
 
     def may_take(self, kind: PassKind) -> bool:
-        """Whether passes of a `kind` are compiled, and this call may use that."""
+        """Whether passes of `kind` are compiled, and this call may run them compiled."""
         return self.ready(kind) and self.allows(kind)
 
     def worth_compiling(self) -> bool:
-        """Whether compiling passes has begun."""
+        """Whether the compilation of some pass has begun."""
         return any(tier.job is not None for tier in self.kinds.values())
 
     def compile(self, several: bool, report: Report, *, single: bool = False) -> bool:
-        """Compiles passes over one row, or over `several`, waits for it, and returns whether it succeeded.
+        """Compiles a pass and waits for it; returns whether it succeeded. several: see :meth:`compiles`.
 
         Args:
-            single: also compile passes with one node in each row.
+            single: whether to compile passes with a single node in each row, too.
         """
         ready = self._wait(self._begin(PassKind(several)), report)
         return self._wait(self._begin(PassKind(several, single)), report) if ready and single else ready
 
     def compile_both(self) -> None:
-        """Begins to compile passes over one row if those over several are being compiled, and vice versa."""
+        """If passes over one row or passes over several rows are being compiled, begins to compile the other kind, too."""
         kinds = PassKind(False), PassKind(True)
         if self.mode == "auto" and any(self.kinds[kind].job is not None for kind in kinds):
             for kind in kinds:
                 self._begin(kind)
 
     def compile_for(self, rows: int, report: Report) -> None:
-        """Compiles everything that a batch of up to so many rows may need, before its first step."""
+        """Compiles, before the first step, all passes that a batch of up to `rows` rows may need."""
         for several in (True, False) if rows > 1 else (False,):
             self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
         singles = (False, True) if self.target.takes_single_nodes(2) else (False,)
@@ -221,7 +221,7 @@ class Tiers:
             self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def book_single(self, seconds: float, rows: int) -> None:
-        """Books a step with one node per row, padded or not; once these have taken long enough, they get a graph."""
+        """Books a step without a draft. Once such steps have taken long enough, passes with a single node per row get a graph."""
         kind = PassKind(rows > 1, single_node=True)
         if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
@@ -230,17 +230,17 @@ class Tiers:
         self._spend(kind, seconds)
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
-        """Books a pass over a prompt that could have been a mixed one; once these have taken long enough, they get a graph."""
+        """Books a prefill pass that could have been part of a mixed pass. After enough seconds, mixed passes get a graph."""
         if rows >= 2 and self._can_mix and self.compiles(several=True):
             self._spend(PassKind(True, single, mixed=True), seconds)
 
     def book_replay(self, seconds: float, rows: int) -> None:
-        """Books the time of a replay over so many rows."""
+        """Books the seconds of a replayed pass over `rows` rows, if it is uncompiled."""
         if not self.runs_compiled(rows > 1):
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Books uncompiled passes that a graph of their own would make faster, and begins to compile that when it is due."""
+        """Books seconds that a graph for `kind` would save in part, and begins to compile it when that is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):
@@ -249,7 +249,7 @@ class Tiers:
             self._book(tier)
 
     def _book(self, tier: _Tier) -> None:
-        """Books a compilation that ended in the background."""
+        """Books a compilation that ended in the background in the report, once."""
         if tier.job is not None and not tier.booked:
             tier.booked = True
             self.report.timings.background += tier.job.seconds
@@ -266,7 +266,7 @@ class Tiers:
         return ready
 
     def _begin(self, kind: PassKind) -> _Tier:
-        """Begins to compile passes of a `kind`, unless that has begun."""
+        """Begins to compile passes of `kind`, unless that has begun already."""
         tier, target = self.kinds[kind], self.target
         if tier.job is not None:
             return tier
@@ -287,18 +287,9 @@ class Tiers:
         tier.job = BackgroundCompile("the forward pass", work)
         return tier
 
-    def runs_single(self, rows: int) -> bool:
-        """Whether the next pass may have one node in each of its rows: uncompiled, or with a graph of its own.
-
-        The graph with dynamic sizes is for three nodes and more.
-        """
-        if not self.target.takes_single_nodes(rows):
-            return False
-        return not self.compiles(rows > 1) or self.may_take(PassKind(rows > 1, single_node=True))
-
     def mixes(self, rows: int, *, single: bool) -> bool:
-        """Whether the next pass over so many rows, with a `single` node in each or more, may read a piece of a prompt: uncompiled, or
-        with a graph of its own.
+        """Whether the next pass over `rows` rows may also prefill a piece of a prompt: if it runs uncompiled, or mixed passes have a
+        graph. single: whether each row has a single node.
         """
         if rows < 2 or not self._can_mix:
             return False
@@ -307,8 +298,3 @@ class Tiers:
     @cached_property
     def _can_mix(self) -> bool:
         return can_mix(self.target)
-
-    def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets how `blocks` of so many rows are padded, by the tier of the next pass."""
-        blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.compiles(several=True))
-        blocks.single = self.runs_single(rows)

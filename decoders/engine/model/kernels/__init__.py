@@ -1,4 +1,4 @@
-"""Kernels of this package: attention and products of few rows, in Triton for CUDA, in C++ for CPUs."""
+"""Kernels of this package, in Triton for CUDA and in C++ for CPUs: attention, and products of few rows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,33 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-#: Greatest number of matrices of a product. On CUDA each has whole largest blocks of outputs, so that a block belongs to one matrix.
+#: Most matrices in a product. On CUDA the size of each is a multiple of LARGEST_BLOCK, so that a block belongs to one matrix.
 MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm: its weight ``[H]`` and :class:`~decoders.engine.model.weights.same_bits.Formula`. No norm if weight is
-    None."""
+    """A root-mean-square norm: its weight ``[H]`` (None: no norm) and :class:`~decoders.engine.model.weights.layers.Formula`."""
 
     weight: Tensor | None = None
     epsilon: float = 0.0
     one_added: bool = False
     rounded_first: bool = False
+
+
+class Operands(NamedTuple):
+    """The matrices of a product.
+
+    Attributes:
+        matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` with the same input, or their quantized levels.
+        scales: the scales of quantized matrices; empty for other matrices.
+        biases: a bias ``[O]`` for each matrix; or empty.
+        digits: numbers per activation in quantized products (:mod:`~decoders.engine.model.weights.quantized`).
+    """
+
+    matrices: list[Tensor]
+    scales: list[Tensor]
+    biases: list[Tensor]
+    digits: int = 1
 
 
 @functools.cache
@@ -37,11 +52,11 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: on CUDA if Triton is installed (CUDA builds of torch on Linux include it)."""
+    """Whether Triton kernels run on `device`: on CUDA if Triton is installed, as it is with CUDA builds of torch on Linux."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
-#: Name of an operator → function that launches its kernels.
+#: By name of an operator, the function that launches its kernels.
 LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 
@@ -49,11 +64,11 @@ _library = torch.library.Library("decoders", "FRAGMENT")
 def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Registers `function`, which launches CUDA kernels, as an operator of torch.
 
-    The operator is opaque to compilers: they call it, and CUDA graphs record its kernels. Otherwise they would compile a graph for each
-    size with another launch.
+    The operator is opaque to compilers: compiled code calls it, and CUDA graphs record its kernels. If compilers saw the launches, they
+    would compile a graph for each size with another launch.
 
     Args:
-        schema: its name in ``torch.ops.decoders``, arguments and result. Arguments that it writes come last.
+        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes come last.
         fake: returns a result without values.
     """
     name = schema.partition("(")[0]
@@ -61,14 +76,14 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
-        computes = not schema.endswith("-> ()")  # what has no result copies numbers of any type
+        computes = not schema.endswith("-> ()")  # operators without a result only copy numbers, of any type
         _library.impl(name, _without_bfloat16(function, schema.count("!")) if computes else function, "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Any], getattr(torch.ops.decoders, name).default)
 
 
 def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its first argument's device as the current device, because Triton launches there."""
+    """`function`, called with its first argument's device as the current device, because Triton launches on the current device."""
 
     def guarded(first: Tensor, *more: Any) -> Any:
         with torch.cuda.device(first.device):
@@ -78,9 +93,9 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_bfloat16(function: Callable[..., Any], written: int) -> Callable[..., Any]:
-    """`function` in float32 instead of bfloat16, which Triton's interpreter multiplies as integers.
+    """`function`, called in float32 instead of bfloat16, because Triton's interpreter multiplies bfloat16 numbers as integers.
 
-    written: number of last arguments that `function` writes.
+    written: how many of the last arguments `function` writes.
     """
 
     def widened(*arguments: Any) -> Any:

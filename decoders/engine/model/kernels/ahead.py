@@ -1,7 +1,7 @@
-"""Compiles the CUDA kernels in parallel before a model's first pass: in sequence they take more than ten seconds.
+"""Compiles the CUDA kernels in parallel before a model's first pass, because one after the other takes more than ten seconds.
 
-Passes over tensors without memory find the kernels that calls launch. Then the launching code runs on tensors without memory, and
-compiles without running kernels. Triton keeps the results on disk for later processes.
+Passes over tensors without memory find the kernels that calls will launch. Then the launching code runs with tensors without memory: it
+compiles the kernels, but does not run them. Triton keeps the results on disk for later processes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _log = logging.getLogger("decoders")
 
 
 class Noted(TorchDispatchMode):
-    """Notes calls of this package's operators, one per combination of sizes, strides and dtypes of the arguments.
+    """Notes calls of this package's operators, one call per combination of sizes, strides and dtypes of the arguments.
 
     Attributes:
-        calls: names of operators with their arguments on the "meta" device.
+        calls: the operators' names, with the arguments on the "meta" device.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ def _kind(value: Any) -> Hashable:
 
 
 def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
-    """The calls of this package's operators in `passes`, up to an error. `passes` runs on fake tensors and must not keep them."""
+    """The calls of this package's operators in `passes` up to its first exception. It runs on fake tensors, and must not keep them."""
     noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
     uncached = Topology.tensors.__wrapped__  # its cache would keep fake tensors for later calls
-    # Noted gets calls before FakeTensorMode, which answers them.
+    # `noted` is entered last, so it gets calls before FakeTensorMode, which answers them.
     with (
         mock.patch.object(Topology, "tensors", uncached),
         mock.patch.object(fakes, "disabled", True),
@@ -71,14 +71,14 @@ def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
     ):
         try:
             passes()
-        except Exception as error:  # a module reads values; the calls of the layers before it are noted
+        except Exception as error:  # a module reads values, which fake tensors lack; earlier calls are noted
             _log.info("some kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
     return list(noted.calls.values())
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Compiles the kernels that this thread launches, and does not run them."""
+    """A context in which the kernels that this thread launches are compiled but not run."""
     from triton.runtime.jit import JITFunction
 
     launch, ours = JITFunction.run, threading.get_ident()
@@ -95,7 +95,7 @@ _alone = threading.Lock()
 
 
 def compile_kernels(passes: Callable[[], Any]) -> int:
-    """Compiles the kernels that `passes` launches, in parallel; returns the number of noted calls. Failures are left to the launch."""
+    """Compiles the kernels that `passes` launches, in parallel. Returns the number of noted calls. Errors appear at the real launch."""
     try:
         from triton import AsyncCompileMode
 

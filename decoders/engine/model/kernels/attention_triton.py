@@ -1,8 +1,8 @@
-"""The device code of :mod:`.attention`: a program per query tile and split of the keys, and a second kernel that merges splits.
+"""The device code of :mod:`.attention`: a kernel with a program per tile of queries and split of the keys; a kernel that adds splits.
 
-Queries of a GQA group are rows of a tile: row ``r`` is query ``r // G`` of head ``h * G + r % G``. A tile of keys begins at a multiple
-of ``BN`` slots and a split at a fixed slot, so that the order of a query's sums does not depend on its block or batch. Invisible tiles
-change nothing, since their probabilities are zero.
+The queries of a GQA group are rows of a tile: row ``r`` is query ``r // G`` of head ``h * G + r % G``. A tile of keys begins at a
+multiple of ``BN`` slots, and a split at a fixed slot, so that the order of a query's sums does not depend on its block or batch. Tiles
+that a query does not see change nothing, because their probabilities are zero.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Sizes that vary from call to call and are not compiled in.
+#: Arguments that vary from call to call, and are therefore not compiled in.
 VARYING = ("window", "chunk", "view", "nodes", "queries", "splits", "smb", "smn", "rows")
 
 
 @triton.jit
 def split_start(split, FIRST: tl.constexpr, OCTAVE: tl.constexpr):
-    """The first slot of a split: the first ``2 * OCTAVE`` splits have ``FIRST`` slots, each further octave twice as many."""
+    """The first slot of a split. The first ``2 * OCTAVE`` splits have ``FIRST`` slots; from then on, the size doubles every octave."""
     octave = split // OCTAVE
     doubled = tl.maximum(octave - 1, 0)
     return tl.where(octave == 0, 0, (FIRST * OCTAVE) << doubled) + (split % OCTAVE) * (FIRST << doubled)
@@ -27,7 +27,7 @@ def seen_slots(
     base, tile, view, nodes, queries, window, chunk, G: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, TEXT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The range of slots that queries of a tile may see: the first, rounded down to a multiple of ``BN``, and the end."""
+    """The range of slots that the queries of a tile may see: the first slot, rounded down to a multiple of ``BN``, and the end."""
     earliest, end = base, base + nodes
     if TEXT:
         earliest = base + tile * M // G
@@ -51,11 +51,11 @@ def attend_kernel(
 ):  # fmt: skip
     """Attention of a tile of ``M`` rows to a split of the keys, or to all keys if ``SPLIT`` is false.
 
-    MASK: of :func:`decoders.engine.model.kernels.attention.pack_mask`. ``D``, ``DV``: widths of keys and values; ``WIDTH``, ``VWIDTH``:
-    the next powers of two. ``IEEE``: float32 products without TensorFloat-32.
+    MASK: the result of :func:`decoders.engine.model.kernels.attention.pack_mask`. ``D``, ``DV``: widths of keys and values;
+    ``WIDTH``, ``VWIDTH``: the next powers of two. ``IEEE``: float32 products without TensorFloat-32.
     """
     split, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # 64 bits: 128 heads with 128 numbers in each of 131,072 slots are 2^31.
+    # Indices need 64 bits: 128 heads with 128 numbers in each of 131,072 slots are 2^31 numbers.
     b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
     base = tl.load(MASK + b * smb + WORDS + 1).to(tl.int32)
     begin, end = seen_slots(base, tile, view, nodes, queries, window, chunk, G, M, BN, TEXT, WINDOW, CHUNK)
@@ -86,7 +86,7 @@ def attend_kernel(
         )
         score = tl.dot(q, k, input_precision="ieee" if IEEE else None) * scale
         if CAP:
-            # tanh written with exp, which every backend of Triton has
+            # tanh is written with exp, because every backend of Triton has exp.
             small = tl.exp(-2.0 * tl.abs(score / softcap))
             bent = softcap * (1.0 - small) / (1.0 + small)
             score = tl.where(score < 0, -bent, bent)
@@ -95,7 +95,7 @@ def attend_kernel(
         if TEXT:
             seen = slot[None, :] <= position_q[:, None]
         else:
-            # BN is at most 64, so that a tile of slots has the bits of at most two words.
+            # BN is at most 64, so the bits of a tile of slots are in at most two words.
             word = (tl.zeros([M], tl.int32) + start - base) >> 6
             low = tl.load(own_mask + word, mask=valid & (word >= 0) & (word < WORDS), other=0)
             high = tl.load(own_mask + word + 1, mask=valid & (word >= -1) & (word + 1 < WORDS), other=0)

@@ -1,10 +1,10 @@
-"""Epilogues of products on CUDA, in the kernel that adds up stretches: activations, residuals, norms, rotary positions.
+"""Epilogues of products on CUDA: activations, residuals, norms and rotary positions, in the kernel that adds up stretches.
 
-The input is a product's parts, ``[stretches, rows, outputs]`` in float32, or the product, ``[1, rows, outputs]``. Without epilogues, a
-step of a small model has some hundred launches more, of two microseconds each. Sums are rounded where the model's tensors are.
+The input is a product's parts, ``[stretches, rows, outputs]`` in float32, or a whole product, ``[1, rows, outputs]``. Without epilogues
+a step of a small model would have some hundred more launches, of two microseconds each. Sums are rounded where the model rounds them.
 
-PyTorch's mean distributes a row of a norm to threads depending on the number of rows, and inductor chooses the loops of a reduction by
-timing. Here each row, or head, is a program, and the order of its sum depends on its width alone.
+PyTorch's mean distributes a norm's row to threads depending on the number of rows, and inductor chooses the loops of a sum by timing.
+Here each row, or head, has its own program, and the order of its sum depends only on its width.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from . import MOST_MATRICES, Norm
 
-#: Outputs of one program.
+#: Number of outputs of one program.
 BLOCK = 256
 
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arguments are Triton's
-    """silu, or gelu by tanh, which is ``x sigmoid(2 u)``."""
+    """silu of `x` if KIND is 0; gelu by tanh if KIND is 1, which is ``x sigmoid(2 u)``."""
     u = x
     if KIND == 1:
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -33,7 +33,7 @@ def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arg
 
 @triton.jit
 def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm of a row's `values`, or of some of them; squares: of all values of the row."""
+    """The norm of `values`, which are a row or a part of it. squares: the squares of all values of the row."""
     values *= tl.rsqrt(tl.sum(squares) / width + epsilon)
     if ROUNDED:
         values = values.to(weight.dtype.element_ty).to(tl.float32)
@@ -45,7 +45,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the parts at `place`, in order; size: of a part, a multiple of the outputs, for wide loads."""
+    """The sum of the parts at `place`, in order. size: entries of a part, a multiple of the outputs, which allows wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)
@@ -69,7 +69,7 @@ def _add_stretches(  # type: ignore[no-untyped-def]
     parts, bias, second_bias, third_bias, out, rows, outputs, inner, first_outputs, second_outputs,
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """``[STRETCHES, rows, outputs]`` → ``[rows, outputs]``; with an activation of two matrices, ``[rows, inner]``."""
+    """Adds parts: ``[STRETCHES, rows, outputs]`` → ``[rows, outputs]``; with an activation of two matrices, ``[rows, inner]``."""
     own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here, row, size = own < inner, tl.program_id(0).to(tl.int64), rows.to(tl.int64) * outputs
     total = _summed(parts, row * outputs + own, here, size, STRETCHES)
@@ -90,7 +90,7 @@ def _add_to_residual(  # type: ignore[no-untyped-def]
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_ADDED: tl.constexpr,
     BEFORE_ROUNDED: tl.constexpr, AFTER: tl.constexpr, AFTER_ADDED: tl.constexpr, AFTER_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """A row of ``[STRETCHES, rows, width]``: the sum (or its norm) added to the residual, and an optional norm of the result."""
+    """For a row of ``[STRETCHES, rows, width]``, adds the sum, or its norm, to the residual; then an optional norm of the result."""
     place = tl.arange(0, BLOCK)
     here, first = place < width, tl.program_id(0).to(tl.int64) * width
     total = _summed(parts, first + place, here, rows.to(tl.int64) * width, STRETCHES)
@@ -115,7 +115,7 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """A head of a node: the sum, and for queries and keys its norm and rotary position. Keys and values go to the cache, or to new
+    """For a head of a node, the sum; for queries and keys, then its norm and rotary position. Keys and values go to the cache or to new
     tensors."""
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
@@ -132,7 +132,7 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + row)
         slot = tl.where(slot < 0, slot + slots_length, slot)
     if head < HEADS + KEY_HEADS:
-        # Sums the other half's numbers again, because they are in other threads.
+        # The sums of the head's other half are computed again here, because they are in other threads.
         turned = tl.where(d < D // 2, d + D // 2, d - D // 2)
         other = _summed(parts, first + head * D + turned, here, size, STRETCHES)
         if BIAS:
@@ -166,12 +166,12 @@ def _normalize(x, weight, out, width, epsilon, BLOCK: tl.constexpr, ONE_ADDED: t
 
 
 def _three(biases: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...]:
-    """`biases` filled up with any tensor, because kernels need an argument for absent biases."""
+    """`biases`, filled up with `spare`, because kernels need an argument even for absent biases."""
     return (*biases, *[spare] * (MOST_MATRICES - len(biases)))
 
 
 def added(parts: Tensor, biases: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, kind: int = -1) -> Tensor:
-    """``[rows, outputs]``; with an activation (`kind`), of gates and then their factors, ``[rows, outputs / 2]``."""
+    """The sum of `parts`, ``[rows, outputs]``. With an activation (`kind`) of gates, followed by factors: ``[rows, outputs / 2]``."""
     stretches, rows, outputs = parts.shape
     inner = outputs if kind < 0 else outputs // 2
     out = parts.new_empty((rows, inner), dtype=dtype)
@@ -190,7 +190,7 @@ def _warps(block: int) -> int:
 def added_to_residual(
     parts: Tensor, bias: Tensor | None, residual: Tensor, before: Norm, after: Norm
 ) -> tuple[Tensor, Tensor]:
-    """The new residual ``[rows, H]``, and its norm (an empty tensor without `after`)."""
+    """The new residual ``[rows, H]``, and its norm `after` (an empty tensor without that norm)."""
     stretches, rows, width = parts.shape
     out = torch.empty_like(residual)
     first, second = before.weight is not None, after.weight is not None
@@ -209,7 +209,7 @@ def rotated_to_cache(
     parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
     keys: Tensor, values: Tensor, size: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes keys and values ``[B, h, L, d]`` to `slots`, or to the first slots, and returns queries ``[B, N, H, d]``. size: B, N."""
+    """Writes `slots`, or the first slots, of `keys` and `values` ``[B, h, L, d]``; returns queries ``[B, N, H, d]``. size: B, N."""
     (stretches, rows, outputs), (_, key_heads, _, width) = parts.shape, keys.shape
     heads = outputs // width - 2 * key_heads
     query = parts.new_empty((*size, heads, width), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Moving the keys and values of an accepted path into place: on CUDA all layers in one launch, by a table of their addresses."""
+"""Moves the keys and values of an accepted path into place: on CUDA for all layers in one launch, with a table of their addresses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from . import operator
 
 
 def places_of(buffers: Sequence[Tensor]) -> Tensor:
-    """``[M, 3]`` int64, per buffer and head: the address of row 0's first slot, and the bytes from row to row and of a slot.
+    """``[M, 3]`` int64, per buffer and head: the address of row 0's first slot, the bytes from row to row, and the bytes of a slot.
 
-    Args:
-        buffers: ``[B, heads, L, dim]`` each, views of rows of contiguous ones.
+    buffers: ``[B, heads, L, dim]`` each, whole contiguous tensors or some rows of them.
     """
     places = []
     for buffer in buffers:
         row, head, slot = (stride * buffer.itemsize for stride in buffer.stride()[:3])
-        begin = 0 if is_fake(buffer) else buffer.data_ptr()  # those are launched nowhere
+        begin = 0 if is_fake(buffer) else buffer.data_ptr()  # no kernel ever runs on fake tensors
         places += [(begin + own * head, row, slot) for own in range(buffer.shape[1])]
     return torch.tensor(places, dtype=torch.int64).view(-1, 3).to(buffers[0].device)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Nodes that a program moves at a time, and the most words of a slot.
+#: How many nodes a program moves at a time, and the most words of a slot that it moves.
 NODES, WORDS = 16, 64
 #: Bytes of a word.
 WORD = 8
@@ -24,7 +24,7 @@ def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WOR
         source, target = begin + node, begin + place
         source, target = tl.where(source < 0, source + slots, source), tl.where(target < 0, target + slots, target)
         values = tl.load(first_slot + source[:, None] * words + word[None, :], mask=here)
-        tl.debug_barrier()  # other threads write to these slots
+        tl.debug_barrier()  # all threads must have read before any writes, because targets may be others' sources
         tl.store(first_slot + target[:, None] * words + word[None, :], values, mask=here)
 
 
@@ -32,7 +32,7 @@ def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WOR
 def _move_slots(
     places, base, path, nodes, slots, WORD: tl.constexpr, SMALL: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr
 ):
-    """One head of one row, or some words of its slots."""
+    """Moves the slots of one head of one row, or up to ``WORDS`` words of these slots."""
     place, row = places + tl.program_id(0) * 3, tl.program_id(1).to(tl.int64)
     begin, own = tl.load(base + row), path + row * nodes
     address, size = tl.load(place) + row * tl.load(place + 1), tl.load(place + 2)
@@ -47,14 +47,14 @@ def _move_slots(
 
 
 def move(places: Tensor, base: Tensor, path: Tensor, slots: int, sizes: Collection[int]) -> None:
-    """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n``. Nodes of a path ascend, so that none is written before it is read.
+    """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n``. The nodes of a path ascend, so no slot is written before it is read.
 
     Args:
-        places: of :func:`~decoders.engine.model.kernels.moves.places_of`.
-        slots: of every buffer; negative ones are counted from the end.
-        sizes: bytes of a slot, all that there are.
+        places: the result of :func:`~decoders.engine.model.kernels.moves.places_of`.
+        slots: number of slots of every buffer; negative indices count from the end.
+        sizes: all sizes of slots that occur, in bytes.
     """
-    odd = [size & -size for size in sizes if size % WORD]  # such as the scales of quantized keys
+    odd = [size & -size for size in sizes if size % WORD]  # for example the scales of quantized keys
     small = min(odd, default=0)
     words = max(size // (WORD if size % WORD == 0 else small) for size in sizes)
     block = min(triton.next_power_of_2(words), WORDS)

@@ -1,36 +1,37 @@
 """Products of few rows, ``x @ matrix.T + bias``, and root-mean-square norms, in which a row has the same bits for any number of rows.
 
 Up to three matrices with the same input (queries, keys and values; gate and up) are one product, without copies. The interface is the
-same on both devices: C++ kernels on the CPU (:mod:`.cpu`), Triton's on CUDA (:mod:`.products_triton`).
+same on both devices: C++ kernels on the CPU (:mod:`.cpu`), Triton kernels on CUDA (:mod:`.products_triton`).
+
+A product may have an epilogue: activations, residuals and norms, rotary positions, or writes to the cache. On CUDA, the kernel that
+adds a product's stretches computes it (:mod:`.epilogues_triton`), which saves most of a step's launches. On the CPU, one call computes
+the product and the epilogue, which saves most of a step's time outside the products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import LARGEST_BLOCK, cpu, operator, runs_kernels
+from . import LARGEST_BLOCK, Norm, Operands, cpu, runs_kernels
+from .products_cuda import few_rows_on_cuda, gated, rms_norm_on_cuda, rotated, to_cache, to_residual
 
-
-def _on_cuda(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    from .products_triton import few_rows_linear
-
-    return few_rows_linear(x, matrices, biases)
-
-
-def _product_fake(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))
-
-
-few_rows_on_cuda = operator(
-    "few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor", _on_cuda, _product_fake
-)
-
-
-#: Operator per type of device; :func:`multiplies` sets the CPU's.
+#: By type of device, the operator that multiplies; :func:`take_cpu_kernels` sets the CPU's.
 _operators: dict[str, Callable[..., Tensor]] = dict.fromkeys(("cuda", "cpu"), few_rows_on_cuda)
+#: The CPU's operators by name. They are kept here, because compiled code must not look for kernels.
+on_cpu: dict[str, Callable[..., Any]] = {}
+
+
+def take_cpu_kernels() -> cpu.Kernels | None:
+    """Makes our kernels multiply on the CPU, and returns them; None if there are no kernels."""
+    kernels = cpu.chosen().kernels
+    if kernels is not None:
+        _operators["cpu"] = kernels.few_rows_linear
+        on_cpu.update({name: value for name, value in vars(kernels).items() if callable(value)})
+    return kernels
 
 
 def operator_for(x: Tensor) -> Callable[..., Tensor]:
@@ -38,28 +39,18 @@ def operator_for(x: Tensor) -> Callable[..., Tensor]:
     return _operators[x.device.type]
 
 
-def few_rows_linears(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """``x @ torch.cat(matrices).T + torch.cat(biases)``, ``[…, O]``.
+def product_or_none(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor | None:
+    """``x @ torch.cat(matrices).T + torch.cat(biases)``, ``[…, O]``; None if the device's kernel does not support these arguments.
 
     Args:
         x: ``[…, K]``.
         matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` of equal strides.
-        biases: as many biases ``[O]``, or none.
+        biases: a bias ``[O]`` for each matrix; or none.
 
-    All tensors have the same dtype; or on the CPU, the matrices are in 16 bits and the others in float32. Then a row has the same bits
-    as by the same numbers in float32.
+    All tensors have the same dtype. On the CPU, matrices may also be in 16 bits and the other tensors in float32; the result then has
+    the same bits as with matrices in float32.
     """
-    return operator_for(x)(x, matrices, biases)
-
-
-def few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ matrix.T + bias``. x: ``[…, K]``, matrix: ``[O, K]`` of any strides, bias: ``[O]`` or None, of the same dtype."""
-    return few_rows_linears(x, [matrix], [] if bias is None else [bias])
-
-
-def product_or_none(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor | None:
-    """:func:`few_rows_linears`; None if the device's kernel does not support these matrices or biases."""
-    operator = operator_for(x)
+    operator = _operators[x.device.type]
     if operator is not few_rows_on_cuda and not torch.compiler.is_dynamo_compiling():
         try:  # the CPU's operator checks its arguments twenty times as fast as `fit`
             return operator(x, matrices, biases)
@@ -83,15 +74,11 @@ def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool
 def multiplies(weight: Tensor, exact: bool = True) -> bool:
     """Whether a kernel of this package multiplies by `weight` ``[out, in]``.
 
-    On CUDA only if products must be `exact`, and in 16 bits: in float32 the order of a sum hardly matters, and kernels would be slow.
-    On the CPU, the kernels are faster than torch's.
+    On CUDA only in 16 bits, and if products must be `exact`: in float32 the order of a sum hardly matters, and kernels would be slow.
+    On the CPU always, because our kernels are faster than torch's.
     """
     if weight.device.type == "cpu":
-        kernels = cpu.chosen().kernels
-        if kernels is None or not cpu.takes(weight):
-            return False
-        _operators["cpu"] = kernels.few_rows_linear
-        return True
+        return cpu.takes(weight) and take_cpu_kernels() is not None
     return exact and weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device)
 
 
@@ -103,7 +90,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def are_one_product(matrices: Sequence[Tensor]) -> bool:
-    """Whether :func:`few_rows_linears` can multiply by these matrices (at most :data:`MOST_MATRICES`) in one product."""
+    """Whether :func:`product_or_none` can multiply by these matrices (at most :data:`MOST_MATRICES`) in one product."""
     first = matrices[0]
     block = LARGEST_BLOCK if _operators[first.device.type] is few_rows_on_cuda else 1
     return not any(
@@ -116,31 +103,93 @@ def are_one_product(matrices: Sequence[Tensor]) -> bool:
     )
 
 
-def _norm_on_cuda(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_first: bool) -> Tensor:
-    from .epilogues_triton import normalized
-
-    return normalized(x, weight, epsilon, one_added, rounded_first)
-
-
-def _norm_fake(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_first: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-rms_norm_on_cuda = operator(
-    "rms_norm(Tensor x, Tensor weight, float epsilon, bool one_added, bool rounded_first) -> Tensor",
-    _norm_on_cuda,
-    _norm_fake,
-)
-
-
 def rms_norm_for(weight: Tensor) -> Callable[..., Tensor] | None:
     """The operator of norms with `weight` ``[H]`` on its device; None if the model's modules compute norms.
 
-    It takes x ``[…, H]`` of the weight's dtype, the weight, epsilon, one_added and rounded_first, and returns
-    ``x / sqrt(mean(x²) + epsilon) * weight`` along the last dimension, computed in float32. one_added: the factor is ``1 + weight``;
-    rounded_first: the quotient is rounded to the dtype of `x` before the multiplication.
+    The operator takes x ``[…, H]`` of the weight's dtype, the weight, and the fields of a
+    :class:`~decoders.engine.model.weights.layers.Formula`. It computes in float32.
     """
     if weight.device.type == "cpu":
         kernels = cpu.chosen().kernels
         return kernels.rms_norm if kernels is not None and weight.dtype in cpu.TYPES else None
     return rms_norm_on_cuda if weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device) else None
+
+
+def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor | None:
+    """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None if no kernel computes it.
+
+    Args:
+        by: both matrices ``[I, K]``; the gate's matrix is the first if `gate_first`.
+        kind: the activation; 0 is silu, 1 is gelu by tanh.
+    """
+    if operator_for(x) is not few_rows_on_cuda:
+        return _on_cpu("gated_linear", x, *by, kind, gate_first)
+    if not fit(x, by.matrices, by.biases):
+        return None
+    order = slice(None, None, 1 if gate_first else -1)
+    return gated(x, by.matrices[order], by.biases[order], kind)
+
+
+def linear_to_residual(
+    x: Tensor, by: Operands, residual: Tensor, before: Norm = Norm(), after: Norm = Norm()
+) -> tuple[Tensor, Tensor] | None:
+    """``residual + before(x @ matrix.T + bias)``, and ``after`` of that sum (an empty tensor without this norm).
+
+    None if no kernel computes it.
+
+    Args:
+        x: ``[…, K]``.
+        by: a matrix ``[H, K]``.
+        residual: ``[…, H]``.
+        before, after: the norm of the product, and the norm of the sum.
+    """
+    if operator_for(x) is not few_rows_on_cuda:
+        return _on_cpu("linear_to_residual", x, *by, residual, *before, *after)
+    alike = residual.dtype == x.dtype and residual.is_contiguous()
+    if not alike or not fit(x, by.matrices, by.biases):
+        return None
+    return to_residual(x, by.matrices[0], by.biases[0] if by.biases else None, residual, *before, *after)
+
+
+def linear_rotated(
+    x: Tensor, by: Operands, norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:  # fmt: skip
+    """Queries, keys and values: products with their matrices, then norms per head and rotary positions of queries and keys.
+
+    Args:
+        x: ``[B, N, K]``.
+        by: the matrices of queries, keys and values.
+        norms: of queries and keys, with the same formula.
+        cos, sin: ``[B or 1, N, D]``.
+        slots: ``[B, N]`` int64; negative slots count from the end.
+        keys, values: the cache, ``[B, h, L, D]``. In uncompiled code, the operator writes new keys and values to their slots.
+
+    Returns:
+        queries ``[B, N, H, D]``, None and None. Regions of compiled code accept no operators that write, so there the result is
+        queries, keys and values ``[B, h, N, D]``. None if no kernel computes it.
+    """
+    (query_norm, *formula), key_norm = norms[0], norms[1].weight
+    around = query_norm, key_norm, *formula, cos, sin
+    compiled = torch.compiler.is_dynamo_compiling()
+    if operator_for(x) is not few_rows_on_cuda:
+        if not compiled:
+            query = _on_cpu("linear_to_cache", x, *by, *around, slots, keys, values)
+            return None if query is None else (query, None, None)
+        heads, width = keys.shape[1], keys.shape[3]
+        query, key, product = on_cpu["linear_rotated"](x, *by, *around, heads, width)
+        value = product[..., -heads * width :].unflatten(-1, (heads, width)).transpose(1, 2)
+        return query, key, value
+    if not fit(x, by.matrices, by.biases) or not x.dtype == keys.dtype == cos.dtype:
+        return None
+    given = x, by.matrices, by.biases, *around
+    return rotated(*given) if compiled else (to_cache(*given, slots, keys, values), None, None)
+
+
+def _on_cpu(name: str, *given: Any) -> Any:
+    """The result of the CPU's operator `name`; None if the operator refuses its arguments, which it checks faster than Python does."""
+    if torch.compiler.is_dynamo_compiling():
+        return on_cpu[name](*given)
+    try:
+        return on_cpu[name](*given)
+    except RuntimeError:  # the unfused layer then computes it, or raises
+        return None

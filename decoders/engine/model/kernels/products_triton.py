@@ -1,14 +1,14 @@
-"""The operators of :mod:`.products` on CUDA.
+"""The kernels of :mod:`.products` on CUDA.
 
-cuBLAS chooses its kernel by the number of rows, and kernels differ in the order of a sum's terms. Here the order depends on the matrix
-alone: terms are cut into stretches at fixed places (:func:`plan`), tensor cores add up each stretch from beginning to end, 16 rows per
-instruction, and the stretches are added in order.
+cuBLAS chooses its kernel by the number of rows, and its kernels differ in the order of a sum's terms. Here the order depends only on
+the matrix: terms are cut into stretches at fixed places (:func:`plan`), tensor cores add up each stretch from beginning to end, 16 rows
+per instruction, and the stretches are added in order.
 
-A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. It reads rows again for every block
-of outputs, mostly from the L2 cache: 32 or 64 rows are as much data as the block's part of the matrix. So from 64 rows on, blocks are
-twice as large, which does not change bits. Further rows of a batch are other programs, which run in parallel.
+A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. The rows are read again for every
+block of outputs, mostly from the L2 cache, and 32 or 64 rows are as much data as the block's part of the matrix. So from 64 rows on,
+blocks are twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
 
-The kernel that adds stretches computes the epilogue (:mod:`.epilogues_triton`); with a single stretch, this kernel does.
+The kernel that adds stretches also computes the epilogue (:mod:`.epilogues_triton`). With a single stretch, this kernel computes it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch import Tensor
 from . import LARGEST_BLOCK, MOST_MATRICES, Norm
 from .epilogues_triton import activated, added, added_to_residual, rotated_to_cache
 
-#: Rows of a tensor-core instruction; fewer rows cost the same.
+#: Number of rows of a tensor-core instruction; fewer rows cost the same.
 TILE = 16
-#: Greatest number of row tiles of a program.
+#: Most row tiles of a program.
 MOST_TILES = 8
-#: PyTorch computes products of more nodes per row of the batch (long texts), for which cuBLAS is fast.
+#: With more nodes per row of the batch than this (long texts), PyTorch computes the product, because cuBLAS is fast then.
 MOST_ROWS = TILE * MOST_TILES
-#: Wanted number of programs of a product: about two for each of the 132 multiprocessors of an H100. Equal on every device, since bits
-#: depend on it.
+#: Wanted number of programs of a product: about two for each of the 132 multiprocessors of an H100. It is the same on every device,
+#: because bits depend on it.
 PROGRAMS = 256
-#: Shortest stretch of a sum: a shorter stretch costs more than it saves.
+#: Shortest stretch of a sum, in terms; a shorter stretch would cost more than it saves.
 LEAST_STRETCH = 256
 #: Bytes of a row that a program reads at once.
 STEP_BYTES = 128
-#: Number of row tiles → steps to read ahead, so that the shared memory of a multiprocessor holds two programs.
+#: By number of row tiles, how many steps are read ahead; so the shared memory of a multiprocessor has room for two programs.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
-#: Bytes that a program may read ahead: less than the 99 KB of shared memory of GPUs since Ampere.
+#: Most bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
 MOST_AHEAD = 96 << 10
 
 
@@ -48,10 +48,10 @@ class LaunchPlan(NamedTuple):
     """How a product is distributed to programs.
 
     Attributes:
-        outputs: outputs per program.
+        outputs: number of outputs per program.
         stretches: number of stretches of a sum.
-        stretch: terms of each stretch except the last.
-        step: terms that are read at once.
+        stretch: number of terms of each stretch except the last.
+        step: number of terms that are read at once.
     """
 
     outputs: int
@@ -61,11 +61,11 @@ class LaunchPlan(NamedTuple):
 
 
 def plan(outputs: int, inputs: int, itemsize: int) -> LaunchPlan:
-    """The plan for a matrix ``[outputs, inputs]``, or several with this total of outputs, and any number of rows.
+    """The plan for any number of rows and a matrix ``[outputs, inputs]``, or several matrices with this total of outputs.
 
-    Large matrices have enough programs with blocks of 64 outputs, which read the rows half as often as blocks of 32. The sums of
-    smaller matrices are cut into stretches until there are about :data:`PROGRAMS` programs. 3072 x 2048 has 96 blocks of 4 stretches,
-    2048 x 8192 has 64 of 4, and 16384 x 2048 has 256 of 1.
+    Large matrices get blocks of 64 outputs, which read the rows half as often as blocks of 32 and still give enough programs. Smaller
+    matrices get blocks of 32, and their sums are cut into stretches until there are about :data:`PROGRAMS` programs: 3072 x 2048 has 96
+    blocks of 4 stretches, 2048 x 8192 has 64 blocks of 4, and 16384 x 2048 has 256 blocks of 1.
     """
     block = LARGEST_BLOCK if outputs >= LARGEST_BLOCK * PROGRAMS else 32
     blocks, stretches, step = triton.cdiv(outputs, block), 1, STEP_BYTES // itemsize
@@ -82,8 +82,8 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """``TILES * TILE`` rows by a block of outputs, over a stretch of the sums. WHOLE: whether there is one stretch. KIND, if not
-    negative: the activation of the first matrix's outputs, which multiply the second's; `outputs` is then of one matrix."""
+    """Multiplies ``TILES * TILE`` rows by a block of outputs, over a stretch of the sums. WHOLE: whether there is one stretch. KIND: if
+    not negative, the activation of the first matrix's outputs, which multiply the second's; `outputs` then counts one matrix's."""
     block, part = tl.program_id(1), tl.program_id(2)
     output = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILE)
@@ -143,10 +143,10 @@ def parts_of(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """A product's parts ``[stretches, rows, outputs]``, and the biases that are not added yet.
 
-    kind: the activation, applied here if there is a single stretch: then there are half as many outputs.
+    kind: the activation. It is applied here if there is a single stretch; the result then has half as many outputs.
     """
     sizes, inputs = [matrix.shape[0] for matrix in matrices], x.shape[-1]
-    # By nodes per row of the batch, so that a node's bits do not depend on other rows.
+    # The nodes per row of the batch decide this, so that a node's bits do not depend on other rows.
     if not 0 < x.shape[-2:].numel() <= MOST_ROWS * inputs or not x.numel():
         return _many_rows_linear(x, matrices, biases).reshape(1, -1, sum(sizes)), ()
     flat, outputs = x.reshape(-1, inputs).contiguous(), sum(sizes)
@@ -155,7 +155,7 @@ def parts_of(
     kind = kind if whole else -1
     dtype = x.dtype if whole else torch.float32
     parts = x.new_empty((stretches, rows, outputs if kind < 0 else sizes[0]), dtype=dtype)
-    # Any tensor stands for absent matrices and biases.
+    # Any tensor can stand for absent matrices and biases.
     first, second, third = (*matrices, *[matrices[0]] * (MOST_MATRICES - len(matrices)))
     added_here = (*biases, *[flat] * (MOST_MATRICES - len(biases)))
     tiles = 1
@@ -170,7 +170,7 @@ def parts_of(
     _multiply[(triton.cdiv(rows, tiles * TILE), triton.cdiv(outputs, block), stretches)](
         flat, first, second, third, *added_here, parts, rows, outputs, inputs, *first.stride(), stretch, *lengths,
         TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given, MATRICES=len(matrices), KIND=kind,
-        # A warp per 16 outputs. The number of warps does not change bits, since warps share no sum.
+        # There is a warp per 16 outputs. The number of warps does not change bits, because warps share no sum.
         num_warps=warps, num_stages=min(STAGES[tiles], ahead), enable_fp_fusion=True,
     )  # fmt: skip
     return parts, () if whole else biases

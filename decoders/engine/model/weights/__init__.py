@@ -1,1 +1,1 @@
-"""The weights of a model: products without copies, joint products, quantization, and detection of changes."""
+"""The weights of a model: products without copies, joint products, quantization, and the detection of changed weights."""

@@ -1,4 +1,4 @@
-"""Notes the calls of the modules in decoder layers during a pass: which module reads another module's result."""
+"""Notes the calls of all modules in decoder layers during a pass, to find out which module reads another module's result."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..cache import SlotCache
 from ..kernels import attention
+from ..slot_cache import SlotCache
 
-#: Held while the whole process's attention function is replaced.
+#: Held while the attention function of the whole process is replaced.
 _alone = threading.Lock()
-#: An argument: its index, or its keyword.
+#: The name of an argument: its index, or its keyword; None for no argument.
 Name = int | str | None
 
 
@@ -27,20 +27,22 @@ class Call(NamedTuple):
     result: Any
 
     def name_of(self, value: Any) -> Name:
-        """The name of the argument that is `value`, or None."""
+        """The name of the argument that is the object `value`; None if none is."""
         named: list[tuple[int | str, Any]] = [*enumerate(self.given), *self.options.items()]
         return next((name for name, own in named if own is value and value is not None), None)
 
 
 @contextmanager
 def noted_calls(
-    layers: Sequence[nn.Module], run: Callable
+    layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable
 ) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """The calls of all modules in `layers` in a run; and per attention module, the arguments of the kernel and the cache."""
+    """Yields the calls of all modules in `layers` during `run`; and by attention module, the arguments of its kernel and cache."""
     calls: dict[nn.Module, list[Call]] = {}
     attended: dict[nn.Module, tuple] = {}
     order: list[Call] = []
     updates: list[tuple] = []
+
+    name, compute = attention.REGISTERED[kernel]
 
     def note(module: nn.Module, given: tuple, options: dict[str, Any], result: Any) -> None:
         order.append(Call(module, given, options, result))
@@ -51,7 +53,7 @@ def noted_calls(
     ) -> Any:
         if updates and module in noted_modules:
             attended[module] = query, mask, options, updates[-1]
-        return attention.kernel_attention(module, query, key, value, mask, *given, **options)
+        return compute(module, query, key, value, mask, *given, **options)
 
     def watch(cache: SlotCache) -> None:
         update = cache.update
@@ -65,11 +67,11 @@ def noted_calls(
     noted_modules = {m: None for layer in layers for m in layer.modules()}
     handles = [m.register_forward_hook(note, with_kwargs=True) for m in noted_modules]
     with _alone:
-        attention.register(attention.NAME, attend)
+        attention.register(name, attend)
         try:
             run(watch)
         finally:
-            attention.register(attention.NAME, attention.kernel_attention)
+            attention.register(name, compute)
             for handle in handles:
                 handle.remove()
     for noted in calls.values():
@@ -78,7 +80,7 @@ def noted_calls(
     yield calls, attended
 
 
-#: The key of the list of all calls, in order.
+#: The key of the list of all modules' calls, in order.
 ORDER = nn.Module()
 
 

@@ -1,7 +1,7 @@
-"""Formats of other libraries for matrices of 4 and 8 bits in words of 32 bits, recognized by a layer's tensors.
+"""Formats in which other libraries pack matrices of 4 and 8 bits into words of 32 bits. A layer's tensors show its format.
 
 An entry of :data:`FORMATS` describes where levels, scales and zeros are, and how they are packed. It is used for a layer if the layer's
-own output for a random input agrees.
+own output for a random input agrees with it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..torch_compat import hooks_of
+from ..modules_compat import hooks_of
 from .twin import share_weights
 
 
 class Levels(NamedTuple):
-    """A matrix, ``scales * (levels - zeros)``. levels: ``[out, in]`` uint8; scales, zeros: ``[out, groups]`` float32."""
+    """The matrix ``scales * (levels - zeros)``. levels: ``[out, in]`` uint8; scales, zeros: ``[out, groups]`` float32."""
 
     levels: Tensor
     scales: Tensor
@@ -35,11 +35,11 @@ class Format:
     """How a library packs a matrix.
 
     Attributes:
-        levels, scales, zeros: names of the layer's tensors. Without zeros, zero is the middle of the levels.
-        inputs_first: True for ``[in, out]`` and ``[groups, out]``, False for ``[out, in]`` and ``[out, groups]``.
-        packed, zeros_packed: the dimension along which a word has several numbers.
-        order: the order of a word's numbers, from the lowest bits on.
-        less: subtracted from zeros before they are stored.
+        levels, scales, zeros: names of the layer's tensors. If there are no zeros, the middle level stands for zero.
+        inputs_first: whether shapes are ``[in, out]`` and ``[groups, out]``, not ``[out, in]`` and ``[out, groups]``.
+        packed, zeros_packed: the dimension along which a word holds several levels, and several zeros.
+        order: the order of the numbers in a word, from the lowest bits on.
+        less: the number that was subtracted from zeros before they were stored.
     """
 
     levels: str
@@ -52,7 +52,7 @@ class Format:
     less: int = 0
 
     def bits(self, layer: nn.Module) -> int | None:
-        """Bits per level, 4 or 8, of a layer in this format; None for other layers."""
+        """The bits per level of a layer in this format, 4 or 8; None for other layers."""
         words, scales = (getattr(layer, name, None) for name in (self.levels, self.scales))
         sizes = getattr(layer, "in_features", 0), getattr(layer, "out_features", 0)
         if (
@@ -74,7 +74,7 @@ class Format:
         return [each for each in named if isinstance(each, Tensor)]
 
     def unpacked(self, bits: int, words: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Levels:
-        """The matrix in the tensors of :meth:`sources`."""
+        """The matrix that the tensors of :meth:`sources` hold."""
         levels = self._numbers(words, bits, self.packed).to(torch.uint8)
         steps, middles = scales.float(), self.middles(bits, scales, zeros)
         return Levels(*(each.t().contiguous() if self.inputs_first else each for each in (levels, steps, middles)))
@@ -93,7 +93,7 @@ class Format:
         return numbers.flatten(-2).movedim(-1, dim)
 
 
-#: GPTQ; its older form, in which zeros are one less; AWQ; compressed-tensors.
+#: The formats of GPTQ, of older GPTQ files (where zeros are stored less one), of AWQ, and of compressed-tensors.
 FORMATS = (
     Format("qweight", "scales", "qzeros", True, 0, 1),
     Format("qweight", "scales", "qzeros", True, 0, 1, less=1),
@@ -103,9 +103,9 @@ FORMATS = (
 
 
 def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
-    """The format of a layer's matrix, and its bits; None for other layers.
+    """The format of a layer's matrix and the bits per level; None for a layer in none of the formats.
 
-    hooks: the model's pre-hooks, run on a copy of a layer that needs them: compressed-tensors unpacks before the first pass.
+    hooks: the model's pre-hooks. They are run on a copy of the layer if it needs them: compressed-tensors unpacks in such a hook.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):
@@ -138,7 +138,7 @@ def _output(layer: nn.Module, hooks: Sequence[Callable[..., object]], x: Tensor)
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Format, int]]:
-    """Layers of `model`, a private copy that has not run yet, in a format of :data:`FORMATS`: path, layer, format and bits."""
+    """Yields path, layer, format and bits of each layer in one of the :data:`FORMATS`. model: our copy, which has not run yet."""
     hooks = [*hooks_of(model)[1].values()]
     for path, layer in model.named_modules(remove_duplicate=False):
         if (found := format_of(layer, hooks)) is not None:

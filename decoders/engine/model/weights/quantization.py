@@ -1,4 +1,4 @@
-"""Chooses the matrices with products by levels or copies: those that a library has quantized, and all others if the setting says so."""
+"""Chooses the matrices that are multiplied in a quantized form: those that a library has quantized, and others if the setting asks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ....errors import UnsupportedError
-from .. import torch_compat
+from .. import modules_compat
 from ..kernels import cpu
 from ..kernels.cpu import four_bits
 from .fused import Group, join, plain_weight
@@ -25,9 +25,9 @@ from .quantized import GROUP, KINDS, QuantizedLinear, has_kernels, product_kind,
 from .state import values_of
 
 Scheme = Literal["16bit", "int8", "int4"]
-#: Dense matrices with fewer elements are not quantized: calling a kernel costs more than it saves.
+#: Dense matrices with fewer elements are not quantized, because calling a kernel would cost more than it saves.
 SMALLEST = 128 * 128
-#: Quantization is logged if it takes longer than this (seconds).
+#: A quantization that takes longer than this many seconds is logged.
 LONG = 2.0
 #: Dtypes of dense matrices that can be quantized.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,18 +36,18 @@ _log = logging.getLogger("decoders")
 
 
 def scheme_of(weights: str) -> Scheme | None:
-    """The copies for a value of the setting `weights`, or None."""
+    """The kind of copies that a value of the setting `weights` asks for; None if it asks for none."""
     return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of an engine; None keeps the model's.
+    """The precision of an engine. None keeps the model's own precision.
 
     Attributes:
         weights: precision of matrices.
         cache: precision of keys and values.
-        exact_products: on CUDA, whether products of few rows have the same bits for any number of rows (:mod:`.same_bits`).
+        exact_products: on CUDA, whether a row of a product has the same bits for any number of rows (:mod:`.few_rows`).
     """
 
     weights: Scheme | None = None
@@ -60,7 +60,7 @@ class Precision:
         return self.weights in ("int8", "int4") or self.cache is not None
 
     def check(self, device: torch.device, weights: str = "weights") -> None:
-        """Raises UnsupportedError if `device` has no kernels for it. weights: name of the setting in the error."""
+        """Raises UnsupportedError if `device` has no kernels for this precision. weights: the setting's name in the error."""
         for setting, value in ((weights, self.weights), ("kv_cache", self.cache)):
             if value is not None and device.type != "cpu":
                 raise UnsupportedError(
@@ -75,15 +75,15 @@ class Precision:
 
 
 class LossyError(Exception):
-    """A copy in 16 bits would not hold the same numbers."""
+    """Raised if a copy in 16 bits would not hold the same numbers."""
 
 
 class QuantizedWeight:
-    """A copy of a matrix in a kernel's form.
+    """A copy of a matrix in the form that a kernel reads.
 
     Attributes:
-        sources: the parameter, or the parts of a parameter that a library has quantized; kept alive.
-        made: attributes for the layer; the tensors stay the same objects, because graphs hold them.
+        sources: the parameter, or the parts of a parameter that a library has quantized.
+        made: attributes for the layer. Their tensors are always the same objects, because graphs hold them.
         of: the state of the sources (:func:`values_of`) when the copy was made.
     """
 
@@ -96,21 +96,21 @@ class QuantizedWeight:
         return [value for value in self.made.values() if isinstance(value, Tensor)]
 
     def renew(self) -> None:
-        """Copies the sources again into the same tensors, if they have changed. Raises LossyError."""
+        """If the sources have changed, copies them again to the same tensors. Raises LossyError."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-                if own.data_ptr() != new.data_ptr():  # a library's levels may be used without a copy
+                if own.data_ptr() != new.data_ptr():  # equal if a library's levels are used without a copy
                     own.copy_(new)
             self.of = present
 
 
-#: Copies in use anywhere in the process: two engines that share a parameter share its quantized copy.
+#: The copies in use anywhere in the process. Two engines that share a parameter share its quantized copy.
 _in_use: weakref.WeakValueDictionary[tuple, QuantizedWeight] = weakref.WeakValueDictionary()
 
 
 @dataclass
 class Quantized:
-    """The result of :func:`quantize`. layers: every replaced module, by path, with its matrix."""
+    """The result of :func:`quantize`. layers: by path, every layer with a quantized matrix, and this matrix."""
 
     layers: dict[str, tuple[nn.Module, QuantizedWeight]] = field(default_factory=dict)
 
@@ -121,7 +121,7 @@ class Quantized:
 
     @torch.no_grad()
     def renew(self) -> bool:
-        """Copies changed weights again, in place; returns False if a weight no longer fits into its copy."""
+        """Copies changed weights again, in place. Returns False if 16 bits can no longer hold a weight's numbers."""
         with torch.inference_mode(False), suppress(LossyError):
             for weight in self.weights:
                 weight.renew()
@@ -131,16 +131,15 @@ class Quantized:
 
 @torch.no_grad()
 def take_packed(model: nn.Module) -> Quantized:
-    """Makes layers of `model`, a private copy, multiply by the levels that a library packed (:mod:`.packed`), if there is a kernel.
-
-    Called before the first pass, in which a library may unpack its weights.
+    """Makes layers of `model`, our copy of a model, multiply with the levels that a library has packed (:mod:`.packed`), if there is a
+    kernel. Call it before the first pass, in which a library may unpack its weights.
     """
     quantized = Quantized()
     for path, module, form, bits in packed_layers(model) if has_kernels() else ():
         if (weight := _packed(module, form, bits)) is not None:
             quantized.layers[path] = (module, weight)
     for module, weight in quantized.layers.values():
-        for name in ("forward", "quantization_scheme"):  # compressed-tensors would unpack with these hooks
+        for name in ("forward", "quantization_scheme"):  # with these, compressed-tensors would unpack the weights
             vars(module).pop(name, None)
         vars(module).update(weight.made)
         module.__class__ = QuantizedLinear
@@ -172,22 +171,18 @@ def _packed(module: nn.Module, form: Format, bits: int) -> QuantizedWeight | Non
 
 @torch.no_grad()
 def quantize(
-    model: nn.Module,
-    scheme: Scheme | None,
-    head: nn.Module | None,
-    smallest: int | None = None,
-    groups: Sequence[Group] = (),
-    given: Quantized | None = None,
-) -> Quantized:
-    """Makes layers of `model`, a private copy, multiply by quantized matrices.
+    model: nn.Module, scheme: Scheme | None, head: nn.Module | None, smallest: int | None = None,
+    groups: Sequence[Group] = (), given: Quantized | None = None,
+) -> Quantized:  # fmt: skip
+    """Makes layers of `model`, our copy of a model, multiply with quantized matrices.
 
-    Layers that a library has quantized keep their values and get a kernel, if there is one. With a `scheme`, dense layers get copies of
-    their weights: ``int8``, or ``int4`` except for the output `head` and sizes that the kernel lacks, which get ``int8``. With
-    ``16bit``, these are weights in float32 whose numbers 16 bits hold.
+    Layers that a library has quantized keep their values, and get a kernel if there is one. With a `scheme`, dense layers get copies of
+    their weights. For ``int4``, the output `head` and layers whose size the kernel does not support get ``int8`` copies. ``16bit``
+    copies only float32 weights whose numbers 16 bits can hold.
 
     Args:
-        smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None: :data:`SMALLEST`.
-        groups: layers with the same input. Layers of a group with the same quantization are one product.
+        smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None for :data:`SMALLEST`.
+        groups: layers with the same input. Layers of a group that are quantized alike become one product.
         given: the result of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest
@@ -210,7 +205,7 @@ def quantize(
     join(modules, groups, lambda path: product_kind(modules[path]) if path in in_levels else None)
     if scheme == "16bit" and not quantized.layers:
         _log.warning(
-            "weights='16bit' copies no matrix: this model's are not in float32, or 16 bits do not hold their numbers"
+            "weights='16bit' copies no matrix: the model's matrices are not in float32, or 16 bits cannot hold their numbers"
         )
     if (seconds := time.perf_counter() - started) > LONG:
         _log.info("quantized %d matrices to %s in %.1f s", len(quantized.weights), scheme, seconds)
@@ -218,10 +213,10 @@ def quantize(
 
 
 def rounds_activations(model: nn.Module) -> bool:
-    """Whether layers that a library has quantized round their inputs, to int8 for example."""
+    """Whether layers that a library has quantized round their inputs, for example to int8."""
     quantized = ("act_quant_kwargs", "activation_quantization")
     for module in model.modules():
-        weight = torch_compat.own_parameters(module).get("weight")
+        weight = modules_compat.own_parameters(module).get("weight")
         if weight is not None and type(weight) is not nn.Parameter:
             rounds = any(getattr(weight, name, None) is not None for name in quantized)
             if rounds or (weight.dtype == torch.int8 and not hasattr(weight, "qdata")):
@@ -230,7 +225,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]]) -> QuantizedWeight:
-    """The quantized copy of `sources` that is in use, or else a new copy by `make`. key: the kind of copy."""
+    """The quantized copy of `sources` that is in use; if there is none, a new copy by `make`. key: the kind of copy."""
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
     copy = _in_use.get(key)
@@ -271,7 +266,7 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
 
 
 def _narrow_copy(source: Tensor) -> QuantizedWeight | None:
-    """A copy in the type of 16 bits that holds all numbers of `source`; None if neither does."""
+    """A copy of `source` in a 16-bit type that can hold all its numbers; None if no 16-bit type can."""
 
     def copied(dtype: torch.dtype) -> dict[str, Any]:
         narrow = source.detach().to(dtype)
@@ -286,10 +281,10 @@ def _narrow_copy(source: Tensor) -> QuantizedWeight | None:
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:
-    """The weight of a layer that torchao or a similar library has quantized, if there is a kernel for its format: recognized by the
-    weight's attributes ``qdata``, ``scale`` and ``block_size``, without quantized activations.
+    """A layer's weight as torchao or a similar library has quantized it (attributes ``qdata``, ``scale`` and ``block_size``); None if
+    no kernel reads its format, or if activations are quantized, too.
     """
-    weight: Any = torch_compat.own_parameters(module).get("weight") if isinstance(module, nn.Linear) else None
+    weight: Any = modules_compat.own_parameters(module).get("weight") if isinstance(module, nn.Linear) else None
     levels, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if type(weight) in (nn.Parameter, Tensor) or not isinstance(levels, Tensor) or not isinstance(scale, Tensor):
         return None

@@ -7,36 +7,32 @@ weights   levels                                                  scales
 ``int4``  0 … 15, two per byte, in the order that a kernel reads  a step and an offset per output and group of inputs
 ========  ======================================================  ==================================================
 
-Activations are rounded to 16 bits with a scale per row: with 8 bits, outliers leave few levels for other numbers (SmolLM2-135M: a KL
-divergence of 0.045 per token, more than the 0.013 of 4 bits per weight); with 16 bits it is 0.002. Products of integers are added
-exactly, and groups in a fixed order: a row has the same bits for any number of rows.
+Activations are rounded to 16 bits with a scale per row. With 8 bits, outliers would leave few levels for other numbers: for
+SmolLM2-135M the KL divergence per token would be 0.045, more than the 0.013 of 4-bit weights; with 16 bits it is 0.002. Products of
+integers are added exactly, and groups in a fixed order, so a row has the same bits for any number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..kernels import cpu
+from ..kernels import Operands, cpu
 from ..kernels.cpu import four_bits
-from .fused import Joint
+from ..kernels.products import on_cpu, take_cpu_kernels
+from .layers import Joint
 
-#: Weights of a row that share a step and an offset in this package's int4: the smallest number that the kernels support.
+#: How many weights of a row share a step and an offset in this package's int4. It is the smallest number that the kernels support.
 GROUP = 32
-
-_operators: dict[str, Callable[..., Tensor]] = {}
 
 
 def has_kernels() -> bool:
-    """Whether this machine has kernels for quantized weights; must be called before a layer runs."""
-    kernels = cpu.chosen().kernels
-    if kernels is not None:
-        _operators["multiply"] = kernels.quantized_linear
-    return kernels is not None
+    """Whether this machine has kernels for quantized weights. Call it before a quantized layer runs."""
+    return take_cpu_kernels() is not None
 
 
 class _Quantized(Joint):
@@ -45,14 +41,18 @@ class _Quantized(Joint):
     Attributes:
         levels: ``[out, in]`` int8, or ``[out, …]`` uint8 of :func:`~decoders.engine.model.kernels.cpu.four_bits.packed`.
         scales: ``[out, groups]`` float32 for int8, ``[out, 2, groups]`` float32 or bfloat16 for 4 bits.
-        after: ``[out]`` in the dtype of the activations: scales applied after rounding to this dtype, as in torchao, or None.
-        digits: 16-bit numbers per activation: two for a library's float32 results, else one.
+        after: ``[out]`` in the dtype of the activations, scales that are applied after rounding to that dtype, as in torchao; or None.
+        digits: how many 16-bit numbers represent an activation: two for a library's float32 results, else one.
     """
 
     levels: Tensor
     scales: Tensor
     after: Tensor | None
     digits: int
+
+    @staticmethod
+    def operands(layers: tuple[Any, ...]) -> Operands | None:
+        return None if layers[0].after is not None else _operands(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x, _product)
@@ -62,16 +62,19 @@ class _Quantized(Joint):
         return out if self.bias is None else out + self.bias  # type: ignore[attr-defined]
 
 
-def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor:
-    """``[…, out]`` of all `layers`."""
+def _operands(layers: tuple[Any, ...]) -> Operands:
     first = layers[0]
     biases = [] if first.bias is None or first.after is not None else [layer.bias for layer in layers]
-    levels, scales = [layer.levels for layer in layers], [layer.scales for layer in layers]
-    return _operators["multiply"](x, levels, scales, biases, first.digits)
+    return Operands([layer.levels for layer in layers], [layer.scales for layer in layers], biases, first.digits)
+
+
+def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor:
+    """The product ``[…, out]`` of `x` and all `layers`."""
+    return on_cpu["quantized_linear"](x, *_operands(layers))
 
 
 def product_kind(layer: Any) -> Hashable:
-    """A value that is equal for layers that can be multiplied as one if they have the same input."""
+    """A key that is equal for layers that can share a product, if they have the same input."""
     inputs, bias = layer.levels.shape[1], None if layer.bias is None else layer.bias.dtype
     scales = layer.scales.dtype, layer.scales.shape[1:]
     return type(layer), inputs, layer.levels.dtype, scales, layer.digits, layer.after is None, bias
@@ -85,7 +88,7 @@ class QuantizedConv1D(_Quantized, Conv1D):
     """GPT-2's linear layer with quantized weights."""
 
 
-#: Class of a layer → class that replaces it.
+#: By class of a layer, the class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: QuantizedLinear, Conv1D: QuantizedConv1D}
 
 
@@ -97,8 +100,8 @@ def rounded_to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """`matrix` ``[out, in]`` as levels 0 … 15, uint8, and ``[out, 2, in / group]`` bfloat16: the steps of groups, and the values of
-    level 8. The levels cover the part of a group's range with the least squared error: cutting off outliers may reduce it.
+    """`matrix` ``[out, in]`` as levels 0 … 15, uint8, and scales ``[out, 2, in / group]`` bfloat16: the steps of groups, and the values
+    of level 8. The range of a group's levels is chosen for the least squared error; it may cut off outliers.
     """
     kernels = cpu.chosen().kernels
     assert kernels is not None

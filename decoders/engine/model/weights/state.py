@@ -1,4 +1,4 @@
-"""Detects changes of a model between two calls: of its weights, modules and their attributes, hooks, and config.
+"""Detects changes of a model between two calls: changed weights, modules, attributes of modules, hooks, and config.
 
 The loop reads the model's own weights, so a changed weight takes effect at once. Results of the old weights must be dropped: keys and
 values of kept texts, quantized copies, and code and recordings that hold values or addresses.
@@ -18,28 +18,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ....common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, is_of_training
+from ..modules_compat import buffers_in, hooks_everywhere, hooks_of, modules_in, parameters_in, writes_counted
 from ..rope import has_varying_table
-from ..torch_compat import (
-    buffers_in,
-    hooks_everywhere,
-    hooks_of,
-    local_part,
-    modules_in,
-    parameters_in,
-    with_parts,
-    writes_counted,
-)
+from ..torch_compat import local_part, with_parts
 from .twin import INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 
 #: Attributes that are not part of a model's state.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-#: How deep containers are searched, and the greatest number of entries of a searched container.
+#: How deep containers are searched, and the most entries of a container that is searched.
 _DEPTH, _ENTRIES = 4, 1000
-#: Packages whose hooks do not read values of the user.
+#: Packages whose hooks do not read values that a user sets.
 _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
-#: A sample of a CPU tensor has _STRETCHES stretches of _BYTES bytes (a cache line), the first and the last included; of a tensor on
-#: another device, about _SAMPLED entries.
+#: The sample of a CPU tensor has _STRETCHES stretches of _BYTES bytes (a cache line), including its first and last bytes. The sample of
+#: a tensor on another device has about _SAMPLED entries.
 _STRETCHES, _BYTES, _SAMPLED = 4, 64, 64
 
 
@@ -48,8 +40,8 @@ class WeightState:
     """A model's weights and modules at one time.
 
     Attributes:
-        modules: changes when a weight is replaced by another tensor, resized, cast or stored otherwise; when a module is replaced, gets
-            a hook, another mode or another ``forward``; when a plain attribute of a module or a value of a config is set.
+        modules: changes when a weight is replaced by another tensor, resized, cast or stored in another way; when a module is replaced,
+            or gets a hook, another mode or another ``forward``; when a plain attribute of a module or a value of a config is set.
         contents: changes with the entries of dicts, lists and sets that modules hold, and with a plain value that a hook reads.
         values: changes when a weight, or a tensor that a hook reads, is written in place or gets other memory.
     """
@@ -61,7 +53,7 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
-        # Some rotary modules write a table for the length of each text; private copies have their own.
+        # Some rotary modules write a table for the length of each text. Our copies have other tables, so this is no change.
         fixed = [part for part in parts if not has_varying_table(part)]
         tensors: list[Tensor] = [*parameters_in(parts), *buffers_in(fixed)]
         kinds: dict[Any, None] = dict.fromkeys(map(type, parts))
@@ -108,8 +100,8 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """A key that changes when any of `tensors` gets other memory or is written: by PyTorch's counter, and by samples of the contents
-    for writes that the counter misses (through ``.data``, through numpy, in inference mode).
+    """A key that changes when any of `tensors` gets other memory or is written. PyTorch's counter shows writes; samples of the contents
+    show writes that the counter misses (through ``.data``, through numpy, in inference mode).
     """
     own = [local_part(tensor) for tensor in with_parts(tensors)]
     host: list[object] = []
@@ -128,14 +120,14 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
             step = span // _SAMPLED + 1
             entries = tensor.detach().view(bits).as_strided((span // step,), (step,))
             elsewhere.setdefault((tensor.device, bits), []).append(entries)
-    # One copy to the host per device and size of entries.
+    # There is one copy to the host per device and size of entries.
     copied = [torch.cat(entries).tolist() for entries in elsewhere.values()]
     return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in own], host, copied
 
 
 #: Devices whose memory the host reads directly.
 _READABLE = {"cpu"}
-#: Compares bits, not numbers, so that NaNs equal themselves and signed zeros differ.
+#: Dtypes by size, in which bits are compared instead of numbers, so that NaNs equal themselves and signed zeros differ.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -150,18 +142,18 @@ def _sample(tensor: Tensor) -> object:
 
 
 def _span(tensor: Tensor) -> int:
-    """Number of entries from the first to the last of a strided tensor, gaps included."""
+    """The number of entries from the first to the last entry of a strided tensor, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-#: :data:`PLAIN` for exact types: faster, because ``isinstance`` of a config is slow.
+#: :data:`PLAIN` as a set, to compare exact types, because ``isinstance`` with a config is slow.
 _PLAIN = frozenset(PLAIN)
 
 
 def content(value: Any, depth: int = _DEPTH) -> object:
-    """A key that changes with the entries of containers and the values of configs, also inside `value`.
+    """A key that changes with the entries of containers and the values of configs, in `value` and inside it.
 
-    Computed before every call, so it makes no copy and does not call ``to_dict``.
+    It is computed before every call, so it makes no copies and does not call ``to_dict``.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -181,8 +173,8 @@ def content(value: Any, depth: int = _DEPTH) -> object:
 
 
 def _read_by(hook: Any) -> Iterator[object]:
-    """The plain values and tensors that a user's hook reads: in its closure, defaults and globals, as attributes of its object, and in
-    dicts there (plain values only).
+    """Yields the plain values and tensors that a user's hook can read: in its closure, its defaults, its globals and the attributes of
+    its object. From dicts found there, it yields plain values only.
     """
     held: list[Any] = []
     while isinstance(hook, functools.partial):

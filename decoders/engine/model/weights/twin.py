@@ -1,4 +1,4 @@
-"""A model's private copy ("twin") with the same weights; and a twin of the first layers only."""
+"""Our copy of a model (a "twin") with the same weights; and a twin with only the model's first layers."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ....common.transformers_compat import SET_BY_GENERATE, decoder_layers
 from ....errors import SettingsError, UnsupportedError
 
-#: Attributes that every module has.
+#: Names of the attributes that every module has.
 INTERNAL = frozenset(vars(nn.Module()))
 #: Attributes that ``generate`` sets, which are not part of the network.
 OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_config"}
 #: Prefix of attributes that this package sets.
 OURS = "decoders_"
-#: Types of values that do not hold other objects.
+#: Types of values that hold no other objects.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-#: How deep containers and nested helper objects of a closure are searched.
+#: How deep containers are searched, and how deep the helper objects in a closure.
 DEPTH, HELPERS = 6, 3
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
 
 def share_weights(model: Tree, quantized: Sequence[Tensor] = ()) -> Tree:
-    """A copy of the modules with a separate config, in evaluation mode. All other objects are shared: parameters, buffers, `quantized`
-    weights, and attributes of modules (tensors, dicts, helper objects), so that later writes take effect in both.
+    """A copy of the modules of `model` with a separate config, in evaluation mode. All other objects are shared, so that later writes
+    take effect in both: parameters, buffers, `quantized` weights, and attributes of modules (tensors, dicts, helper objects).
     """
     twin = _Twin(model, quantized).of(model)
-    # Attributes that tools have set on the instance (generate, locks) are not part of the network.
+    # Attributes that tools have set on the model object (generate, locks) are not part of the network.
     for name in [name for name in vars(twin) if name in OF_GENERATION or name.startswith(OURS)]:
         del vars(twin)[name]
-    # accelerate wraps `forward` for autocast in a trainer; the loop computes in the model's own precision.
+    # In a trainer, accelerate wraps `forward` for autocast. The loop computes in the model's own precision, so the wrapper is removed.
     if (forward := vars(twin).pop("_original_forward", None)) is not None:
         vars(twin)["forward"] = forward
     return twin.eval()
 
 
 class _Twin:
-    """Copies modules. Copies containers only if they hold modules, configs or bound methods of the model."""
+    """Copies modules. Containers are copied only if they hold modules, configs or bound methods of the model."""
 
     def __init__(self, model: nn.Module, quantized: Sequence[Tensor]) -> None:
         self.own = {id(module) for module in model.modules()}
@@ -76,7 +76,7 @@ class _Twin:
         return value
 
     def _handle(self, handle: RemovableHandle) -> RemovableHandle:
-        """The twin's handle of a hook; it removes the twin's hook and not the model's."""
+        """The twin's handle of a hook. It removes the hook from the twin, not from the model."""
         hooks = self.memo.get(id(handle.hooks_dict_ref()))
         if hooks is None:
             return handle
@@ -95,7 +95,7 @@ class _Twin:
         return twin
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """The twin's copy of a function whose closure holds parts of the model, a ``forward`` of tensor parallelism for example."""
+        """The twin's copy of a function whose closure holds parts of the model, for example a ``forward`` of tensor parallelism."""
         cells = [types.CellType() for _ in function.__closure__ or ()]
         twin = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
@@ -109,10 +109,10 @@ class _Twin:
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The twin's counterpart of a value in a closure. Copies helper objects, unlike in attributes of modules."""
+        """The twin's counterpart of a value in a closure. Here, unlike in attributes of modules, helper objects are copied."""
         if not self._captures(value, depth):
             return self.of(value)
-        twin = object.__new__(type(value))  # not copy.copy: accelerate's wrapper of a forward refuses it
+        twin = object.__new__(type(value))  # because accelerate's wrapper of a forward cannot be copied by copy.copy
         vars(twin).update({name: self._captured(held, depth - 1) for name, held in vars(value).items()})
         return twin
 
@@ -158,7 +158,7 @@ class _Twin:
         return isinstance(value, (list, tuple, set)) and any(self._touches(entry, depth - 1) for entry in value)
 
 
-#: An empty cell of a closure; it equals no cell with a value.
+#: An empty cell of a closure. It equals only other empty cells.
 _EMPTY = types.CellType()
 
 
@@ -168,10 +168,10 @@ def captured(function: types.FunctionType) -> Iterator[Any]:
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A twin of the first `count` decoder layers of `model`, followed by its last norm and output head.
+    """A twin with the first `count` decoder layers of `model`, followed by the model's last norm and output head.
 
     Raises:
-        UnsupportedError: its decoder layers are not found. SettingsError: it does not have more layers than `count`.
+        UnsupportedError: the model's decoder layers were not found. SettingsError: the model does not have more than `count` layers.
     """
     name, twin = type(model).__name__, share_weights(model)
     layers = decoder_layers(twin)

@@ -19,7 +19,7 @@ NAME, WEIGHTS = "tiny_eagle", "model.safetensors"
 
 
 class Network(nn.Module):
-    """Predicts the hidden state ``[B, N, H]`` from which the target's output head computes the logits behind the next token."""
+    """Predicts the hidden states ``[B, N, H]`` from which the target's output head computes the logits after the next token."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def save(network: Network, folder: Path) -> None:
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype) -> Network:
-    """Loads a network, once until its files change. Raises SettingsError: files are missing, damaged, or do not fit each other."""
+    """Loads a network; it is cached until its files change. Raises SettingsError if files are missing or damaged, or do not fit."""
     return _load(folder, stamp_of([folder / CONFIG, folder / WEIGHTS]), device, dtype)
 
 
@@ -55,6 +55,6 @@ def _load(folder: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) 
     file = folder / CONFIG
     raw = read_json(file, f"there is no network at {str(folder)!r}", NAME)
     config = LlamaLayerConfig.of(raw, f"{NAME}: {file}", "config of a tiny EAGLE").llama(f"{NAME}: {file}")
-    with torch.random.fork_rng(devices=[]):  # its first weights are random, and a call may be seeded
+    with torch.random.fork_rng(devices=[]):  # initial weights are random, and must not advance the caller's generator
         network = Network(config)
     return filled(network, read_tensors(folder / WEIGHTS, NAME), folder / WEIGHTS, NAME, device, dtype)

@@ -1,4 +1,4 @@
-"""An observer: it is called while calls run, and keeps figures."""
+"""An observer that counts tokens per step while calls run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decoders import ObservedCall, Observer, hookimpl
 
 
 class Depths(Observer):
-    """How many tokens the steps of each strategy wrote in a row: ``depths.counts["tiny_eagle"][3]`` steps wrote 3."""
+    """Counts by strategy how many tokens a row writes in a step: ``counts["tiny_eagle"][3]`` is how often a row wrote 3 tokens."""
 
     name = "depths"
     summary = "counts steps by the number of tokens that they write, for each strategy"

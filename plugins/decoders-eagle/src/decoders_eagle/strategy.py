@@ -19,19 +19,22 @@ from .network import NAME, Network, load
 
 
 class TinyEagleSettings(TreeSettings):
-    """Which network drafts, how far, and in which shape."""
+    """The network, and the length and shape of its drafts."""
 
     network: str | None = Field(
         None, description="Folder of the network. None: the folder `tiny_eagle` beside the model."
     )
     length: int | None = Field(
-        None, ge=1, le=32, description="Tokens drafted per path. None: 5, fewer where steps cost much."
+        None,
+        ge=1,
+        le=32,
+        description="Tokens drafted per path. None: 5, or fewer if the costs of a step allow fewer nodes.",
     )
     tree: TreeForm = "dynamic"
 
 
 class TinyEagle(ReadsFeatures):
-    """Drafts with the network, whose predicted hidden states replace those that the target has not computed yet."""
+    """Drafts with the network. Its predictions replace hidden states that the target has not computed yet."""
 
     name = NAME
     summary = "A small layer drafts from the target's hidden states: an example of a feature drafter."
@@ -57,8 +60,8 @@ class TinyEagle(ReadsFeatures):
 
 
 class TinyEagleDrafter(FeatureDrafter):
-    """The network in a call. Slot ``j`` reads token ``j + 1`` and the target's hidden state of token ``j``, or, where the target has
-    not computed that, what the network predicted in the slot before. A node at depth ``d`` sits in slot ``length - 2 + d``.
+    """The network in a call. Slot ``j`` reads token ``j + 1`` and the target's hidden state of token ``j``; if the target has not
+    computed this state yet, it reads the network's prediction of the slot before. A node at depth ``d`` is in slot ``length - 2 + d``.
     """
 
     def __init__(self, context: Context, network: Network, depth: int, tree: DraftTree) -> None:
@@ -73,7 +76,9 @@ class TinyEagleDrafter(FeatureDrafter):
 
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
         tokens = tokens_from(sequences, base + 1, features.shape[1]).clamp(max=self.most_id)
-        self.states = self.module(base, self.embed(tokens), features)[:, -1:]  # of the root, then of all nodes run
+        self.states = self.module(base, self.embed(tokens), features)[
+            :, -1:
+        ]  # of the root; `further` appends the nodes it runs
 
     def first(self) -> Tensor:
         return self.head(self.states)

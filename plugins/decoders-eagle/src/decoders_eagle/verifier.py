@@ -1,4 +1,4 @@
-"""A verifier: how much of a draft is kept, computed and not drawn."""
+"""A verifier, which computes the distribution of the accepted path."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from decoders.verifiers import normalised
 
 
 class FirstChild(Verifier):
-    """Rejection sampling down a tree, on the first child of each node: as Leviathan et al. 2023 on a chain."""
+    """Rejection sampling of Leviathan et al. 2023, along the chain of first children in a tree."""
 
     name = "first_child"
-    summary = "rejection sampling down a tree that tries the first child of each node only"
+    summary = "rejection sampling in a tree that tries only the first child of each node"
 
     def outcomes(self, block: Block) -> Outcomes:
         p, parents = block.target, block.tree.parents
         index = torch.arange(p.shape[1], device=p.device)
         continues = block.drafted[:, None, :] & (parents[:, None, :] == index[:, None])  # [B, parent, child]
-        child = continues.long().argmax(-1)  # [B, N], the first one; the root where there is none
-        root = torch.zeros_like(p[:, :1])  # was not drafted: what is left of p there is p
+        child = continues.long().argmax(-1)  # [B, N], each node's first child; the root if there is no child
+        root = torch.zeros_like(p[:, :1])  # without a draft token, the residual of p is p
         q = torch.cat([root, block.draft], 1).gather(1, child[..., None].expand_as(p))
         token = block.nodes.gather(1, child).clamp(min=0)[..., None]
         ratio = (p.gather(2, token) / q.gather(2, token))[..., 0]
-        accept = torch.where(child > 0, ratio.clamp(max=1), 0.0)  # [B, N], of each parent's child
-        edges = torch.zeros_like(accept).scatter(1, child, accept)  # the same, by child
+        accept = torch.where(
+            child > 0, ratio.clamp(max=1), 0.0
+        )  # [B, N], at each parent its child's acceptance probability
+        edges = torch.zeros_like(accept).scatter(1, child, accept)  # the same, at the child
         return Outcomes(block.reach(edges) * (1 - accept), normalised((p - q).clamp(min=0), p))
 
 

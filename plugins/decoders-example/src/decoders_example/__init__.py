@@ -1,4 +1,4 @@
-"""A decoding strategy as a plugin of hf-decoders: after each token comes what came after it last time."""
+"""A decoding strategy as a plugin of hf-decoders: it drafts for each token the token that followed it last."""
 
 from itertools import pairwise
 
@@ -9,13 +9,13 @@ from decoders import Draft, Sequences, Settings, Strategy, hookimpl
 
 
 class BigramSettings(Settings):
-    """How far to draft."""
+    """The length of drafts."""
 
     length: int = Field(4, ge=1, le=64, description="Tokens proposed per step.")
 
 
 class Bigram(Strategy):
-    """Follows the most recent follower of each token. A wrong draft token costs time and changes nothing."""
+    """Drafts the token that last followed the same token. A wrong draft token costs time, but does not change the output."""
 
     name = "bigram"
     summary = "Chains each token's most recent follower in prompt and output."
@@ -24,8 +24,8 @@ class Bigram(Strategy):
     def propose(self, state: None, sequences: Sequences) -> Draft:
         drafts = []
         for tokens, length in zip(sequences.tokens.tolist(), sequences.length.tolist(), strict=True):
-            text = tokens[:length]  # what lies behind a row's length is undefined
-            follower = dict(pairwise(text))  # the last one of each token stays
+            text = tokens[:length]  # the tokens after a row's length are undefined
+            follower = dict(pairwise(text))  # maps each token to its last follower
             draft = [text[-1]]
             for _ in range(self.settings.length):
                 draft.append(follower.get(draft[-1], -1))  # -1: no draft token

@@ -1,7 +1,7 @@
-"""The laboratory of hf-decoders: other engines beside ours, models padded to a larger one's cost, what single parts cost, and how
-the demo models were trained.
+"""Measurements for hf-decoders: other engines, models that are padded to the cost of a larger model, and the costs of single parts;
+also the training of the demo models.
 
-Everything is a command in the groups ``decoders bench`` and ``decoders train``. What a command measures with is imported when it runs.
+Everything is a command in the groups ``decoders bench`` and ``decoders train``. A command imports its modules when it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decoders_commands() -> Mapping[str, Callable[..., None]]:
 
 @hookimpl
 def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
-    """Some of those that ``decoders bench grammar`` measures, to decode under them: ``-s "autoregressive[grammar=fifty_keys]"``."""
+    """Some grammars of ``decoders bench grammar``, which strategies can decode with: ``-s "autoregressive[grammar=fifty_keys]"``."""
     names = {
         "flat_object": "flat object", "fifty_keys": "50 keys", "nested_arrays": "nested arrays", "recursive_tree": "recursive tree",
     }  # fmt: skip

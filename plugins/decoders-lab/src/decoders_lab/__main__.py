@@ -1,4 +1,4 @@
-"""``python -m decoders_lab bench device``: the command line where these are on the path and nothing is installed."""
+"""``python -m decoders_lab bench device``: the command line, for when both packages are on the path but not installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from decoders.cli import main
 from decoders.registry import registry
 
 if __name__ == "__main__":
-    if not set(decoders_lab.COMMANDS) <= set(registry().commands()):  # no entry point has brought them
+    if not set(decoders_lab.COMMANDS) <= set(registry().commands()):  # no entry point has added the commands
         registry().register(decoders_lab, "lab")
     main()

@@ -1,4 +1,4 @@
-"""Does the time of a step follow the text's length, or the room in the cache?"""
+"""Measures whether the time of a step depends on the cache's capacity, for texts of equal length."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from decoders.bench.tables import plain_table, ranged
 from decoders.bench.timed_call import Decode, decode, vocabulary_size
 from decoders.bench.workloads import Workload
 
-#: Tokens of the prompts used, and cache capacities compared (slots per row).
+#: Lengths of the prompts in tokens, and the cache capacities to compare (slots per row).
 LENGTH, SLOTS = 128, (256, 8192)
 
 
 @dataclass(frozen=True)
 class CapacityCost:
-    """Milliseconds per step of the core with `slots` slots per row at texts of `length` tokens; `ratio` to the first."""
+    """Milliseconds of a step's core with `slots` slots per row and prompts of `length` tokens. ratio: to the first capacity's time."""
 
     dtype: str
     batch: int
@@ -34,7 +34,7 @@ class CapacityCost:
     reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """The cost as JSON-safe data."""
         return asdict(self)
 
 
@@ -49,9 +49,9 @@ def check_capacity(
     progress: Callable[[str], None] = lambda what: None,
     decode: Decode = decode,
 ) -> list[CapacityCost]:
-    """Times the core of `methods` (one per dtype, of ours) at every capacity, taking turns.
+    """Times the core of `methods` (one of our methods per dtype) at every capacity, in turns.
 
-    The prompt is made of random tokens: plain decoding takes as long for any text.
+    The prompts are random tokens, because plain decoding takes the same time for every text.
     """
     generator = torch.Generator().manual_seed(0)
     costs = []
@@ -65,7 +65,7 @@ def check_capacity(
                 arguments={
                     **method.arguments,
                     "decoders_config": {**method.arguments.get("decoders_config", {}), "slots": count},
-                    "eos_token_id": vocabulary,  # never chosen: random text may say stop at once
+                    "eos_token_id": vocabulary,  # never chosen, because random text may stop at once
                 },
             )
             for count in slots
@@ -96,7 +96,7 @@ def check_capacity(
 
 
 def capacity_table(rows: Sequence[CapacityCost]) -> Table:
-    """Time of the core against the room in the cache."""
+    """Time of the core by capacity of the cache."""
     table = plain_table("step time against cache capacity", "rows", "length", "slots", "core ms/step", "ratio")
     for c in rows:
         table.add_row(

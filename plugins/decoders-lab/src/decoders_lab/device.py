@@ -1,4 +1,4 @@
-"""What decoding comes to on a device, beside what its memory can do: steps by nodes, prompts, sampling, and whether texts are exact."""
+"""Measures decoding on a device and the speed of its memory: steps by number of nodes, prefill, sampling, exactness."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from decoders.errors import DecodersError
 from decoders.settings import Settings
 from decoders.strategy import Context, Draft, Sequences, Strategy
 
-#: How tokens are drawn where sampling is measured.
+#: How tokens are drawn in measurements of sampling.
 SAMPLING = Sampling(temperature=0.7, top_k=50, top_p=0.9)
-#: New tokens of the calls that the longer ones are compared with: what both do besides steps cancels out.
+#: Number of new tokens of the shorter calls. The difference between a longer and a shorter call contains the time of steps only.
 SHORT = 8
 
 
@@ -35,10 +35,10 @@ class Figure:
 
     Attributes:
         name: what was measured.
-        value: None: there is none, see `reason`.
-        unit: of the value.
-        ratio: to what `to` names; None: to nothing.
-        reason: why there is no value.
+        value: the measured value; None if there is a `reason`.
+        unit: unit of the value.
+        ratio: ratio to the figure named by `to`; None without one.
+        reason: why the value is missing.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Exactness:
 
     Attributes:
         strategy: its name.
-        identical: None: it was not compared, see `reason`.
-        reason: why not, or where the texts differ first.
+        identical: whether the tokens are the same; None if they were not compared.
+        reason: why they were not compared, or which texts differ: greedy, sampled or both.
     """
 
     strategy: str
@@ -65,13 +65,13 @@ class Exactness:
 
 
 class FixedSettings(Settings):
-    """How many draft tokens."""
+    """The number of draft tokens."""
 
     length: int = Field(1, ge=1, description="Draft tokens of every step.")
 
 
 class Fixed(Strategy):
-    """Drafts the same tokens in every step, hardly ever right: what verifying so many nodes costs."""
+    """Drafts the same tokens in every step, which are hardly ever accepted, to measure the cost of verifying this many nodes."""
 
     name = "fixed"
     summary = "Draft tokens that are hardly ever right."
@@ -86,23 +86,23 @@ class Fixed(Strategy):
 
 
 def plain_decoding(model: PreTrainedModel, compile: bool) -> Method:
-    """Plain decoding of `model`, which never ends by itself: random text may say stop at once."""
+    """Plain decoding of `model` without stop tokens, because random text may stop at once."""
     method = strategy_methods(model, [PLAIN], decoders_config={"compile": compile})[0]
     return replace(method, arguments={**method.arguments, "eos_token_id": vocabulary_size(model)})
 
 
 @dataclass
 class DeviceBench:
-    """Measures one model where it is.
+    """Measures one model on its device.
 
     Attributes:
-        plain: plain decoding of the model, of :func:`plain_decoding`.
+        plain: the result of :func:`plain_decoding` for the model.
         nodes: sizes of blocks; one node is always measured.
         prompts: lengths of prompts.
-        new_tokens: of the longer calls.
-        repeats: of every measurement; the median counts.
-        seconds: after so many no further size of a block is begun, nor sampling: each may have to be compiled.
-        say: called with what is going to be done.
+        new_tokens: new tokens of the longer calls.
+        repeats: repeats of every measurement; the median counts.
+        seconds: after this time, no further block size is measured, nor sampling, because each of these may have to be compiled.
+        say: called with the name of each measurement before it.
     """
 
     plain: Method
@@ -114,7 +114,7 @@ class DeviceBench:
     say: Callable[[str], None] = field(default=lambda what: None)
 
     def figures(self) -> Iterator[Figure]:
-        """All but exactness, in the order of the table, each as soon as it is measured. What fails is a figure without a value."""
+        """Yields all figures except exactness, in the order of the table. A measurement that fails gives a figure without a value."""
         self.say("measuring the memory's bandwidth")
         weights, device = machine.weight_bytes(self.plain.model), self.plain.model.device
         yield (copy := _measured("copy", "GB/s", lambda: (1e-9 * machine.copy_bandwidth(device), None)))
@@ -124,7 +124,7 @@ class DeviceBench:
         for number, workload in enumerate(workloads):
             name = f"prompt of {workload.input_ids.shape[1]:,}"
             self.say(f"first token, {name}")
-            if not number:  # as by default, nothing waits for the compiler
+            if not number:  # measured uncompiled: with the default settings, no call waits for the compiler
                 yield _measured(f"first call, {name}", "s", partial(self._first_call, workload))
             yield _measured(f"first token, {name}", "ms", partial(self._first_token, workload))
         yield from self._steps(limit)
@@ -138,8 +138,7 @@ class DeviceBench:
         return 1e3 * median(decode(self.plain, workload, 1).seconds for _ in range(self.repeats)), None
 
     def _steps(self, limit: float | None) -> Iterator[Figure]:
-        """Plain decoding; larger blocks and sampling, each taking turns with it. limit: milliseconds of reading the weights at copy
-        speed."""
+        """Yields plain decoding, then, in turns with it, larger blocks and sampling. limit: milliseconds to copy the weights."""
         begun, text = time.monotonic(), random_workloads(vocabulary_size(self.plain.model), [64])[0]
         sampled = replace(self.plain, name="sampled", sampling=SAMPLING)
         others = [(self._of_nodes(count), "a step", "one node") for count in self.nodes if count > 1]
@@ -174,11 +173,11 @@ class DeviceBench:
             self.say(f"measuring {methods[0].name}, round {turn + 1} of {self.repeats}")
             for number in rotation(list(range(len(methods))), turn):
                 calls[number].append(self._two_calls(methods[number], text))
-        # Medians of each length by themselves: a call that was held up counts for little.
+        # Seconds and steps have separate medians, so that a single delayed call has little effect.
         return [1e3 * median(seconds for seconds, _ in own) / median(steps for _, steps in own) for own in calls]
 
     def _two_calls(self, method: Method, text: Workload) -> tuple[float, float]:
-        """Seconds and steps by which a long call exceeds a short one."""
+        """The difference between a long and a short call in seconds and steps."""
         (long, steps), (short, fewer) = (self._call(method, text, count) for count in (self.new_tokens, SHORT))
         return max(long - short, 1e-9), steps - fewer
 
@@ -198,7 +197,7 @@ class DeviceBench:
 
 
 def _measured(name: str, unit: str, measure: Callable[[], tuple[float, float | None]], to: str = "") -> Figure:
-    """The value and the ratio that `measure` gives. An error of any kind is the reason why there is none."""
+    """A figure from the value and ratio that `measure` returns; any error becomes the reason of a missing value."""
     try:
         value, ratio = measure()
         return Figure(name, value, unit, ratio, to)
@@ -207,7 +206,7 @@ def _measured(name: str, unit: str, measure: Callable[[], tuple[float, float | N
 
 
 def _reason(error: Exception) -> str:
-    """The first lines of an error, its kind included unless the message is one of ours."""
+    """The message of an error, at most 300 characters, behind its class unless the error is one of this project's."""
     text = " ".join(str(error).split())[:300]
     return text if text and isinstance(error, DecodersError) else f"{type(error).__name__}: {text}"
 
@@ -215,8 +214,7 @@ def _reason(error: Exception) -> str:
 def exactness(
     model: PreTrainedModel, draft: PreTrainedModel | None, workload: Workload, new_tokens: int, say: Callable[[str], None]
 ) -> Iterator[Exactness]:  # fmt: skip
-    """Every registered strategy beside plain decoding, greedy and sampled, on the same rows, as by default; each as soon as it is
-    compared."""
+    """Compares every registered strategy with plain decoding on the same rows, greedy and sampled, with default settings."""
     config = {"compile": "auto"}
     plain, kinds = strategy_methods(model, [PLAIN], decoders_config=config)[0], (None, SAMPLING)
     say("exactness: plain decoding")
@@ -234,7 +232,7 @@ def exactness(
             continue
         try:
             texts = {kind: _tokens(replace(method, sampling=kind), workload, new_tokens) for kind in kinds}
-        except Exception as error:  # heads that were never trained, or a fault
+        except Exception as error:  # heads are missing, or the strategy has a fault
             yield Exactness(method.name, None, _reason(error))
             continue
         different = ["sampled" if kind else "greedy" for kind in kinds if texts[kind] != expected[kind]]

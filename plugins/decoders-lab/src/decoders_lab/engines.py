@@ -1,8 +1,8 @@
-"""Other engines beside ours: the same weights, prompts and machine, in turns with the methods that are measured here.
+"""Other engines, measured in turns with our methods, with the same weights and prompts on the same machine.
 
-An engine is named as on the command line: ``llama.cpp`` is everything that it can do, ``llama.cpp[q8_0]`` plain decoding with
-matrices in that
-number format, ``llama.cpp[q8_0,lookup]`` and ``llama.cpp[q8_0,draft]`` its own prompt lookup and its speculation with the draft model.
+Their names on the command line: ``llama.cpp`` stands for everything that the engine can do, ``llama.cpp[q8_0]`` for plain decoding
+with matrices in this number format, ``llama.cpp[q8_0,lookup]`` for the engine's prompt lookup, and ``llama.cpp[q8_0,draft]`` for
+its speculative decoding with the draft model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from decoders.errors import DecodersError, SettingsError, UnknownNameError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: What an engine may do beside decoding plainly, as written in the brackets.
+#: An engine's ways to decode, as written in the brackets.
 PLAIN, LOOKUP, DRAFT = "", "lookup", "draft"
 MODES = (PLAIN, LOOKUP, DRAFT)
-#: Number format of an engine to the dtype among ours in whose table it stands, where that is measured.
+#: Number format of an engine → dtype of the table that lists it, if this dtype is measured; bfloat16 for all other formats.
 _NEAREST = {"f32": "float32", "f16": "float16"}
 
 
@@ -32,13 +32,13 @@ class EngineMissingError(DecodersError, ImportError):
 
 @dataclass(frozen=True)
 class Request:
-    """One engine as it was asked for.
+    """A requested engine.
 
     Attributes:
         engine: a name of :data:`ENGINES`.
-        number_format: of the matrices; "" where a file decides.
+        number_format: number format of the matrices; "" if a file determines it.
         mode: one of :data:`MODES`.
-        file: a model file in the place of one that is written; None writes one.
+        file: a model file to use; None writes one.
     """
 
     engine: str
@@ -48,18 +48,18 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What stands in tables and records."""
+        """The name in tables and records."""
         kind = self.file.name if self.file is not None else self.number_format
         return f"{self.engine}[{kind}{',' + self.mode if self.mode else ''}]"
 
 
 def requests(text: str, draft: bool) -> list[Request]:
-    """What ``llama.cpp``, ``llama.cpp[q8_0,lookup]`` or ``llama.cpp[file=model.gguf]`` asks for; `draft`: whether there is a
-    draft model.
+    """The requests for a text such as ``llama.cpp``, ``llama.cpp[q8_0,lookup]`` or ``llama.cpp[file=model.gguf]``. draft: whether
+    there is a draft model.
 
     Raises:
         UnknownNameError: no such engine, number format or mode.
-        SettingsError: several number formats or modes in one pair of brackets.
+        SettingsError: the brackets do not hold exactly one number format or file, or hold several modes.
     """
     name, inside = bracketed(text)
     if name not in ENGINES:
@@ -84,13 +84,13 @@ def requests(text: str, draft: bool) -> list[Request]:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What is known of an engine before it is loaded.
+    """Facts about an engine, known before it is loaded.
 
     Attributes:
-        library: module that has to be importable.
-        extra: of this distribution, which brings it.
+        library: module that must be importable.
+        extra: this distribution's extra that installs the library.
         formats: number formats, widest first.
-        one_row_modes: what it does for a single row only.
+        one_row_modes: modes that support a single row only.
     """
 
     library: str
@@ -106,10 +106,10 @@ ENGINES: dict[str, EngineKind] = {
 
 
 def check_installed(engine: str) -> None:
-    """Whether the library of `engine` is there.
+    """Checks that the library of `engine` is installed.
 
     Raises:
-        EngineMissingError: it is not; names what to install.
+        EngineMissingError: the library is missing; the error says what to install.
     """
     from importlib.util import find_spec
 
@@ -130,12 +130,12 @@ def beside_methods(
     dtypes: Sequence[str] = (),
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[Method]:
-    """Methods of other engines with the weights of `model`, written into `folder` in each number format that is needed.
+    """Methods of other engines with the weights of `model`, written to `folder` in each requested number format.
 
     Args:
-        model: in float32, so that every engine rounds the same numbers.
-        tokenizer: OpenVINO's speculation compares those of target and draft.
-        dtypes: of the tables; an engine's figures stand in the one nearest to its number format.
+        model: a model in float32, so that every engine rounds the same weights.
+        tokenizer: written for OpenVINO, whose speculative decoding compares the tokenizers of target and draft.
+        dtypes: dtypes of the tables; an engine is listed in the table nearest to its number format.
 
     Raises:
         EngineMissingError: a library is not installed.
@@ -160,7 +160,7 @@ def beside_methods(
 
 
 def table_dtype(number_format: str, dtypes: Sequence[str]) -> str:
-    """The dtype among ours whose table shows it: the same one, or else the narrowest."""
+    """The dtype of the table that lists a number format: the nearest dtype if it is measured, else the last of `dtypes`."""
     nearest = _NEAREST.get(number_format, "bfloat16")
     return nearest if nearest in dtypes or not dtypes else dtypes[-1]
 
@@ -172,7 +172,7 @@ def _opened(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
 ) -> tuple[Engine, float | None]:
-    """The engine, and bits of one weight."""
+    """The engine, and its bits per weight, None if unknown. Writes the files that the engine needs to `folder`."""
     models = {"target": model} | ({"draft": draft} if request.mode == DRAFT and draft is not None else {})
     paths: dict[str, Path] = {}
     if request.engine == "llama.cpp":
@@ -180,7 +180,7 @@ def _opened(
         from . import llama_cpp_engine as llama
 
         for role, each in models.items():
-            # A file given by hand holds the target; its draft has eight bits.
+            # A given file holds the target only. The draft model is then written with eight bits.
             number_format = request.number_format or "q8_0"
             paths[role] = folder / f"{role}-{number_format}.gguf"
             if role == "target" and request.file is not None:

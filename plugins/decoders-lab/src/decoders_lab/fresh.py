@@ -1,8 +1,8 @@
-"""What a new process waits for, and what it needs: the first token, compilation, memory.
+"""Measures a new process: time to the first token, compilation, memory.
 
-``python -m decoders_lab.fresh`` is that process: a :class:`Job` as JSON on standard input, lines of JSON on standard
-output, ``{"progress": …}`` and in the end ``{"result": …}``. :func:`in_new_process` starts it. All prompts are random tokens, and no
-text ends early.
+:func:`in_new_process` starts the process ``python -m decoders_lab.fresh``. It reads a :class:`Job` as JSON from standard input, and
+writes lines of JSON, ``{"progress": …}`` and at the end ``{"result": …}``, to standard output. All prompts are random tokens, and
+no text ends early.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from decoders.bench.timed_call import TimedCall, compiled_share, stamped, vocabu
 from decoders.bench.workloads import Workload
 
 MODULE = "decoders_lab.fresh"
-#: Last lines of a process's standard error that are shown if it ended without a result.
+#: Number of last lines of a process's standard error that are shown if the process ended without a result.
 LINES = 3
-#: How the sampled calls sample.
+#: Sampling arguments of the sampled calls.
 SAMPLING = Sampling(temperature=0.7, top_k=50, top_p=0.9)
-#: New tokens of a call that is made for its prefill only.
+#: Number of new tokens of a call that measures prefill only.
 FEW = 2
-#: New tokens of a chat's first turn.
+#: Number of new tokens of each turn of a chat.
 TURN = 16
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures.
+    """The measurements of one process.
 
     Attributes:
         subject: a shape, "demo", or a checkpoint.
-        dtype: of the weights.
-        strategy: its registry name; "" is transformers' own generate, of which only the calls are measured.
-        config: ``decoders_config`` of every call; empty are the default settings.
-        prompt_lengths: in tokens; the calls take the first, the prefill is measured at every one.
-        new_tokens: of each call.
-        repeats: rounds of the measurements in which methods take turns.
-        history: tokens of a chat's first turn; 0 measures no chat.
-        question: tokens that its second turn adds.
-        patience: seconds to wait for compilation in the background before the turns are taken.
-        threads: of the CPU; None leaves torch's number.
-        device: that the model is on; None is CUDA if there is one.
-        spawned: ``time.time()`` at which the process was asked for.
+        dtype: dtype of the weights.
+        strategy: a strategy's registry name; "" is transformers' ``generate``, for which only the calls are measured.
+        config: ``decoders_config`` of every call; empty for the default settings.
+        prompt_lengths: lengths in tokens; calls use the first length, prefill is measured for all.
+        new_tokens: new tokens of each call.
+        repeats: rounds in which methods take turns.
+        history: prompt tokens of a chat's first turn; 0 measures no chat.
+        question: tokens that the chat's second turn adds.
+        patience: seconds to wait for background compilation before the methods are compared.
+        threads: CPU threads; None keeps torch's number.
+        device: the model's device; None is CUDA if there is one.
+        spawned: ``time.time()`` at which the process was started.
     """
 
     subject: str
@@ -121,14 +121,14 @@ class _Fresh:
         return _endless(method, self.vocabulary)
 
     def _prompt(self, length: int, rows: int = 1) -> Workload:
-        """Random tokens that no call has had before, so that nothing is reused from an earlier call."""
+        """A prompt of random tokens that differ in every call, so that no call reuses keys and values of an earlier call."""
         self.prompts_made += 1
         generator = torch.Generator().manual_seed(self.prompts_made)
         ids = torch.randint(self.vocabulary, (rows, length), generator=generator)
         return Workload(f"{length}", "random", ids, torch.ones_like(ids))
 
     def _calls(self) -> None:
-        """The first calls of the process: greedy twice, sampled twice, two rows."""
+        """Measures the first calls of the process: greedy twice, sampled twice, and one with two rows."""
         method = self.ours or self.baseline
         sampled = replace(method, sampling=SAMPLING)
         self.figures["calls"] = []
@@ -149,7 +149,7 @@ class _Fresh:
                 self.figures["cache_bytes"] = max(cache, call.report.peak_memory)
 
     def _settled(self) -> None:
-        """Calls until one of them runs compiled from its first step to its last, for greedy and for sampled decoding."""
+        """Makes calls until one runs compiled in all steps, for greedy and for sampled decoding."""
         assert self.ours is not None
         self.figures["settled"] = {}
         for name, method in (("greedy", self.ours), ("sampled", replace(self.ours, sampling=SAMPLING))):
@@ -168,7 +168,7 @@ class _Fresh:
         self.figures["memory"].append({"after": "compiling", "bytes": resident()})
 
     def _side_by_side(self) -> None:
-        """transformers, ours uncompiled and ours, in turns, greedy and sampled."""
+        """Measures transformers, and our method uncompiled and with the job's settings, in turns, greedy and sampled."""
         assert self.ours is not None
         uncompiled = replace(self._method(self.job.strategy, compile=False), name=f"{self.ours.name}, uncompiled")
         methods = [
@@ -197,7 +197,7 @@ class _Fresh:
                 })  # fmt: skip
 
     def _prefill(self) -> None:
-        """Seconds to the first token at every length, in turns with transformers."""
+        """Measures the seconds to the first token at every prompt length, in turns with transformers."""
         assert self.ours is not None
         self.figures["prefill"] = []
         for length in self.lengths:
@@ -215,7 +215,7 @@ class _Fresh:
             })  # fmt: skip
 
     def _chat(self) -> None:
-        """Seconds to the first token of a second turn, all that was said and a question, beside those of the first turn."""
+        """Measures the seconds to the first token of a chat's first turn, and of its second turn, which adds a question."""
         history = min(self.job.history, self.context - self.job.question - TURN)
         if history < 1:
             return
@@ -227,7 +227,7 @@ class _Fresh:
             opening, first = stamped(ours, self._prompt(history), TURN)
             ids = torch.cat([opening.sequences, self._prompt(self.job.question).input_ids], dim=1)
             answer, second = stamped(ours, Workload("chat", "chat", ids, torch.ones_like(ids)), TURN)
-            # A slow first read, of a shape that is new, would flatter the second.
+            # The first round warms up: in it, the first turn's prefill is slow, which would make the second turn look fast.
             if turn and first["first_token"] and second["first_token"]:
                 times["first"].append(first["first_token"])
                 times["second"].append(second["first_token"])
@@ -241,7 +241,7 @@ class _Fresh:
 
 
 def of_report(call: TimedCall) -> dict[str, Any]:
-    """What our report says of a call; nothing of transformers'."""
+    """Figures of a call from its report; empty for transformers, which has no report."""
     report = call.report
     if report is None:
         return {}
@@ -270,12 +270,12 @@ def _load(job: Job) -> PreTrainedModel:
 
 
 def _endless(method: Method, vocabulary: int) -> Method:
-    """`method` with a stop token that is never chosen, so that all calls are equally long."""
+    """`method` with a stop token that is never chosen, so that all calls write equally many tokens."""
     return replace(method, arguments={**method.arguments, "eos_token_id": vocabulary})
 
 
 def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Runs `job` in this process; figures are those of a fresh one only if nothing ran before."""
+    """Runs `job` in this process, and returns the figures by name. The figures describe a new process only if this one is new."""
     fresh = _Fresh(job, progress)
     try:
         return fresh.run()
@@ -287,12 +287,12 @@ def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> di
 def in_new_process(
     job: Job, compile_cache: Path | None = None, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
-    """The figures of `job` from a process of its own; ``error`` among them if it did not get through.
+    """The figures of `job`, run in a new process; with an ``error`` if the process failed.
 
     Args:
-        compile_cache: folder for what torch.compile keeps on disk; None leaves it where it is.
+        compile_cache: folder of torch.compile's disk cache; None uses the default.
     """
-    # The packages that are running, wherever the process would find other ones.
+    # The new process imports the packages from the same folders as this one.
     packages = [str(Path(file).resolve().parents[1]) for file in (__file__, decoders.__file__)]
     path = os.pathsep.join(filter(None, [*packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
@@ -325,14 +325,14 @@ def in_new_process(
 
 
 def ending(process: subprocess.Popen[str], errors: IO[str]) -> str:
-    """How a process ended that gave no result, with the last lines of its standard error."""
+    """How a process without a result ended, with the last lines of its standard error."""
     errors.seek(0)
     last = [line.strip() for line in errors.read().splitlines() if line.strip()][-LINES:]
     return f"the process ended with {process.returncode}: {' / '.join(last)}"
 
 
 def main() -> None:
-    """Reads a job from standard input and writes the figures to standard output. What else is printed goes to standard error."""
+    """Reads a job from standard input and writes the figures to standard output. Other output goes to standard error."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as channel:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""What new processes measured, as tables."""
+"""Tables of what :mod:`.fresh` measures in new processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decoders.bench.tables import plain_table, shown, size
 
 
 def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Of one subject: first calls, memory, and whatever else was measured. Each run holds its `method` and its figures."""
+    """The tables of one subject: first calls, memory, decoding and prefill. runs: for each process its method and its figures."""
     title = "{subject} · {dtype}".format(**runs[0])
     complete_runs = [run for run in runs if run.get("decoding")]
     tables = [
@@ -31,7 +31,7 @@ def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """A row for every call of every process, in their order."""
+    """A row for every call of every process, in order."""
     columns = ("prompt", "first token", "tokens/s after it", "longest pause", "whole call", "making ready", "compiling",
                "in background", "steps compiled")  # fmt: skip
     table = plain_table(title, *columns)
@@ -50,7 +50,7 @@ def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def memory_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """The process after each call, and what was added since the model was loaded, the cache apart."""
+    """Memory of the process after each call, its growth since the model was loaded, and this growth as a multiple of the weights."""
     table = plain_table(title, "in memory", "added", "of the weights", "weights", "cache")
     for run in runs:
         marks = [mark for mark in run.get("memory", ()) if mark["bytes"] is not None]
@@ -67,7 +67,7 @@ def memory_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def decoding_table(run: Mapping[str, Any], title: str) -> Table:
-    """Tokens per second after the first one, beside transformers."""
+    """Tokens per second after the first token, beside transformers."""
     table = plain_table(title, "tokens/s", "range", "ratio", "steps compiled")
     for row in run["decoding"]:
         low, high = row["range"]
@@ -90,7 +90,7 @@ def prefill_table(run: Mapping[str, Any], title: str) -> Table:
 
 
 def notes(run: Mapping[str, Any]) -> list[str]:
-    """Lines about compilation and about the chat's second turn."""
+    """Lines about compiling and about the chat's second turn."""
     lines = []
     for name, end in run.get("settled", {}).items():
         share = "all" if end["compiled_share"] == 1 else f"{shown(end['compiled_share'], '.0%')} of the"

@@ -1,6 +1,6 @@
-"""A model of the Llama design as a GGUF file, in the number formats that llama.cpp and OpenVINO read.
+"""Writes a model of the Llama design as a GGUF file for llama.cpp.
 
-Both engines get the very weights that are measured here. Prompts and texts travel as token ids, so the file need not hold a tokenizer.
+Prompts and texts are passed as token ids, so the file needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-#: Number format of matrices, as in ``--beside llama.cpp[q8_0]``, and its name in the library ``gguf``.
+#: Number format of matrices, as in ``llama.cpp[q8_0]`` → its name in the library ``gguf``.
 FORMATS = {"f32": "F32", "bf16": "BF16", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
-#: Bits of one weight of a matrix, scales of its block among them.
+#: Bits per weight of a matrix, including the scales of blocks.
 BITS = {"f32": 32.0, "bf16": 16.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0}
-#: Name of a part of a layer in transformers, and in the file.
+#: Name of a part of a layer in transformers → its name in the file.
 _PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -35,10 +35,10 @@ class ExportError(DecodersError, ValueError):
 
 
 def check_exportable(model: PreTrainedModel) -> None:
-    """Whether the file would say the same as `model`.
+    """Checks that `model` can be written for another engine.
 
     Raises:
-        ExportError: another design than Llama's, or one of its options that the file cannot express here.
+        ExportError: the design is not Llama's, or the model has an option of the design that is not supported here.
     """
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
@@ -49,7 +49,7 @@ def check_exportable(model: PreTrainedModel) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ExportError(f"{config.name_or_path or 'the model'} cannot be written as GGUF: {reason}")
+            raise ExportError(f"{config.name_or_path or 'the model'} cannot be written for other engines: {reason}")
 
 
 def write(
@@ -58,7 +58,7 @@ def write(
     """Writes `model` to `path` with its matrices in `number_format` and its norms in float32.
 
     Args:
-        tokens, merges: of a byte-level tokenizer, in its own spelling; without them the file holds none.
+        tokens, merges: tokens and merges of a byte-level tokenizer, in its own spelling; without tokens the file has no tokenizer.
 
     Raises:
         UnknownNameError: no such number format.
@@ -109,7 +109,7 @@ _FILE_TYPES = {
 
 
 def _tensors(model: PreTrainedModel, head: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Names in the file and float32 values; tied embeddings once."""
+    """Yields each tensor's name in the file and its float32 values; tied embeddings only once."""
     config: Any = model.config
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")

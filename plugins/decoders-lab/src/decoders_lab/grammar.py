@@ -1,6 +1,6 @@
-"""What grammars cost: to compile, until the first mask, per mask and per tree of draft tokens, in memory.
+"""Measures the costs of grammars: the times to compile, to the first mask, per mask and per tree of draft tokens, and the memory.
 
-Backends are measured side by side on the same grammars, texts and trees, and take turns.
+Backends are measured on the same grammars, texts and trees, in turns.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from decoders.tree import NO_PARENT, Topology
 
 from .grammar_subjects import Subject
 
-#: Nodes and greatest depth of the trees of draft tokens; places in a text where they begin.
+#: Nodes and greatest depth of the trees of draft tokens; number of places in a text where trees begin.
 NODES, DEPTH, PLACES = 64, 8, 3
-#: A grammar is not compiled again once this many seconds have gone into it.
+#: A grammar that was compiled for this many seconds in total is not compiled again.
 PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One grammar, compiled by one backend for one vocabulary. What is None could not be measured.
+    """The cost of one grammar with one backend and one vocabulary; None for figures that could not be measured.
 
     Attributes:
         subject: name of the grammar.
         backend: name of the backend that was called.
         vocabulary: tokens of the vocabulary.
-        compiled_by: the backend that did it, where the one called chooses.
-        language_ms: from the specification to a language.
-        compile_ms: from there to a grammar.
-        first_mask_ms: from the specification to the first mask. All three are medians.
-        mask_us: a mask along the text, median of several walks, the first among them.
-        slow_mask_us: the 99th percentile of the same.
-        tree_us: what may follow every node of a tree of :data:`NODES` draft tokens, as the loop gets it on the host: walked
-            node by node, masks unpacked. Median.
-        memory: bytes held after the walks.
-        states: of the table's automaton.
-        rows: different masks of the table.
-        error: why it was not compiled.
+        compiled_by: the backend that compiled the grammar, which is another one if `backend` chooses among others.
+        language_ms: median time from the specification to the language.
+        compile_ms: median time from the language to the grammar.
+        first_mask_ms: median time from the specification to the first mask.
+        mask_us: median time of a mask along the text, over several walks, including the first.
+        slow_mask_us: 99th percentile of the same times.
+        tree_us: median time of the unpacked masks after all nodes of a tree of :data:`NODES` draft tokens, computed as in the loop on
+            the host.
+        memory: bytes in use after the walks.
+        states: number of states of the table's automaton.
+        rows: number of different masks of the table.
+        error: why the grammar could not be compiled.
     """
 
     subject: str
@@ -75,12 +75,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tree:
-    """Draft tokens after a text: those of the text itself and others that are legal.
+    """A tree of draft tokens after a text: the text's own next tokens, and other legal tokens.
 
     Attributes:
-        taken: tokens before it.
-        parents: of each node; the root is node 0, without a parent.
-        tokens: of each node; the root's has been taken.
+        taken: tokens before the tree.
+        parents: parent of each node; the root is node 0, without a parent.
+        tokens: token of each node; the root's token is the last of `taken`.
     """
 
     taken: list[int]
@@ -89,11 +89,11 @@ class Tree:
 
 
 def allocated() -> int | None:
-    """Bytes that are allocated from the C heap, extensions' own among them; None where psutil cannot tell.
+    """Bytes allocated on the C heap, by Python and by extensions; None if psutil cannot report them.
 
-    Small objects of Python are not counted: Python has its own allocator for them.
+    Small Python objects are not counted, because Python has a separate allocator for small objects.
     """
-    if not hasattr(psutil, "heap_info"):  # psutil has it where the C library tells: glibc, macOS, Windows, FreeBSD
+    if not hasattr(psutil, "heap_info"):  # psutil has the figure for glibc, macOS, Windows and FreeBSD
         return None
     gc.collect()
     heap = psutil.heap_info()
@@ -101,9 +101,9 @@ def allocated() -> int | None:
 
 
 def prepare(backend: Backend, vocabulary: Vocabulary) -> float:
-    """Seconds that `backend` takes for what it makes of a vocabulary once, a small grammar included.
+    """Seconds of the work that `backend` does once per vocabulary, including a small grammar.
 
-    That of a string in quotation marks: nearly the whole vocabulary is legal in it, and backends may prepare for that.
+    The grammar is a string in quotation marks. Nearly the whole vocabulary is legal in it, and backends may prepare for such masks.
     """
     begin = time.perf_counter()
     for language in (Language("a string", regex='"[^"]*"'), Language("a string", lark='start: /"[^"]*"/')):
@@ -122,7 +122,7 @@ def measure(
     repeats: int,
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[Cost]:
-    """The cost of `subject` with each of `backends`, each prepared for `vocabulary`; `progress` is told after each.
+    """The cost of `subject` with each of `backends`, which are prepared for `vocabulary`. progress: called after each backend.
 
     Raises:
         ValueError: the subject's text does not follow its grammar.
@@ -140,7 +140,7 @@ def measure(
             for grammar, guide in zip(grammars, guides, strict=True):
                 begin = time.perf_counter()
                 guide.block(draft_tokens, topology)
-                if turn:  # the first one warms up
+                if turn:  # the first turn warms up
                     times[id(grammar)].append((time.perf_counter() - begin) * 1e6)
                 _forget(guide)
     return [
@@ -150,7 +150,7 @@ def measure(
 
 
 def _guide(grammar: CompiledGrammar, taken: Sequence[int]) -> HostGuide:
-    """One row behind the tokens `taken`, as the loop on the host has it."""
+    """The loop's guide on the host for one row after the tokens `taken`."""
     guide = HostGuide.of([grammar], len(grammar.vocabulary), torch.device("cpu"))
     for token in taken:
         guide.append(torch.tensor([token]))
@@ -159,7 +159,7 @@ def _guide(grammar: CompiledGrammar, taken: Sequence[int]) -> HostGuide:
 
 
 def _forget(guide: HostGuide) -> None:
-    """Makes `guide` forget the masks of its last block, as committing a step does."""
+    """Drops the masks of the last block of `guide`, as committing a step does."""
     guide.table.clear()
     guide.positions = [text.settle(position) for text, position in zip(guide.texts, guide.positions, strict=True)]
 
@@ -167,7 +167,7 @@ def _forget(guide: HostGuide) -> None:
 def _compiled(
     subject: Subject, backend: Backend, vocabulary: Vocabulary, repeats: int
 ) -> tuple[Cost, CompiledGrammar | None]:
-    """All but the trees."""
+    """The cost without `tree_us`, and the compiled grammar; None if `backend` cannot compile it."""
     cost = Cost(subject.name, backend.name, len(vocabulary))
     before = allocated()
     try:
@@ -193,7 +193,7 @@ def _compiled(
 def _compile(
     subject: Subject, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[CompiledGrammar, tuple[float, float, float]]:
-    """A grammar anew, and the seconds to its language, from there to the grammar, and for all up to the first mask."""
+    """A newly compiled grammar, and the seconds to the language, from there to the grammar, and in total to the first mask."""
     out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
     begin = time.perf_counter()
     language = subject.language()
@@ -205,10 +205,10 @@ def _compile(
 
 
 def _masks(grammar: CompiledGrammar, tokens: list[int], repeats: int) -> Iterator[float]:
-    """Microseconds of every mask along `tokens`, walked `repeats` times.
+    """Microseconds of every mask along `tokens`, which are walked `repeats` times.
 
     Raises:
-        ValueError: they do not follow the grammar.
+        ValueError: the tokens do not follow the grammar.
     """
     out = torch.empty(mask_words(len(grammar.vocabulary)), dtype=torch.int32)
     for _ in range(repeats):
@@ -223,7 +223,7 @@ def _masks(grammar: CompiledGrammar, tokens: list[int], repeats: int) -> Iterato
 
 
 def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
-    """Trees at some places along `tokens`, the same whichever backend made `grammar`."""
+    """Trees at :data:`PLACES` places along `tokens`. The trees do not depend on the backend of `grammar`."""
     generator = random.Random(0)
     size = len(grammar.vocabulary)
     out = torch.empty(mask_words(size), dtype=torch.int32)
@@ -233,7 +233,7 @@ def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
         matcher = grammar.start()
         matcher.advance(taken)
         parents, draft_tokens, depths = [NO_PARENT], [0], [0]
-        paths: list[list[int]] = [[]]  # tokens down to each node
+        paths: list[list[int]] = [[]]  # tokens on the path to each node
         while len(parents) < NODES:
             node = len(parents)
             parent = node - 1 if node <= DEPTH else generator.choice([n for n in range(node) if depths[n] < DEPTH])
@@ -253,10 +253,10 @@ def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
 
 
 def cost_tables(costs: Sequence[Cost], seconds: Mapping[tuple[str, int], float]) -> list[Table]:
-    """One per vocabulary, a row for each grammar and backend; in the caption what could not be compiled and why.
+    """A table per vocabulary, with a row for each grammar and backend; captions say what could not be compiled and why.
 
     Args:
-        seconds: that each backend took to prepare for each size of vocabulary.
+        seconds: preparation time of each backend for each size of vocabulary.
     """
     return [
         cost_table([cost for cost in costs if cost.vocabulary == size], f"{size:,} tokens", seconds)
@@ -265,7 +265,7 @@ def cost_tables(costs: Sequence[Cost], seconds: Mapping[tuple[str, int], float])
 
 
 def cost_table(costs: Sequence[Cost], title: str, seconds: Mapping[tuple[str, int], float]) -> Table:
-    """A table of one vocabulary."""
+    """The table of one vocabulary."""
     columns = (
         "backend",
         "compile ms",

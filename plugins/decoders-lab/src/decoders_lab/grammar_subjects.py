@@ -1,4 +1,4 @@
-"""Grammars to measure: what people ask of models, each with a text that follows it."""
+"""Grammars to measure, as people use them, each with a text that conforms to it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Subject:
     """A grammar.
 
     Attributes:
-        name: what it is called in tables.
-        text: one that follows it.
-        spec: makes its specification anew.
+        name: its name in tables.
+        text: a text that conforms to it.
+        spec: creates its specification.
     """
 
     name: str
@@ -25,12 +25,12 @@ class Subject:
     spec: Callable[[], Spec]
 
     def language(self) -> Language:
-        """Made anew: for a schema that is part of what is measured."""
+        """The language of the grammar. It is computed in every call, because this time is part of the measurement."""
         return self.spec().language()
 
 
 def subjects() -> tuple[Subject, ...]:
-    """All of them, in the order of tables."""
+    """All grammars, in the order of tables."""
     return (
         _schema("flat object", _object(name=_STRING, age=_INTEGER, email=_STRING, active={"type": "boolean"}, score=_NUMBER),
                 {"name": "Ada Lovelace", "age": 36, "email": "ada@example.org", "active": True, "score": 9.75}),

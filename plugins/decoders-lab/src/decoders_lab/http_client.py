@@ -1,6 +1,6 @@
-"""A client in a process of its own: run as a file, it imports nothing of ours, and so takes no time from the server that it asks.
+"""An HTTP client for a separate process, so that it takes no time from the server. It imports nothing of this package.
 
-Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``; answers each of these with the seconds that the request took.
+Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``, and answers each request line with the seconds that it took.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 
 def main() -> None:
-    """Asks for what the lines of standard input say, over one connection."""
+    """Sends the requests on standard input, over one connection."""
     lines = iter(sys.stdin.readline, "")
     connection = http.client.HTTPConnection(*json.loads(next(lines)))
     for line in lines:

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: plain decoding, its own prompt lookup, and speculation with a second model."""
+"""llama.cpp as an engine, through llama-cpp-python: plain decoding, prompt lookup, and speculative decoding with a second model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from decoders.bench.methods import EngineOutput, OnTokens
 
 from .engines import DRAFT, LOOKUP
 
-#: Draft tokens per step: llama-cpp-python's documentation recommends 10 without a GPU it says 2; the default is 10.
+#: Draft tokens per step. For prompt lookup 10 is llama-cpp-python's default; its documentation recommends 2 without a GPU.
 DRAFT_TOKENS = {LOOKUP: 10, DRAFT: 4}
-#: Slots of the cache are made in steps of this many tokens.
+#: The KV cache is allocated in multiples of this many tokens.
 ROOM = 256
 
 
 class LlamaCpp:
-    """One model file.
+    """The engine for one model file.
 
-    One row goes through ``Llama.generate``, as most people would call it. Several rows go through ``llama_decode`` with one
-    sequence each; the
-    likeliest token is chosen here, because the class has no call for that.
+    One row is decoded by ``Llama.generate``, as most users call it. The class ``Llama`` has no method for several rows, so these are
+    decoded by ``llama_decode``, with a sequence for each row, and the likeliest tokens are chosen here.
     """
 
     def __init__(self, path: Path, mode: str = "", draft: Path | None = None) -> None:
@@ -45,7 +44,7 @@ class LlamaCpp:
             self.close()
             self._open(room)
         llama = self.llama
-        llama.reset()  # else a prompt that begins like the last one would not be read again
+        llama.reset()  # otherwise the KV cache of a common prefix with the last prompt would be reused
         self.evaluations = 0
         tokens: list[int] = []
         for token in llama.generate(prompts[0], temp=0.0, repeat_penalty=1.0):
@@ -81,7 +80,7 @@ class LlamaCpp:
 
 
 def _llama(path: Path, room: int, drafting: Any = None) -> Any:
-    """A ``Llama`` with room for `room` tokens and what is drafted, with the threads that torch has."""
+    """A ``Llama`` with room for `room` tokens and draft tokens, and with torch's number of threads."""
     import llama_cpp
 
     slots = -(-(room + max(DRAFT_TOKENS.values()) + 1) // ROOM) * ROOM
@@ -98,13 +97,13 @@ def _llama(path: Path, room: int, drafting: Any = None) -> Any:
 
 
 def _drafting(small: Any) -> Any:
-    """A draft model for llama-cpp-python, which has the interface and brings prompt lookup alone: a second model's greedy tokens."""
+    """A drafter for llama-cpp-python that drafts the greedy tokens of the model `small`. The library has prompt lookup only."""
     from llama_cpp.llama_speculative import LlamaDraftModel
 
     class SecondModel(LlamaDraftModel):
         def __call__(self, input_ids: Any, /, **_: Any) -> Any:
             tokens = []
-            # Its cache keeps what both texts begin with.
+            # `small` keeps the KV cache of the prefix that this text shares with the last one.
             for token in small.generate(input_ids.tolist(), temp=0.0, repeat_penalty=1.0):
                 tokens.append(token)
                 if len(tokens) == DRAFT_TOKENS[DRAFT]:
@@ -115,7 +114,7 @@ def _drafting(small: Any) -> Any:
 
 
 class BatchedLlamaCpp:
-    """Several rows, one sequence of llama.cpp each."""
+    """An engine for several rows, each of which is a sequence of llama.cpp."""
 
     def __init__(self, path: Path, rows: int, room: int) -> None:
         import llama_cpp as lib
@@ -155,7 +154,7 @@ class BatchedLlamaCpp:
             steps += 1
 
     def read_prompt(self, row: int, prompt: list[int]) -> int:
-        """Reads a row's prompt; the likeliest token after it."""
+        """Prefills a row's prompt and returns the likeliest token after it."""
         chosen: list[int] = []
         for start in range(0, len(prompt), 512):
             part = prompt[start : start + 512]
@@ -164,7 +163,7 @@ class BatchedLlamaCpp:
         return chosen[0]
 
     def decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
-        """The likeliest token after each entry (token, position, sequence, whether to choose) that asks for it."""
+        """The likeliest token after each entry whose `choose` is set. entries: (token, position, sequence, choose)."""
         batch = self.batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, choose) in enumerate(entries):

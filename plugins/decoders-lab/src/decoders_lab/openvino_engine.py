@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: plain decoding, its own prompt lookup, and speculation with a draft model."""
+"""OpenVINO GenAI as an engine: plain decoding, GenAI's prompt lookup, and its speculative decoding with a draft model."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from decoders.bench.methods import EngineOutput, OnTokens
 
 from .engines import DRAFT, LOOKUP
 
-#: Draft tokens per step, and the longest n-gram that is looked up: the values in GenAI's own samples.
+#: Draft tokens per step, and the longest n-gram to look up: the values of GenAI's own samples.
 DRAFT_TOKENS = 5
 NGRAM = 3
 
 
 class OpenVino:
-    """One model folder. Attention is paged, which GenAI chooses by itself and which its speculation needs; no prefix is kept."""
+    """The engine for one model folder. Attention is paged: GenAI's default, which its speculative decoding requires."""
 
     def __init__(self, folder: Path, number_format: str, mode: str = "", draft: Path | None = None) -> None:
         import openvino_genai as genai
 
         self.genai, self.mode = genai, mode
         scheduler = genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False  # else only the first call would read its prompt
+        scheduler.enable_prefix_caching = False  # otherwise calls after the first would reuse the prompt's KV cache
         scheduler.max_num_batched_tokens = 2**20
         scheduler.cache_size = 1  # GiB
-        # It has no bfloat16 where the processor has none.
+        # On a processor without bfloat16 instructions, GenAI cannot compute in bfloat16.
         computed = "bf16" if number_format != "f32" and "BF16" in _capabilities() else "f32"
         precision = {
             "INFERENCE_PRECISION_HINT": computed,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            # Keys and values as ours are: GenAI would round them to eight bits.
+            # By default GenAI rounds keys and values to eight bits.
             "KV_CACHE_PRECISION": computed,
         }
         options: dict[str, Any] = {"scheduler_config": scheduler, **precision}
@@ -61,7 +61,7 @@ class OpenVino:
         ids = np.array([[0] * (longest - len(prompt)) + prompt for prompt in prompts], dtype=np.int64)
         mask = np.array([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], dtype=np.int64)
         inputs = self.genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(mask))
-        # Of several rows nothing is told before the end.
+        # With several rows, GenAI reports nothing before the end.
         streamer = _streamer(self.genai, on_tokens) if on_tokens is not None and len(prompts) == 1 else None
         result = self.pipeline.generate(inputs, config, streamer)
         return EngineOutput([list(row) for row in result.tokens], self._steps(result) if len(prompts) == 1 else None)
@@ -70,12 +70,12 @@ class OpenVino:
         self.pipeline = None
 
     def _steps(self, result: Any) -> int | None:
-        """Passes of the target, as GenAI's figures have them."""
+        """Number of passes of the target, from GenAI's figures."""
         return len(result.perf_metrics.raw_metrics.token_infer_durations) or None
 
 
 def _capabilities() -> list[str]:
-    """What this processor computes in, by OpenVINO's word."""
+    """The number formats that OpenVINO reports for this processor."""
     import openvino as ov
 
     return list(ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))

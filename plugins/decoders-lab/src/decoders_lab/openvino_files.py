@@ -1,8 +1,7 @@
-"""A model of the Llama design as an OpenVINO model, as GenAI's pipelines take it: stateful, with fused attention.
+"""Writes a model of the Llama design as an OpenVINO model for GenAI's pipelines: stateful, with fused attention.
 
-optimum-intel, which usually writes these files, pins a transformers that is older than the one this package needs, and GenAI's
-own reader of
-GGUF knows no float32. So the graph is built here, operation by operation, from the weights in memory.
+optimum-intel, which usually writes these files, pins an older transformers than this package needs, and GenAI's GGUF reader lacks
+float32. So the graph is built here, operation by operation, from the weights in memory.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from .gguf_files import check_exportable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Number formats of matrices, as in ``--beside openvino[int8]``. ``bf16`` holds and computes in bfloat16, the integers compute in it.
+#: Number formats of matrices, as in ``openvino[int8]``. All but ``f32`` compute in bfloat16 where the processor can.
 FORMATS = ("f32", "bf16", "int8", "int4")
-#: Bits of one weight of a matrix, scales included (roughly for int4, whose embedding has eight).
+#: Bits per weight of a matrix, scales included. For int4 this is rough, because the embedding has eight bits.
 BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.25}
-#: Weights of a row that share a scale in int4; narrower models take what divides their rows.
+#: Number of weights of a row that share a scale in int4: the first of these that divides the row's length.
 GROUPS = (128, 64, 32)
 
 
 def write(model: PreTrainedModel, folder: Path, number_format: str) -> None:
-    """Writes ``openvino_model.xml`` and what belongs to it into `folder`.
+    """Writes ``openvino_model.xml`` and its companion files to `folder`.
 
     Raises:
         UnknownNameError: no such number format.
@@ -49,7 +48,7 @@ def write(model: PreTrainedModel, folder: Path, number_format: str) -> None:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes `tokenizer` beside the model in `folder`; GenAI's speculation asks whether both models have the same."""
+    """Writes `tokenizer` beside the model in `folder`, because GenAI's speculative decoding compares target's and draft's tokenizer."""
     import openvino as ov
     from openvino_tokenizers import convert_tokenizer
 
@@ -59,7 +58,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 class _Graph:
-    """The graph of one model; methods add operations and return the last one's output."""
+    """The graph of one model. Methods add operations and return the output of the last operation."""
 
     def __init__(self, model: PreTrainedModel, number_format: str) -> None:
         from openvino import opset13 as ops
@@ -82,7 +81,7 @@ class _Graph:
         self.beams = self._input("beam_idx", [-1], np.int32)
         shape = ops.shape_of(ids)
         self.rows = ops.gather(shape, self._const([0]), self._const(0))
-        # One table, which a tied head reads too.
+        # A tied head reads this table, too.
         table = self._matrix("model.embed_tokens.weight", embedding=True)
         hidden = ops.gather(table, ops.convert(ids, "i32"), self._const(0))
         self.cos, self.sin = self._rotation(positions)
@@ -99,7 +98,7 @@ class _Graph:
 
     def _input(self, name: str, shape: list[int], dtype: Any) -> Any:
         parameter = self.ops.parameter(shape, dtype)
-        parameter.set_friendly_name(name)  # paged attention is brought in by this name
+        parameter.set_friendly_name(name)  # GenAI finds this name to insert paged attention
         parameter.output(0).set_names({name})
         return parameter
 
@@ -143,7 +142,7 @@ class _Graph:
         ops = self.ops
         base = self.config.rope_parameters["rope_theta"]
         inverse = 1.0 / (base ** (np.arange(0, self.head, 2, dtype=np.float32) / np.float32(self.head)))
-        # As exported models have it: the pass that makes attention paged looks for the position ids behind this.
+        # As in exported models: the pass that inserts paged attention looks for the position ids after this operation.
         row = ops.convert(ops.unsqueeze(positions, self._const(1)), "f32")
         column = ops.constant(inverse.astype(np.float32).reshape(1, -1, 1))
         angles = ops.unsqueeze(
@@ -159,7 +158,7 @@ class _Graph:
         return ops.add(ops.multiply(x, self.cos), ops.multiply(turned, self.sin))
 
     def _cached(self, x: Any, name: str) -> Any:
-        """`x` behind what the cache holds; the cache keeps both."""
+        """The cache's content followed by `x`; the cache then holds both."""
         import openvino as ov
         from openvino.op import util
 
@@ -176,7 +175,7 @@ class _Graph:
         return both
 
     def _shared(self, x: Any) -> Any:
-        """Every head of keys or values once for each query head that reads it."""
+        """Keys or values with each head repeated for every query head that reads it."""
         repeats = self.heads // self.kv_heads
         if repeats == 1:
             return x
@@ -189,7 +188,7 @@ class _Graph:
         return ops.reshape(wide, self._const([0, self.heads, -1, self.head]), True)
 
     def _causal(self, ids: Any, mask: Any) -> Any:
-        """``[B, 1, S, T]``: nothing where a token may read, minus infinity elsewhere."""
+        """The attention bias ``[B, 1, S, T]``: 0 where a token may attend, float32's least number elsewhere."""
         ops = self.ops
         zero, one = self._const(0), self._const(1)
         new = ops.gather(ops.shape_of(ids), one, zero)
@@ -202,7 +201,7 @@ class _Graph:
         return ops.select(allowed, self._const(0.0, np.float32), self._const(np.finfo(np.float32).min, np.float32))
 
     def _matrix(self, name: str, embedding: bool = False) -> Any:
-        """A weight as the operations read it: float32, after what turns its stored form into that."""
+        """A weight, stored in the number format and converted to float32 for the operations."""
         ops, weight = self.ops, self.state[name].float().cpu()
         if self.number_format == "f32":
             return ops.constant(weight.numpy())
@@ -210,17 +209,17 @@ class _Graph:
             bits = weight.to(torch.bfloat16).view(torch.int16).numpy()
             return ops.convert(_stored(bits, list(weight.shape), "bf16"), "f32")
         group = next((g for g in GROUPS if weight.shape[1] % g == 0), None)
-        # The embedding, which is the head too, keeps eight bits, as is usual.
+        # The embedding, which is also the head, gets eight bits even in int4, as in other exported models.
         if self.number_format == "int8" or embedding or group is None:
             return self._integers(weight, 127, "i8")
         grouped = self._integers(weight.reshape(weight.shape[0], -1, group), 7, "i4")
         return ops.reshape(grouped, self._const(list(weight.shape)), False)
 
     def _integers(self, weight: torch.Tensor, highest: int, kind: str) -> Any:
-        """Symmetric integers with one scale for the last axis."""
+        """`weight` quantized to symmetric integers up to `highest`, with a scale for each vector along the last axis."""
         scale = (weight.abs().amax(-1, keepdim=True) / highest).clamp_min(torch.finfo(torch.float32).tiny)
         values = (weight / scale).round().clamp(-highest - 1, highest).to(torch.int8).numpy()
-        if kind == "i4":  # two to a byte, the first in the low half
+        if kind == "i4":  # two per byte, the first in the low half
             halves = values.reshape(-1, 2).astype(np.uint8) & 15
             stored = _stored(halves[:, 0] | halves[:, 1] << 4, list(weight.shape), "i4")
         else:
@@ -229,7 +228,7 @@ class _Graph:
 
 
 def _stored(values: np.ndarray, shape: list[int], kind: str) -> Any:
-    """A constant of a type that numpy has not."""
+    """A constant of a type that numpy lacks."""
     import openvino as ov
 
     tensor = ov.Tensor(getattr(ov.Type, kind), ov.Shape(shape))

@@ -1,4 +1,4 @@
-"""The weights of a small model inside those of a wide one; :mod:`.scaling` says why the logits stay what they are."""
+"""Embeds the weights of a small model in the weights of a wide model; :mod:`.scaling` explains why the logits stay the same."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 #: Standard deviation of the added weights.
 DEVIATION = 0.02
-#: Random numbers that added weights are taken from, over and over. A prime: no two rows of a matrix are the same.
+#: Number of random numbers, which are repeated to fill added weights. It is a prime, so that no two rows of a matrix are equal.
 BLOCK = 1_048_573
-#: What the last dimension adds to the residual stream, relative to its length: below the rounding of float32.
+#: The constant in the last dimension, relative to the residual stream's length: so small that norms do not change in float32.
 CONSTANT = 1e-4
-#: Logits of added tokens lie so many times as far below zero as any real logit can lie.
+#: Logits of added tokens are below zero by this many times the greatest absolute value of an original token's logit.
 MARGIN = 16.0
 
 
 class Padding:
-    """Writes the weights of the wide model."""
+    """Computes the weights of the wide model."""
 
     def __init__(
         self, model: PreTrainedModel, wide: LlamaForCausalLM, small: ScaledShape, target: ScaledShape, seed: int
@@ -38,7 +38,7 @@ class Padding:
 
     def fill(self) -> None:
         small, target = self.small, self.target
-        # The original layers spread out; the last one is always an added one.
+        # The original layers are spread evenly among added layers; the last layer is always an added layer.
         places = {layer * target.layers // small.layers: layer for layer in range(small.layers)}
         for place, layer in enumerate(self.wide.model.layers):
             source = places.get(place)
@@ -50,9 +50,9 @@ class Padding:
         s, t = self.small, self.target
         head, group, wide_group = torch.arange(s.head), s.heads // s.kv_heads, t.heads // t.kv_heads
         stride = t.head // s.head
-        # Where fewer query heads share a key head than in the original, the original key head is there several times.
+        # If fewer query heads share a key head than in the original, the original key head is repeated.
         copies = -(-group // wide_group)
-        # Frequency i of the original is frequency m · i of a head that is m times as wide, in both of its halves.
+        # Frequency i of the original is frequency m · i of a head that is m times as wide, in both halves.
         within = (head % (s.head // 2)) * stride + (head // (s.head // 2)) * (t.head // 2)
         slots = torch.arange(s.heads) // group * copies * wide_group + torch.arange(s.heads) % group
         queries = (slots[:, None] * t.head + within).reshape(-1)
@@ -63,7 +63,7 @@ class Padding:
         for name, rows in (("q_proj", queries), ("k_proj", values), ("v_proj", values)):
             weight = self._random(getattr(attention, name).weight.shape)
             if name != "k_proj":
-                weight[:, : s.hidden] = 0  # queries and values of what was added are zero, keys may be anything
+                weight[:, : s.hidden] = 0  # added queries and values are zero, added keys may be anything
             if source is not None:
                 original = self.state[f"model.layers.{source}.self_attn.{name}.weight"]
                 if name == "q_proj":
@@ -74,7 +74,7 @@ class Padding:
             getattr(attention, name).weight.copy_(weight)
         output = self._random(attention.o_proj.weight.shape)
         if source is not None:
-            # Values of the original heads are read by all query heads of their group; only the original ones may write.
+            # All query heads of a group read the original values, but only the original query heads may write to the stream.
             per_head = output.view(t.hidden, t.heads, t.head)
             readers = key_heads[:, None] * wide_group + torch.arange(wide_group)
             for place in within.tolist():
@@ -95,7 +95,7 @@ class Padding:
             down[:, : s.intermediate] = 0
             down[: s.hidden, : s.intermediate] = self.state[f"{prefix}.down_proj.weight"]
         elif last:
-            # silu(z) z + silu(-z) (-z) = z²: pairs of neurons sum the squares of the normalised stream, which are h.
+            # silu(z) z + silu(-z) (-z) = z², so pairs of neurons add up the squares of the normalised stream, whose sum is h.
             layer.post_attention_layernorm.weight[: s.hidden] = self.norm
             identity = torch.eye(s.hidden)
             pairs = torch.cat([identity, -identity])
@@ -130,7 +130,7 @@ class Padding:
         norm.copy_(scales)
 
     def _length(self) -> float:
-        """Length of the residual stream at the end, of some random tokens: the longest."""
+        """The greatest length of the last residual stream over some random tokens."""
         if not hasattr(self, "_longest"):
             tokens = torch.randint(self.small.vocabulary, (2, 32), generator=torch.Generator().manual_seed(1))
             ends: list[Tensor] = []
@@ -150,11 +150,11 @@ class Padding:
         norm.weight.copy_(scales)
 
     def _scales(self) -> Tensor:
-        """Scales of a norm, those of the original dimensions to be replaced."""
+        """Random scales of a norm. The caller replaces the scales of the original dimensions."""
         return 1 + self._random((self.target.hidden,))
 
     def _random(self, shape: Any) -> Tensor:
-        """Numbers from the block, from where the last ones ended."""
+        """The next numbers of the random block."""
         count = math.prod(shape)
         taken = torch.empty(count)
         filled = 0

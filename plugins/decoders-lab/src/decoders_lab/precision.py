@@ -1,4 +1,4 @@
-"""What quantized weights and a quantized cache change: the distribution of the next token, the time of a step, memory."""
+"""Measures the effect of quantized weights and a quantized cache on the next token's distribution, a step's time, and memory."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from decoders.engine.model.weights.quantization import Precision
 from decoders.report import Report
 from decoders.tree import Topology
 
-#: Tokens of a text that are read at once: as many as the nodes of a block, with the decoding kernels.
+#: Number of tokens of a text in one forward pass: few enough for the decoding kernels.
 STRETCH = 32
 
 
 @dataclass(frozen=True)
 class PrecisionCost:
-    """What one precision costs and saves.
+    """Costs and savings of one precision.
 
     Attributes:
-        perplexity: of the texts.
+        perplexity: perplexity of the texts.
         divergence: KL divergence from the model's own next-token distribution, in nats, mean over the tokens.
-        agreement: share of the tokens after which the most likely token is the same.
-        logit_error: root mean square of the log probabilities' differences, their mean taken out.
-        matrix_bytes: of the matrices.
-        slot_bytes: of the keys and values of one token.
-        same_bits: whether a token has the same bits in every block; None where it is not checked.
-        step_seconds: median of a step of so many nodes.
+        agreement: share of positions at which the likeliest next token is the same.
+        logit_error: root mean square of the log probabilities' differences, after subtracting their mean.
+        matrix_bytes: bytes of the matrices.
+        slot_bytes: bytes of one token's keys and values.
+        same_bits: whether a token's logits have the same bits in every block; None if this was not checked.
+        step_seconds: median seconds of a step, by number of nodes.
     """
 
     name: str
@@ -57,7 +57,7 @@ class PrecisionCost:
 
 
 def precision_of(name: str) -> Precision:
-    """``"int8"``, ``"int4"``, ``"kv:int8"`` or several of them with a ``+``; ``"own"`` is the model's own."""
+    """The precision of a name: ``"int8"``, ``"int4"``, ``"kv:int8"``, several joined by ``+``, or ``"own"``, the model's own."""
     known: dict[str, dict] = {
         "own": {},
         "int8": {"weights": "int8"},
@@ -74,11 +74,11 @@ def measure(
     model: PreTrainedModel, names: Sequence[str], texts: Sequence[Tensor], nodes: Sequence[int], repeats: int,
     compile: bool, length: int = 200, advance: Callable[[str], object] = lambda what: None,
 ) -> list[PrecisionCost]:  # fmt: skip
-    """Measures precisions side by side: errors relative to the model's own, and steps that take turns.
+    """Measures the errors of precisions relative to the model's own precision, and, in turns, the times of their steps.
 
     Args:
         texts: token ids, ``[tokens]`` each.
-        length: tokens in front of the block that is timed.
+        length: number of tokens before the timed block.
     """
     targets = {name: target_of(model, "sdpa", precision_of(name)) for name in ("own", *names)}
     with torch.no_grad():
@@ -109,7 +109,7 @@ def measure(
 
 
 def _matrix_bytes(target: Target) -> int:
-    """Bytes of the quantized matrices, and of the linear layers that have none."""
+    """Bytes of the quantized matrices, and of the linear layers that are not quantized."""
     quantized = {id(module) for module, _ in target.products.quantized.layers.values()}
     linear = [
         part for part in target.model.modules() if isinstance(part, (nn.Linear, Conv1D)) and id(part) not in quantized
@@ -118,7 +118,7 @@ def _matrix_bytes(target: Target) -> int:
 
 
 def _read(target: Target, text: Tensor) -> Tensor:
-    """Log probabilities after every token, ``[tokens, V]``, read in whole stretches."""
+    """Log probabilities after every token, ``[tokens, V]``."""
     count = len(text) - len(text) % STRETCH
     buffers, parts = CacheBuffers.allocate(target.layout, 1, view_bucket(count) + STRETCH), []
     for start in range(0, count, STRETCH):

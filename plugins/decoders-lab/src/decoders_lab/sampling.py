@@ -1,4 +1,4 @@
-"""What choosing a token costs beside a forward pass: processors and draw over a block's logits."""
+"""Measures the cost of choosing tokens from a block's logits (processors and drawing), without the forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decoders.bench.tables import plain_table, shown
 from decoders.sampling.choice import candidates
 from decoders.sampling.processors import SamplingInputs, SamplingPlan, choose, process, row_keys
 
-#: Plans worth a row: operations with their values.
+#: The plans to measure: operations with their values.
 PLANS: dict[str, dict[str, float]] = {
     "greedy": {},
     "temperature": {"temperature": 0.7},
@@ -29,15 +29,15 @@ PLANS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class SamplingTime:
-    """Milliseconds for choosing the token after every node of one row.
+    """Milliseconds to choose the token after every node of one row.
 
     Attributes:
         plan: name of the plan.
         nodes: nodes of the block, N.
         vocabulary: V.
-        median: of the engine's selection among candidates.
-        least: the smallest of the same.
-        definition: median of the processors' definitions over the whole vocabulary, None if they were not timed.
+        median: median of the engine's selection among candidates.
+        least: the fastest selection.
+        definition: median of the processors' reference definitions over the whole vocabulary; None if not timed.
     """
 
     plan: str
@@ -52,13 +52,15 @@ def time_sampling(
     plans: dict[str, dict[str, float]], nodes: Sequence[int], vocabulary: int, repeats: int = 20,
     logits: Callable[[int, int], Tensor] | None = None, definitions: int = 3,
 ) -> list[SamplingTime]:  # fmt: skip
-    """Times every plan over every number of nodes, plans in turn so that a slow moment of the machine meets all of them.
+    """Times every plan with every number of nodes. Plans take turns, so that a slow moment of the machine affects all plans.
 
     Args:
-        plans: name to operations with their values; without any, greedy.
-        repeats: measurements of each.
-        definitions: measurements of the definitions, which may be slow; 0 for none.
-        logits: of (N, V), ``[1, N, V]``; default :func:`text_like`. Every measurement has positions of its own.
+        plans: by name, operations with their values; greedy without operations.
+        repeats: measurements of each plan.
+        definitions: measurements of each reference definition, which may be slow; 0 for none.
+        logits: function from (N, V) to ``[1, N, V]``; by default :func:`text_like`.
+
+    Each repeat uses other positions, and so other noise.
     """
     rows = []
     for n in nodes:
@@ -68,7 +70,7 @@ def time_sampling(
         for repeat in range(repeats + 1):
             for name, operations in plans.items():
                 elapsed = _timed(_candidates, scores, operations, repeat)
-                if repeat:  # the first finds nothing in the caches
+                if repeat:  # the first repeat, with cold caches, does not count
                     times[name].append(elapsed)
                 if repeat < definitions:
                     slow[name].append(_timed(_definitions, scores, operations, repeat))
@@ -79,7 +81,7 @@ def time_sampling(
 
 
 def text_like(nodes: int, vocabulary: int) -> Tensor:
-    """``[1, N, V]`` float32 logits that fall with the logarithm of the rank, as language models' do, tokens shuffled."""
+    """``[1, N, V]`` float32 logits, for tokens in random order, that fall with the logarithm of the rank as a language model's do."""
     generator = torch.Generator().manual_seed(0)
     rank = torch.arange(1, vocabulary + 1).log()
     shuffled = torch.rand(nodes, vocabulary, generator=generator).argsort(-1)
@@ -89,7 +91,7 @@ def text_like(nodes: int, vocabulary: int) -> Tensor:
 
 
 def flat(nodes: int, vocabulary: int) -> Tensor:
-    """``[1, N, V]`` float32 normal logits, thousands of which share the probability: what truncation finds hardest."""
+    """``[1, N, V]`` float32 normally distributed logits. Thousands of tokens share the probability: the slowest case for top_p."""
     return 3 * torch.randn(1, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
 
 
@@ -117,7 +119,7 @@ def _median(times: list[float]) -> float:
 
 
 def sampling_table(times: Sequence[SamplingTime], title: str = "") -> Table:
-    """A row for each plan and number of nodes, of one vocabulary."""
+    """The table of one vocabulary, with a row for each plan and number of nodes."""
     table = plain_table(title, "nodes", "median", "least", "by definition")
     previous = None
     for each in sorted(times, key=lambda each: list(dict.fromkeys(t.plan for t in times)).index(each.plan)):

@@ -1,4 +1,4 @@
-"""Shapes of models of the Llama design, by name, and the draft's shape that goes with a target's."""
+"""Shapes of models of the Llama design by name, and the shape of a draft model for a target's shape."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ScaledShape:
         hidden: width of the residual stream.
         layers: number of layers.
         intermediate: neurons of a layer's MLP.
-        heads: of queries.
-        kv_heads: of keys and values.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
         head: width of a head.
-        vocabulary: tokens.
+        vocabulary: number of tokens.
     """
 
     hidden: int
@@ -40,15 +40,14 @@ class ScaledShape:
 
     @property
     def parameters(self) -> int:
-        """With tied embeddings."""
+        """Number of parameters, with tied embeddings."""
         attention = 2 * self.hidden * self.head * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + self.vocabulary * self.hidden + self.hidden
 
 
-#: Shapes of targets: a Llama of 110M, Qwen2.5-0.5B, Llama-3.2-1B and Llama-3.2-3B, all but the first with 152k tokens. Keys and
-#: values take the
-#: bytes of the original's (0.5b has four heads of 32 in the place of two of 64).
+#: Shapes of targets: a Llama of 110M, Qwen2.5-0.5B, Llama-3.2-1B and Llama-3.2-3B; all but the first have 152k tokens. Keys and
+#: values take as many bytes as in the original models (0.5b has four key heads of width 32 instead of two of width 64).
 SHAPES: dict[str, ScaledShape] = {
     "110m": ScaledShape(768, 12, 2048, 12, 12, 64, 32_000),
     "0.5b": ScaledShape(896, 24, 4864, 28, 4, 32, 151_936),
@@ -58,20 +57,19 @@ SHAPES: dict[str, ScaledShape] = {
 
 
 def draft_shape(shape: ScaledShape, target: PreTrainedModel, draft: PreTrainedModel) -> ScaledShape:
-    """The shape of a draft in proportion: width, layers and neurons grow by the factors by which the target's do.
+    """The shape of a padded draft model: width, layers and neurons grow by the same factors as the target's.
 
-    Widths are rounded up to multiples of 64 and of the number of heads. Heads are as wide as the target's, of keys as many as
-    the draft has. The
-    vocabulary is the target's.
+    The width is rounded up to a multiple of 64 and of the number of heads. Heads are as wide as the padded target's, and there are
+    as many key heads as in the draft model. The vocabulary is the padded target's.
     """
     small, other = sizes_of(target), sizes_of(draft)
     hidden = _rounded(other.hidden * shape.hidden / small.hidden, 1)
     intermediate = _rounded(max(other.intermediate * shape.intermediate / small.intermediate, 2 * other.hidden), 64)
-    # One layer more at least: the last one holds the constant.
+    # At least one added layer, because the last layer computes the constant.
     layers = max(round(other.layers * shape.layers / small.layers), other.layers + 1)
     kv_heads = other.kv_heads
     heads = max(round(hidden / shape.head / kv_heads), -(-other.heads // kv_heads)) * kv_heads
-    hidden = _rounded(hidden, math.lcm(64, heads))  # transformers wants whole heads in it
+    hidden = _rounded(hidden, math.lcm(64, heads))  # transformers requires a multiple of the heads
     return ScaledShape(hidden, layers, intermediate, heads, kv_heads, shape.head, shape.vocabulary)
 
 
@@ -87,10 +85,10 @@ def shape_named(name: str) -> ScaledShape:
 
 
 def sizes_of(model: PreTrainedModel) -> ScaledShape:
-    """The shape that a model has.
+    """The shape of a model.
 
     Raises:
-        ScalingError: it is of another design.
+        ScalingError: the model's design is not Llama's.
     """
     config: Any = model.config
     if config.model_type != "llama":

@@ -1,21 +1,20 @@
-"""A small model inside one of a large model's size: the same logits, the large model's bytes.
+"""Pads a small model to the size of a large one. The padded model has the logits of the small model and the bytes of the large one.
 
-How often drafts are accepted depends on what a model writes, and what a step costs on how many bytes it reads. A small trained
-model has the first, a shape with random weights the second. Padding brings both together. The wide model computes the small one
-exactly:
+Acceptance depends on a model's text, and the cost of a step on the bytes that the step reads. A small trained model has realistic
+texts, a shape with random weights has realistic costs, and a padded model has both. It computes the small model's logits exactly:
 
-- Extra dimensions of the residual stream hold zeros. What reads them may be anything; what would write them is zero.
-- RMSNorm divides by the mean over more dimensions. With ``eps · h/H`` and scales times ``sqrt(h/H)`` the original dimensions
-  come out alike.
-- Extra heads, layers and neurons read the extra dimensions only, where they would matter: a value, or a gate, of zero. Their other
-  matrices are random.
+- Extra dimensions of the residual stream hold zeros. Weights that read them may be anything; weights that write them are zero.
+- RMSNorm takes the mean over H instead of h dimensions. With ``eps · h/H`` and scales times ``sqrt(h/H)``, its output in the
+  original dimensions is the same.
+- Extra heads, layers and neurons contribute nothing, because their values or gates are zero: the matrices of values and gates read
+  the extra dimensions only. Their other matrices are random.
 - Heads of m times the width hold the original frequencies of the rotary embedding at every m-th place; queries are multiplied by
   ``sqrt(m)``.
 - The last layer, an extra one, turns the normalised stream into one positive constant in the last dimension (a sum of squares).
-  Rows of the vocabulary that were added read it with a negative weight, the others do not: an added token is never the likeliest
-  one and has probability 0.
+  The added rows of the output head read this constant with a negative weight, the original rows do not read it. So an added token
+  is never the likeliest token, and has probability 0.
 
-Nearly all added weights are random numbers of the usual size, so no kernel can skip them, and no number is denormal.
+Nearly all added weights are random numbers of the usual size, so that no kernel can skip them and no number is denormal.
 """
 
 from __future__ import annotations
@@ -41,12 +40,11 @@ if TYPE_CHECKING:
 def scaled(
     model: PreTrainedModel, shape: str | ScaledShape, dtype: torch.dtype | None = None, seed: int = 0
 ) -> PreTrainedModel:
-    """A model of `shape` that computes the logits of `model`, padded with tokens that are never chosen.
+    """A model of `shape` that computes the logits of `model`. The tokens that it has in addition are never chosen.
 
-    ``scaled(model, "0.5b")`` has 0.49 billion parameters. Everything is computed in float32 and stored as `dtype` (default: the
-    model's own).
-    In float32 logits are the same up to rounding; in other dtypes a scaled weight may round differently. `seed` is that of the
-    added weights.
+    ``scaled(model, "0.5b")`` has 0.49 billion parameters. The weights are computed in float32 and stored as `dtype` (default: the
+    model's own). In float32, logits are the same up to rounding; in other dtypes a scaled weight may round differently. seed: seed
+    of the added weights.
 
     Raises:
         UnknownNameError: no such shape.
@@ -73,7 +71,7 @@ def scaled(
     wide.tie_weights()
     wide.generation_config = model.generation_config
     wide.config.name_or_path = config.name_or_path
-    # What stands beside every figure of it.
+    # The note beside every figure of a padded model.
     wide.config.cost_scaled = f"cost-scaled to {sum(p.numel() for p in wide.parameters()) / 1e9:.2f}B"
     Padding(model, wide, small, target, seed).fill()
     return wide.to(model.device)
@@ -108,7 +106,7 @@ def _check_fit(model: PreTrainedModel, small: ScaledShape, target: ScaledShape) 
 def in_scale(
     target: PreTrainedModel, draft: PreTrainedModel | None, scale: str, dtype: str
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """Both, given in float32, padded to the size called `scale` and stored as `dtype`.
+    """Target and draft, given in float32, padded to the size called `scale` and stored as `dtype`.
 
     Raises:
         UnknownNameError: no such size or dtype.
@@ -125,7 +123,7 @@ class ScaledSubjects(Subjects):
     """Models for ``decoders bench``, padded to the size called `scale`."""
 
     def __init__(self, scale: str) -> None:
-        shape_named(scale)  # a misspelt one shows before the minutes of loading
+        shape_named(scale)  # reports a misspelt name before minutes of loading
         self.scale, self.loaded_as = scale, f" at the size of {scale}"
 
     def load(self, model: str, draft: str | None, dtype: str, device: str | None) -> Loaded:

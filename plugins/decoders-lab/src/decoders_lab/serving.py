@@ -1,4 +1,4 @@
-"""What a server adds to a request: the same requests to a scheduler and through HTTP, in turns."""
+"""Measures the time that a server adds to a request: equal requests to a scheduler and through HTTP, in turns."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of one kind of request, medians.
+    """Median seconds of one kind of request.
 
     Attributes:
         method: the route.
-        scheduler: of the request without a server: submitted, and told that it is done.
-        server: of the request as a client sees it.
-        added: of the differences between two that were made one after the other.
+        scheduler: seconds without a server, from submission to the end.
+        server: seconds with a server, as its client measures them.
+        added: difference in seconds between two successive requests, one with and one without the server.
     """
 
     method: str
@@ -39,9 +39,9 @@ def overhead(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, strategy: str, prompt: str, new_tokens: int, requests: int,
     compile: bool,
 ) -> list[Overhead]:  # fmt: skip
-    """Asks `requests` times with and without a server, in turns, one request after the other, all for the same text.
+    """Sends `requests` equal requests with and without a server, in turns, one after the other.
 
-    The client of the server is a process of its own.
+    The client runs in a separate process.
     """
     from decoders.server.app import make_app
     from decoders.server.bodies import Message
@@ -80,7 +80,7 @@ def overhead(
         with client(*server.bound) as request_seconds:
             for name, (tokens, path, body) in routes.items():
                 pairs = [(alone(tokens), request_seconds(path, body)) for _ in range(requests + 3)]
-                pairs = pairs[3:]  # the first ones make the model ready and start threads
+                pairs = pairs[3:]  # the first requests prepare the model and start threads
                 own, whole = [a for a, _ in pairs], [b for _, b in pairs]
                 results.append(Overhead(name, median(own), median(whole), median(b - a for a, b in pairs)))
     finally:
@@ -91,7 +91,7 @@ def overhead(
 
 @contextmanager
 def client(host: str, port: int) -> Iterator[Callable[[str, dict[str, Any]], float]]:
-    """A process that asks a server; gives what asks for a path with a body, and returns the seconds that it took."""
+    """Starts a client process for a server. Yields a function that posts a body to a path and returns the seconds until the answer."""
     file = Path(__file__).with_name("http_client.py")
     command = [sys.executable, "-I", str(file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:

@@ -1,4 +1,4 @@
-"""What ``decoders bench beside`` measures: padded models, and the same weights in other engines."""
+"""The subjects of ``decoders bench beside``: padded models, and the same weights in other engines."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 def checked_engines(texts: Sequence[str] | None, has_draft: bool) -> list[Request]:
-    """The other engines that are asked for.
+    """The requested engines.
 
     Raises:
-        DecodersError: one is unknown or not installed.
+        DecodersError: an engine is unknown or not installed.
     """
     engines = [request for text in pieces(texts) or () for request in requests(text, has_draft)]
     for request in engines:
         check_installed(request.engine)
     if engines and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # an engine that crashes takes the run along: then it is said where
+        faulthandler.enable(sys.__stderr__)  # shows the place in the code if an engine crashes the process
     return engines
 
 
 class LabSubjects(Subjects):
-    """Models, padded or as they are, and methods of other engines with the same weights.
+    """Models, padded or not, and methods of other engines with the same weights.
 
-    It is a context: the files that engines read are deleted at its end.
+    A context manager, which deletes the engines' files when it ends.
     """
 
     def __init__(self, scale: str | None, engines: Sequence[Request]) -> None:
@@ -58,12 +58,12 @@ class LabSubjects(Subjects):
         return self.models.load(model, draft, dtype, device)
 
     def methods(self, plan: Plan, name: str, measured: Sequence[Method], console: Console) -> list[Method]:
-        """The engines; the model that is measured lends its stop tokens and sizes, one in float32 the weights."""
+        """The engines' methods. Stop tokens and sizes are the measured model's; the weights come from the same model in float32."""
         if not self.engines:
             return []
         dtypes = list(dict.fromkeys(method.dtype for method in measured))
         with waiting(console, "writing models for other engines") as status:
-            # In float32: every engine rounds the same numbers itself.
+            # Loaded in float32, so that every engine rounds the same weights.
             target, tokenizer, draft = self.load(name, plan.draft, "float32", "cpu")
             folder = Path(self._folder.name)
             methods = beside_methods(self.engines, target, folder, draft, tokenizer, dtypes, status.update)

@@ -1,4 +1,4 @@
-"""vLLM beside a scheduler, in a process of its own: its versions of torch and transformers are others."""
+"""vLLM in a separate process, because it needs other versions of torch and transformers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .vllm_process import MARK
 
 
 class Vllm:
-    """An engine that serves loads until it is closed; between them it waits.
+    """A vLLM engine that decodes loads until it is closed.
 
     Args:
         python: interpreter of an environment that has vLLM.
-        model: folder.
-        dtype: as torch calls it, or "auto".
-        rows: most requests that share steps.
-        slots: most tokens of a request, prompt included.
-        threads: of the CPU; None leaves that to vLLM.
+        model: the model's folder.
+        dtype: torch's name of the dtype, or "auto".
+        rows: greatest number of requests that share steps.
+        slots: greatest number of tokens of a request, prompt included.
+        threads: CPU threads; None leaves the choice to vLLM.
 
     Raises:
         DecodersError: the engine does not start.
     """
 
     def __init__(self, python: Path, model: str, dtype: str, rows: int, slots: int, threads: int | None = None) -> None:
-        # In one process, as the others are, and nothing is looked for on the hub. GiB of keys and values: half the memory by default.
+        # vLLM runs in one process, like the other methods, and without the hub. Its cache would by default take half the memory.
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "4"}
         environment = defaults | os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
         if threads is not None:
@@ -62,10 +62,10 @@ class Vllm:
         self.close()
 
     def run(self, load: Sequence[Arrival]) -> LoadResult:
-        """Raises DecodersError if it ends, or if a request got fewer tokens than it asked for."""
+        """Decodes a load. Raises DecodersError if the process ends, or if a request gets another number of tokens than requested."""
         times = self._ask([(request.seconds, request.prompt, request.new_tokens) for request in load])
         if times["tokens"] != [request.new_tokens for request in load]:
-            raise DecodersError("vLLM gave other numbers of tokens than were asked for")
+            raise DecodersError("vLLM wrote other numbers of tokens than requested")
         return result_of("vLLM", load, 0.0, times["firsts"], times["ends"])
 
     def close(self) -> None:

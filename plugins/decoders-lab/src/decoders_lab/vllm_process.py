@@ -1,8 +1,8 @@
-"""vLLM under a load, run by the Python of an environment that has it: needs nothing of this package.
+"""Runs vLLM under a load, in the Python environment that has vLLM; imports nothing of this package.
 
-JSON lines on standard input: the engine (``model``, ``dtype``, ``rows``, ``slots``), then loads, each a list of ``[seconds, prompt,
-new_tokens]``. For each a line on standard output, among whatever vLLM prints there: ``{"firsts": […], "ends": […], "tokens": […]}``,
-seconds from the beginning, and how many tokens came.
+Standard input has JSON lines: the engine (``model``, ``dtype``, ``rows``, ``slots``), then loads, each a list of ``[seconds,
+prompt, new_tokens]``. For each load, standard output gets a line ``{"firsts": […], "ends": […], "tokens": […]}`` among vLLM's own
+output: each request's seconds from the start of the load to its first token and to its end, and its number of tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 import time
 from typing import Any
 
-#: Begins the lines that are results.
+#: Prefix of the lines with results.
 MARK = "decoders-vllm "
 
 
 def engine_of(settings: dict[str, Any]) -> Any:
-    """A vLLM engine that reads every prompt anew."""
+    """A vLLM engine that prefills every prompt in full."""
     from vllm import LLM  # type: ignore[import-not-found]
 
     return LLM(
@@ -30,7 +30,7 @@ def engine_of(settings: dict[str, Any]) -> Any:
 
 
 def run(engine: Any, load: list[tuple[float, list[int], int]]) -> dict[str, list[Any]]:
-    """Submits every request when its time has come; greedy, to its full length."""
+    """Submits every request at its arrival time and decodes it greedily to its full length."""
     from vllm import SamplingParams
 
     firsts, ends, tokens = [0.0] * len(load), [0.0] * len(load), [0] * len(load)
@@ -41,7 +41,7 @@ def run(engine: Any, load: list[tuple[float, list[int], int]]) -> dict[str, list
             sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
             engine.add_request(str(sent), {"prompt_token_ids": prompt}, sampling)
             sent += 1
-        if sent == ended:  # nobody is here
+        if sent == ended:  # no request is running
             time.sleep(max(load[sent][0] - (time.perf_counter() - began), 0))
             continue
         for output in engine.step():

@@ -1,7 +1,7 @@
-"""Vocabularies of any size for measurements of grammars: no network, the same on every machine with the same Python.
+"""Vocabularies of any size for measurements of grammars. They need no network, and are equal on all machines with the same Python.
 
-A byte-level BPE is trained on the standard library's sources as far as these give merges; what is missing is filled up
-with words made of frequent syllables, in the mixture that large vocabularies have.
+The first :data:`TRAINED` tokens come from a byte-level BPE that is trained on the standard library's sources. The other tokens are
+made up: words of syllables, other scripts, numbers and marks, mixed as in large vocabularies.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 
 from decoders.constraints import Vocabulary
 
-#: Tokens that are trained; more would take longer than the measurement.
+#: Number of trained tokens; training more would take longer than the measurement.
 TRAINED = 16_000
-#: Characters of the sources that are read.
+#: Number of characters of the sources to read.
 READ = 6_000_000
 
 
 @lru_cache(maxsize=4)
 def vocabulary(size: int) -> Vocabulary:
-    """A vocabulary of `size` tokens, stop token 0, spellings all different."""
+    """A vocabulary of `size` tokens with different spellings; token 0 is the stop token."""
     spellings = _trained(min(size, TRAINED))
     known = set(spellings)
     for text in _made_up():
@@ -35,7 +35,7 @@ def vocabulary(size: int) -> Vocabulary:
 
 
 def _trained(size: int) -> list[bytes]:
-    """Tokens of a byte-level BPE, in its order; the first is the end."""
+    """The bytes of a byte-level BPE's tokens, by id; the end token, which comes first, has none."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -62,7 +62,7 @@ def _sources() -> Iterator[str]:
 
 
 def _made_up() -> Iterator[bytes]:
-    """Words with and without a blank in front, capitals, other scripts, numbers, marks, quotes, runs, broken characters."""
+    """Yields made-up tokens: words with and without a leading blank, capitals, other scripts, numbers, marks, parts of characters."""
     generator = random.Random(0)
     begins = "b br c ch cl d dr f fl g gr h j k l m n p pl pr qu r s sh st str t th tr v w".split()  # noqa: SIM905
     middles = "a ai e ea ee i ie o oo ou u".split()  # noqa: SIM905

@@ -1,7 +1,7 @@
 """Replicas of a model on a Ray cluster, each decoding with the scheduler of hf-decoders.
 
-:func:`application` is served by Ray Serve, :func:`complete` runs over a dataset of prompts with Ray Data, :func:`simulate` says
-what many replicas would do and cost.
+:func:`application` is an application for Ray Serve, :func:`complete` completes a dataset of prompts with Ray Data, and
+:func:`simulate` estimates the speed and cost of many replicas.
 """
 
 from .resume import Delivered, ResumeError, resumed
@@ -15,7 +15,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Ray is imported by what needs it: the simulation runs without.
+    # Ray is imported only when needed: the simulation runs without it.
     if name == "application":
         from .serving import application
 

@@ -1,4 +1,4 @@
-"""Many prompts over the cluster by Ray Data: a pool of actors with a model each, and a folder that a killed run goes on with."""
+"""Completes many prompts on a cluster with Ray Data: each actor has the model, and a killed run continues from its output folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Files of the output folder; a part is written whole, or not at all.
+#: Files of the output folder; each is written atomically.
 PARTS = "part-*.jsonl"
 
 
@@ -21,21 +21,21 @@ def complete(
     model: str | Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]], actors: int = 2, batch: int = 64, rows: int = 8,
     actor_options: dict[str, Any] | None = None, **arguments: Any,
 ) -> dict[str, int]:  # fmt: skip
-    """Completes every prompt that `output` lacks, and says how many there are: ``prompts``, ``earlier``, ``written``, ``failed``.
+    """Completes all prompts that `output` lacks, and returns the numbers ``prompts``, ``earlier``, ``written`` and ``failed``.
 
     Args:
-        prompts: objects with an ``id``, a ``prompt`` and arguments of ``generate`` for it alone.
-        output: a folder that all actors can write to: its files hold an object per prompt, with ``id`` and ``text``, ``tokens`` or
-            ``error``.
-        model: a path, or a function that gives model and tokenizer.
-        actors: processes, each with the model.
-        batch: prompts per task: what is lost, at most, where an actor dies. It is done again.
-        rows: decoded at a time by an actor.
-        actor_options: of Ray's actors: ``{"num_gpus": 1}``.
-        arguments: of ``generate``, for all prompts.
+        prompts: each has an ``id``, a ``prompt``, and arguments of ``generate`` for this prompt alone.
+        output: a folder to which all actors can write. Its files have an object per prompt, with ``id``, and either ``text`` and
+            ``tokens``, or ``error``.
+        model: a path, or a function that returns model and tokenizer.
+        actors: number of processes, each with the model.
+        batch: prompts per task. If an actor dies, its task is repeated.
+        rows: number of rows that an actor decodes at a time.
+        actor_options: options of Ray's actors: ``{"num_gpus": 1}``.
+        arguments: arguments of ``generate`` for all prompts.
 
     Raises:
-        ValueError: an id comes twice.
+        ValueError: two prompts have the same id.
     """
     import ray
 
@@ -44,13 +44,13 @@ def complete(
     wanted = [dict(prompt) for prompt in prompts]
     names = [str(prompt["id"]) for prompt in wanted]
     if len(set(names)) < len(names):
-        raise ValueError(f"{len(names) - len(set(names))} ids come twice: each prompt has one of its own")
+        raise ValueError(f"{len(names) - len(set(names))} ids are used twice: each prompt needs its own id")
     known = written(folder)
     left = [prompt for prompt, name in zip(wanted, names, strict=True) if name not in known]
     figures = {"prompts": len(wanted), "earlier": len(wanted) - len(left), "written": 0, "failed": 0}
     if not left:
         return figures
-    # Lines of JSON, since prompts have different arguments and a column has one type. A block is a task.
+    # Prompts become lines of JSON, because a column has one type, and prompts have different arguments. Each block is a task.
     lines = [{"line": json.dumps(prompt)} for prompt in left]
     blocks = -(-len(lines) // batch)
     data = ray.data.from_items(lines, override_num_blocks=blocks)
@@ -66,7 +66,7 @@ def complete(
 
 
 def written(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the files of a folder hold, by id."""
+    """The completions in a folder's files, by the prompts' ids."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob(PARTS)):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -76,7 +76,7 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class Completer:
-    """An actor: a model, and the folder that it writes to."""
+    """An actor: it has the model, and writes to a folder."""
 
     def __init__(self, model: str | Callable[[], Any], folder: str, rows: int, arguments: dict[str, Any]) -> None:
         from .serving import load
@@ -85,14 +85,14 @@ class Completer:
         self.folder, self.rows, self.arguments = Path(folder), rows, arguments
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Completes a batch and writes it down. batch: lines of JSON, as :func:`complete` makes them."""
+        """Completes and writes a batch, and returns the prompts' ids and failures. batch: lines of JSON from :func:`complete`."""
         items = [json.loads(str(line)) for line in batch["line"]]
         lines = self.lines(items)
         write_part(self.folder, [str(item["id"]) for item in items], lines)
         return {"id": [line["id"] for line in lines], "failed": ["error" in line for line in lines]}
 
     def lines(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What becomes of some prompts, in their order."""
+        """The completions of some prompts, in their order."""
         import decoders
 
         prompts = [{name: value for name, value in item.items() if name != "id"} for item in items]
@@ -103,7 +103,7 @@ class Completer:
 
 
 def write_part(folder: Path, names: list[str], lines: list[dict[str, Any]]) -> Path:
-    """Writes the completions of the prompts `names`; a task that is run again writes the same file."""
+    """Writes the completions `lines` of the prompts with the ids `names`. A repeated task writes the same file."""
     own = hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
     path, draft = folder / f"part-{own}.jsonl", folder / f".part-{own}.{os.getpid()}"
     with draft.open("w", encoding="utf-8") as file:

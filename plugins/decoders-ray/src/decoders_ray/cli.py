@@ -1,4 +1,4 @@
-"""``decoders-ray``: what a load would take, without a cluster."""
+"""The command ``decoders-ray``, which estimates the number of replicas for a load, without a cluster."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ def simulate(
     rates: Annotated[str, typer.Option(help="Requests per minute.")] = "1000,10000,100000,1000000",
     prompt: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 500,
     new: Annotated[float, typer.Option(help="Mean tokens of an answer.")] = 200,
-    shared: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that a replica has read before.")] = 0.0,
+    shared: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of each prompt that the replica has read before.")
+    ] = 0.0,
     rows: Annotated[int, typer.Option(min=1, help="Requests that a replica decodes at a time.")] = 8,
-    accepted: Annotated[float, typer.Option(min=1, help="Tokens per row and step.")] = 1.0,
+    accepted: Annotated[float, typer.Option(min=1, help="Tokens that a row writes per step.")] = 1.0,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes per row and step, the root included.")] = 1,
-    first: Annotated[float, typer.Option(help="Seconds in which 95 % have their first token.")] = 2.0,
-    each: Annotated[float | None, typer.Option(help="Seconds per further token of 95 %.")] = None,
-    price: Annotated[float, typer.Option(help="Of a replica's machine per hour.")] = 1.0,
+    first: Annotated[float, typer.Option(help="Most seconds to the first token, for 95 % of requests.")] = 2.0,
+    each: Annotated[float | None, typer.Option(help="Most seconds per further token, for 95 % of requests.")] = None,
+    price: Annotated[float, typer.Option(help="Price of a replica's machine per hour.")] = 1.0,
     headroom: Annotated[float, typer.Option(min=0.1, max=1, help="Share of a replica's capacity that is used.")] = 0.7,
-    compiled: Annotated[bool, typer.Option(help="Compiled steps, where they were measured.")] = False,
-    requests: Annotated[int, typer.Option(min=100, help="Simulated per rate.")] = 1000,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    compiled: Annotated[bool, typer.Option(help="Use the costs of compiled steps, if they were measured.")] = False,
+    requests: Annotated[int, typer.Option(min=100, help="Number of simulated requests per rate.")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """How many replicas a load takes, how long requests wait, and what a million tokens cost."""
+    """Estimate the number of replicas for a load, the seconds to the first token, and the cost of a million tokens."""
     measured = CostCurve.model_validate_json(curve.read_text(encoding="utf-8"))
     replica = Replica.of_curve(measured, compiled, rows=rows, accepted=accepted, nodes=nodes, shared=shared)
     load = Load(prompt, new)
@@ -73,7 +75,7 @@ def simulate(
     typer.echo(
         f"{measured.subject.model}, {measured.subject.dtype}, {measured.subject.device}\n"
         f"A replica of {rows} rows takes {one['requests_per_minute']} requests per minute, {one['tokens_per_second']} tokens/s; first "
-        f"token {outcome.first[0]:.2f} s (95 %: {outcome.first[1]:.2f}), further ones {1000 * outcome.each[0]:.0f} ms "
+        f"token {outcome.first[0]:.2f} s (95 %: {outcome.first[1]:.2f}), further tokens {1000 * outcome.each[0]:.0f} ms "
         f"({1000 * outcome.each[1]:.0f}).\n\n"
         "| requests/min | replicas | tokens/s | cost per hour | per million tokens |\n| ---: | ---: | ---: | ---: | ---: |"
     )

@@ -1,7 +1,7 @@
-"""A stream of tokens that goes on where it stood when a replica dies: nothing is lost, nothing comes twice.
+"""A stream of tokens that continues when a replica dies, without lost or repeated tokens.
 
-A request has one text, that of its seed. Another replica writes the same one from the beginning, and what has been delivered is
-left out. That it is the same is checked, token by token.
+A request's seed determines its text. Another replica writes the same text from the beginning. Its first tokens are compared with the
+delivered tokens, and left out.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 
 class ResumeError(RuntimeError):
-    """Another replica has written another text than the one that was delivered in part, so the stream cannot go on.
+    """The stream cannot continue, because another replica's text differs from the delivered tokens.
 
     Attributes:
-        delivered: the tokens that were.
+        delivered: the delivered tokens.
     """
 
     def __init__(self, message: str, delivered: list[int]) -> None:
@@ -24,12 +24,12 @@ class ResumeError(RuntimeError):
 
 @dataclass
 class Delivered:
-    """What has come of a request.
+    """The progress of a request.
 
     Attributes:
-        tokens: delivered so far.
-        attempts: replicas that were asked.
-        repeated: tokens that were written again and left out.
+        tokens: the tokens delivered so far.
+        attempts: number of replicas that were asked.
+        repeated: number of tokens that were decoded again and left out.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -44,16 +44,16 @@ async def resumed(
     attempts: int = 3,
     delivered: Delivered | None = None,
 ) -> AsyncIterator[list[int]]:
-    """The tokens of a request in order, each once.
+    """Yields the tokens of a request in order, each once.
 
     Args:
-        open_stream: asks a replica, for the text from its beginning, some tokens at a time.
-        lost: what is raised where a replica is gone; anything else is the request's own error and is raised.
-        attempts: most replicas to ask.
-        delivered: is told what has come.
+        open_stream: requests the whole text from a replica, and yields some tokens at a time.
+        lost: the exceptions that mean a lost replica; other exceptions are errors of the request and are raised.
+        attempts: greatest number of replicas to ask.
+        delivered: is updated with the progress.
 
     Raises:
-        ResumeError: the texts of two replicas differ. One of `lost`: from the last attempt.
+        ResumeError: the texts of two replicas differ. An exception of `lost`: the last attempt failed.
     """
     known = delivered if delivered is not None else Delivered()
     while True:
@@ -65,7 +65,7 @@ async def resumed(
                 if again > 0:
                     if tokens[:again] != known.tokens[seen : seen + again]:
                         raise ResumeError(
-                            f"after {len(known.tokens)} tokens a replica was lost, and another one writes something else from token "
+                            f"after {len(known.tokens)} tokens a replica was lost, and another one writes other tokens from token "
                             f"{seen} on: take float32 weights and the same kind of machine for all replicas, and give sampled "
                             "requests a seed",
                             known.tokens,

@@ -1,4 +1,4 @@
-"""Serve's router: a prompt goes to the replica that has read its beginning, as long as that is not much busier than others."""
+"""A router for Ray Serve. It sends a prompt to the replica that has read its beginning, unless this replica is much busier."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ class PrefixRouter(RequestRouter):
     """Chooses replicas by :class:`~decoders_ray.routing.PrefixTable`; the request's first argument is its prompt."""
 
     def initialize_state(self, slack: int = 8, **options: Any) -> None:
-        """As Serve asks; see :meth:`PrefixTable.ranked` and :class:`PrefixTable` for the arguments."""
+        """Called by Serve. The arguments are those of :class:`PrefixTable`, and `slack` of :meth:`PrefixTable.ranked`."""
         self.slack, self.table = slack, PrefixTable(**options)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Every replica is a choice of its own, the best first: one that has no room is passed over."""
+        """Ranks the replicas, the best first. Serve passes over replicas that take no more requests."""
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # these are all there are
+            pending_request.routing_context.should_backoff = (
+                True  # the answer has all replicas, so Serve waits if all are full
+            )
         by_name = {replica.replica_id.to_full_id_str(): replica for replica in candidate_replicas}
         queues = {name: self.replica_queue_len_cache.get(r.replica_id) or 0 for name, r in by_name.items()}
         ranked = self.table.ranked(_prompt(pending_request), queues, self.slack)
@@ -36,6 +38,6 @@ class PrefixRouter(RequestRouter):
 
 
 def _prompt(request: PendingRequest | None) -> list[int] | str:
-    """The prompt of a request; none if it has another form."""
+    """The prompt of a request; empty if the request has another form."""
     first = request.args[0] if request is not None and request.args else ""
     return first if isinstance(first, (str, list)) else ""

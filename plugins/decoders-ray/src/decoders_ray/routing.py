@@ -1,4 +1,4 @@
-"""Which replica has read the beginning of a prompt before."""
+"""Finds the replica that has read the beginning of a prompt before."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 #: Tokens, or characters of a text, per block: prompts are compared block by block.
 BLOCK = 16
-#: Blocks that are remembered; the least recently used go.
+#: Most blocks that are remembered; the least recently used are dropped.
 BLOCKS = 200_000
 
 
 class PrefixTable:
-    """Remembers who got which prompt. Every router has its own table: for prompts that it does not know, all routers choose alike.
+    """Remembers which replica got which prompt. Every router has its own table. For unknown prompts, all routers choose alike.
 
     Args:
         block: tokens per block.
-        blocks: most blocks to remember.
+        blocks: greatest number of blocks to remember.
     """
 
     def __init__(self, block: int = BLOCK, blocks: int = BLOCKS) -> None:
@@ -29,7 +29,7 @@ class PrefixTable:
         return len(self._holders)
 
     def note(self, prompt: Sequence[int] | str, replica: str) -> None:
-        """`replica` has got `prompt`."""
+        """Remembers that `replica` got `prompt`."""
         for key in self._keys(prompt):
             self._holders.pop(key, None)
             self._holders[key] = replica
@@ -37,11 +37,12 @@ class PrefixTable:
             self._holders.popitem(last=False)
 
     def ranked(self, prompt: Sequence[int] | str, queues: Mapping[str, int], slack: int) -> list[str]:
-        """Replicas, best first: who has read most of `prompt`, then whom its first block falls to.
+        """The replicas, the best first: the replica that has read most of `prompt`, then the others, ordered by a hash of the
+        prompt's first block. Busy replicas come last.
 
         Args:
-            queues: requests that each replica has.
-            slack: requests that one may have more than the least busy one and still be preferred.
+            queues: number of requests of each replica.
+            slack: a replica is busy if it has more than this many requests more than the least busy replica.
         """
         if not queues:
             return []
@@ -53,18 +54,18 @@ class PrefixTable:
         if holder is not None:
             order.remove(holder)
             order.insert(0, holder)
-        elif not first:  # too short to be worth anything
+        elif not first:  # the prompt has no whole block
             order = sorted(prefers, key=lambda replica: (queues[replica], random.random()))
         return order + sorted(set(queues) - set(prefers), key=lambda replica: (queues[replica], replica))
 
     def forget(self, replicas: Iterable[str]) -> None:
-        """These are gone."""
+        """Forgets the prompts of lost replicas."""
         gone = set(replicas)
         for key in [key for key, replica in self._holders.items() if replica in gone]:
             del self._holders[key]
 
     def _holder(self, prompt: Sequence[int] | str, among: set[str]) -> str | None:
-        """Who has read the longest beginning."""
+        """The replica of `among` that has read the longest beginning of `prompt`; None if none has read a block."""
         best = None
         for key in self._keys(prompt):
             replica = self._holders.get(key)
@@ -75,7 +76,7 @@ class PrefixTable:
         return best
 
     def _keys(self, prompt: Sequence[int] | str) -> Iterator[bytes]:
-        """One per whole block, each of all the text up to its end."""
+        """Yields a key per whole block: a hash of the prompt up to the block's end."""
         digest = hashlib.blake2b(digest_size=16)
         for end in range(self.block, len(prompt) + 1, self.block):
             digest.update(repr(prompt[end - self.block : end]).encode())
@@ -83,5 +84,5 @@ class PrefixTable:
 
 
 def _weight(key: bytes, replica: str) -> bytes:
-    """Highest random weight: where a replica goes, only its prompts move."""
+    """The weight of a replica for a key. By rendezvous hashing, only the prompts of a lost replica go to other replicas."""
     return hashlib.blake2b(key + replica.encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""A Ray Serve application: replicas of a model with a scheduler each, and in front of them whoever speaks to clients."""
+"""A Ray Serve application: replicas of a model, each with a scheduler, and a front to which clients connect."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from decoders.scheduling import TextPieces
 
 from .resume import Delivered, resumed
 
-#: What is raised where a replica is gone.
+#: The exceptions that mean a lost replica.
 LOST = (RayActorError, WorkerCrashedError)
-#: Arguments of ``generate`` that a request over HTTP may give, besides its prompt.
+#: Arguments of ``generate`` that an HTTP request may have besides its prompt.
 ARGUMENTS = (
     "max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
     "stop_strings", "strategy", "strategy_config", "grammar", "priority", "deadline",
@@ -32,23 +32,23 @@ ARGUMENTS = (
 
 
 class RequestError(ValueError):
-    """A request that a replica refused, or that failed there by its own fault; the message begins with the error's name."""
+    """A replica refused a request, or the request itself caused an error there; the message begins with the error's name."""
 
 
 Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 
 
 def load(path: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer from a folder or the hub."""
+    """Loads a model and its tokenizer from a folder or the hub."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), AutoTokenizer.from_pretrained(path)
 
 
 class Replica:
-    """A model with a scheduler.
+    """A replica: the model with a scheduler.
 
     Args:
-        model: a path, or a function that gives model and tokenizer.
-        options: of :class:`decoders.Scheduler`.
+        model: a path, or a function that returns model and tokenizer.
+        options: arguments of :class:`decoders.Scheduler`.
     """
 
     def __init__(self, model: str | Loader, options: dict[str, Any]) -> None:
@@ -57,19 +57,19 @@ class Replica:
         self.requests = 0
 
     async def tokens(self, prompt: list[int], arguments: dict[str, Any]) -> AsyncIterator[list[int]]:
-        """The new tokens of a request, as many at a time as have come.
+        """Yields the new tokens of a request as they arrive.
 
         Args:
-            prompt: token ids; the first argument, by which requests are routed.
-            arguments: of :meth:`decoders.Scheduler.submit`.
+            prompt: token ids. It is the first argument, because the router reads it there.
+            arguments: arguments of :meth:`decoders.Scheduler.submit`.
         """
         self.requests += 1
-        # Its arguments are prepared outside of the loop that serves the others.
+        # The request is prepared in a thread, so that the event loop serves other requests meanwhile.
         try:
             generation = await asyncio.to_thread(self.scheduler.submit, prompt, **arguments)
             held: list[int] = []
             sent = 0
-            async for token in generation:  # cancels it where nobody listens any more
+            async for token in generation:  # cancels the request if the client has gone
                 held.append(token)
                 if sent + len(held) == len(generation.tokens):
                     yield held
@@ -80,7 +80,7 @@ class Replica:
             yield held
 
     def figures(self) -> dict[str, int]:
-        """What it has to do and has done."""
+        """The replica's process, its load, and its totals of requests and steps."""
         scheduler = self.scheduler
         return {
             "process": os.getpid(), "requests": self.requests, "waiting": scheduler.waiting, "running": scheduler.running,
@@ -88,18 +88,18 @@ class Replica:
         }  # fmt: skip
 
     def check_health(self) -> None:
-        """Serve starts another replica in the place of one whose thread has died."""
+        """Raises RuntimeError if the scheduler's thread has ended. Serve then replaces the replica."""
         if not self.scheduler.alive:
             raise RuntimeError("the scheduler's thread has ended")
 
 
 class Front:
-    """Speaks to clients, and asks another replica where one is lost.
+    """Answers clients, and asks another replica if a replica is lost.
 
     Args:
-        replicas: of the model.
-        tokenizer: a path, or a function that gives model and tokenizer.
-        attempts: most replicas to ask for one request.
+        replicas: the model's replicas.
+        tokenizer: a path, or a function that returns model and tokenizer.
+        attempts: greatest number of replicas to ask for a request.
     """
 
     def __init__(self, replicas: DeploymentHandle, tokenizer: str | Loader, attempts: int) -> None:
@@ -107,15 +107,15 @@ class Front:
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer()[1]
 
     async def stream(self, prompt: str | list[int], **arguments: Any) -> AsyncIterator[dict[str, Any]]:
-        """``{"tokens": …, "text": …}`` as they come, and last ``{"done": true, …}``.
+        """Yields ``{"tokens": …, "text": …}`` as tokens arrive, and at the end ``{"done": true, …}``.
 
         Args:
             prompt: text, or token ids.
-            arguments: of :meth:`decoders.Scheduler.submit`.
+            arguments: arguments of :meth:`decoders.Scheduler.submit`.
         """
         ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
         if arguments.get("do_sample") and arguments.get("seed") is None:
-            arguments["seed"] = random.getrandbits(62)  # one text, whichever replicas write it
+            arguments["seed"] = random.getrandbits(62)  # with a seed, every replica writes the same text
         asked = self.replicas.options(method_name="tokens", stream=True)
         delivered, pieces = Delivered(), TextPieces(self.tokenizer, ids)
         stream = resumed(lambda: asked.remote(ids, arguments), lost=LOST, attempts=self.attempts, delivered=delivered)
@@ -127,14 +127,14 @@ class Front:
         }  # fmt: skip
 
     async def __call__(self, request: Request) -> StreamingResponse | JSONResponse:
-        """``POST {"prompt": …, "stream": true, …}``: lines of JSON, or one object."""
+        """Answers ``POST {"prompt": …, "stream": true, …}`` with lines of JSON, or without ``stream`` with one object."""
         try:
             body = await request.json()
             prompt, streams = body.pop("prompt"), bool(body.pop("stream", False))
             if unknown := sorted(set(body) - set(ARGUMENTS)):
                 raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(ARGUMENTS)}")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            return JSONResponse({"error": f"a request is an object with a prompt: {error}"}, status_code=400)
+            return JSONResponse({"error": f"a request must be an object with a prompt: {error}"}, status_code=400)
         if streams:
             return StreamingResponse(self._lines(prompt, body), media_type="application/x-ndjson")
         try:
@@ -159,14 +159,14 @@ def application(
     """An application for ``serve.run``.
 
     Args:
-        model: a path, or a function that gives model and tokenizer.
-        rows: of a replica's scheduler.
-        min_replicas, max_replicas: of the model; as many as there are requests for.
-        busy: requests per row, waiting ones included, that a replica is to have.
-        attempts: most replicas that one request is sent to, where they die.
-        slack: requests that the replica which has read a prompt's beginning may have more than the least busy one; `rows` by
-            default.
-        actor_options: ``ray_actor_options`` of a replica: ``{"num_gpus": 1}``.
+        model: a path, or a function that returns model and tokenizer.
+        rows: number of rows of a replica's scheduler.
+        min_replicas, max_replicas: bounds of the number of replicas, which follows the number of requests.
+        busy: target number of requests per row of a replica, waiting requests included.
+        attempts: greatest number of replicas to which a request is sent if replicas die.
+        slack: a prompt goes to the replica that has read its beginning, if this replica has at most `slack` requests more than the
+            least busy replica; None: `rows`.
+        actor_options: a replica's ``ray_actor_options``: ``{"num_gpus": 1}``.
         autoscaling: more fields of Serve's ``AutoscalingConfig``.
         scheduler: more arguments of :class:`decoders.Scheduler`.
     """
@@ -190,6 +190,6 @@ def application(
 
 
 def _said(error: Exception) -> str:
-    """What a client is told; Ray's own message holds a traceback."""
+    """The message of an error for a client, without the traceback in Ray's message."""
     cause = getattr(error, "cause", None) or error
     return str(cause) if isinstance(cause, RequestError) else f"{type(cause).__name__}: {cause}"

@@ -1,8 +1,8 @@
-"""What replicas would do under a load, from the measured costs of a step: how many it takes, how long requests wait, what it costs.
+"""Simulates replicas under a load from the measured costs of a step, to estimate their number and the seconds that requests take.
 
-One replica is simulated, request by request and step by step, as the scheduler works: rows come and go between two steps, a
-prompt is read in chunks between them. Requests are dealt out evenly, so many replicas are one replica under its share of the load.
-What that leaves out: the network, the time a replica takes to start, and uneven dealing; `headroom` stands for them.
+One replica is simulated, request by request and step by step, as the scheduler works: rows join and leave between two steps, and
+prompts are read in chunks there. Requests are taken to be distributed evenly, so that each of many replicas has its share of the load.
+The network, the start of replicas and uneven distribution are left out; `headroom` allows for them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from decoders.costs import CostCurve
 
 @dataclass(frozen=True)
 class Load:
-    """What requests are like.
+    """The distribution of requests.
 
     Attributes:
         prompt: mean tokens of a prompt.
         new: mean tokens of an answer.
-        spread: of both: standard deviation of the logarithm. 0: all are alike.
+        spread: standard deviation of the logarithm of both numbers; 0: all requests have the same numbers.
     """
 
     prompt: float = 500.0
@@ -32,8 +32,8 @@ class Load:
     spread: float = 0.7
 
     def draw(self, chance: random.Random) -> tuple[int, int]:
-        """Tokens of one request's prompt and answer."""
-        shift = -(self.spread**2) / 2  # so that the mean is the mean
+        """The numbers of tokens of a random request's prompt and answer."""
+        shift = -(self.spread**2) / 2  # the mean of a log-normal distribution exceeds its median
         sizes = (mean * math.exp(chance.gauss(shift, self.spread)) for mean in (self.prompt, self.new))
         prompt, new = (max(1, round(size)) for size in sizes)
         return prompt, new
@@ -41,16 +41,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Replica:
-    """A process with a model.
+    """A replica of the model.
 
     Attributes:
-        seconds: of a step, by nodes per row, rows and context per row (tokens).
-        rows: decoded at a time, at most.
-        accepted: tokens that a row writes per step.
-        nodes: of a row's block.
-        chunk: prompt tokens per pass; a pass of many tokens costs what its nodes cost.
-        shared: share of every prompt that was read before and is kept.
-        overhead: seconds per request beside decoding.
+        seconds: takes nodes per row, rows, and tokens of context per row, and returns the seconds of a step.
+        rows: greatest number of rows that are decoded at a time.
+        accepted: number of tokens that a row writes per step.
+        nodes: number of nodes in a row's block.
+        chunk: number of prompt tokens per pass; a pass costs as much as a step of this many nodes.
+        shared: share of every prompt that the replica has read for earlier requests.
+        overhead: seconds per request besides decoding.
     """
 
     seconds: Callable[[int, int, int], float]
@@ -63,21 +63,21 @@ class Replica:
 
     @classmethod
     def of_curve(cls, curve: CostCurve, compiled: bool = False, **options: float) -> Replica:
-        """One whose steps cost what was measured."""
+        """A replica with the measured costs of `curve`."""
         return cls(lambda nodes, rows, context: curve.seconds(nodes, rows, context, compiled), **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the requests of one replica.
+    """The result of a simulation of one replica.
 
     Attributes:
-        requests: that ended.
-        tokens_per_second: of answers.
-        busy: share of the time in which something was decoded.
+        requests: number of finished requests.
+        tokens_per_second: new tokens per second.
+        busy: share of the time in which the replica was decoding.
         first: median and 95th percentile of the seconds to the first token.
-        each: the same of the seconds per further token.
-        waiting: mean requests in the queue.
+        each: median and 95th percentile of the seconds per further token.
+        waiting: mean number of requests in the queue.
     """
 
     requests: int
@@ -98,7 +98,9 @@ class _Row:
 
 
 def simulate(replica: Replica, load: Load, rate: float, requests: int = 2000, seed: int = 0) -> Outcome:
-    """One replica to which `rate` requests per second come (Poisson), until `requests` have ended; the first tenth is not counted."""
+    """Simulates a replica until `requests` have finished. Requests are a Poisson process of `rate` per second; percentiles leave out
+    the first tenth.
+    """
     chance = random.Random(seed)
     queue: deque[tuple[float, int, int]] = deque()
     rows: list[_Row] = []
@@ -158,11 +160,11 @@ def simulate(replica: Replica, load: Load, rate: float, requests: int = 2000, se
 def sustainable(
     replica: Replica, load: Load, first: float, each: float | None = None, requests: int = 2000, seed: int = 0
 ) -> tuple[float, Outcome]:
-    """The highest rate, requests per second, at which 95 of 100 requests have their first token within `first` seconds and further
-    ones within `each`, and what it is like.
+    """The highest rate in requests per second at which 95 % of requests get their first token within `first` seconds and further tokens
+    within `each` seconds; and the outcome at this rate.
 
     Raises:
-        ValueError: not even a request by itself does.
+        ValueError: a single request already exceeds these times.
     """
 
     def fine(outcome: Outcome) -> bool:
@@ -172,8 +174,8 @@ def sustainable(
     best = simulate(replica, load, lowest, requests, seed)
     if not fine(best):
         raise ValueError(
-            f"a request by itself takes {best.first[1]:.2f} s to its first token and {best.each[1]:.3f} s per further one (95th "
-            "percentile): ask for less, or take faster replicas"
+            f"a request by itself takes {best.first[1]:.2f} s to its first token and {best.each[1]:.3f} s per further token (95th "
+            "percentile): allow more time, or take faster replicas"
         )
     low, high = lowest, lowest
     while high < 1e6:
@@ -193,7 +195,7 @@ def sustainable(
 
 
 def replicas_for(rate: float, each: float, headroom: float = 0.7) -> int:
-    """Replicas for `rate` requests per second where one sustains `each`, used to a share of `headroom`."""
+    """Number of replicas for `rate` requests per second, if a replica sustains `each` and only the share `headroom` of it is used."""
     return max(1, math.ceil(rate / (each * headroom)))
 
 

@@ -1,4 +1,4 @@
-"""xgrammar as a grammar backend of hf-decoders: regular expressions, masks made on the host."""
+"""xgrammar as a grammar backend of hf-decoders: regular expressions, with masks computed on the host."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["XGrammar", "XGrammarGrammar", "XGrammarMatcher"]
 
 
 class XGrammar(Backend):
-    """Compiles the regular expression of a language. Only the policy ``full``."""
+    """Compiles the regular expression of a language; supports only the policy ``full``."""
 
     name = "xgrammar"
     summary = "pushdown automaton with masks prepared per rule; regular expressions only, masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> XGrammarGrammar:
-        """`language` for `vocabulary`.
+        """Compiles `language` for `vocabulary`.
 
         Raises:
-            GrammarError: it has no regular expression, xgrammar does not read it, or the policy is another one than ``full``.
+            GrammarError: the language has no regular expression, xgrammar does not read it, or the policy is not ``full``.
         """
         if language.regex is None:
             raise GrammarError(
-                f'{language.name}: backend="xgrammar" reads regular expressions only; llguidance would handle it'
+                f'{language.name}: backend="xgrammar" reads regular expressions only; take backend="llguidance"'
             )
         if policy != "full":
             raise GrammarError(f'{language.name}: backend="xgrammar" has no policy {policy!r}')
@@ -39,19 +39,19 @@ class XGrammar(Backend):
             compiled = self.compiled(_compiler(vocabulary), language.regex)
         except RuntimeError as error:
             raise GrammarError(
-                f"{language.name}: xgrammar does not read it: {str(error).strip().splitlines()[-1]}"
+                f"{language.name}: xgrammar does not read its expression: {str(error).strip().splitlines()[-1]}"
             ) from error
         return XGrammarGrammar(language, vocabulary, compiled)
 
     def compiled(self, compiler: Any, regex: str) -> Any:
-        """What xgrammar makes of a language."""
+        """The language `regex`, compiled by xgrammar."""
         return compiler.compile_regex(regex)
 
 
 @lru_cache(maxsize=4)
 def _compiler(vocabulary: Vocabulary) -> Any:
-    """Vocabularies are compared by identity; caching is off, so that compiling again is measured as such."""
-    tokens = [token or b"" for token in vocabulary.tokens]  # an empty token never stands in a text
+    """xgrammar's compiler for a vocabulary. Its cache is off, so that repeated compilation can be measured."""
+    tokens = [token or b"" for token in vocabulary.tokens]  # an empty token never occurs in a text
     info = xgrammar.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(vocabulary.stops))
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
@@ -78,7 +78,7 @@ class XGrammarGrammar(CompiledGrammar):
 
 
 class XGrammarMatcher(Matcher):
-    """A position in a text. Text tokens go to xgrammar; whether the text has ended is kept here."""
+    """A position in a text. xgrammar takes the text's tokens, and this class tracks whether the text has ended."""
 
     def __init__(self, grammar: XGrammarGrammar) -> None:
         self.grammar: XGrammarGrammar = grammar
@@ -108,7 +108,7 @@ class XGrammarMatcher(Matcher):
     def rollback(self, count: int) -> None:
         held = self._count + self._ended
         if not 0 <= count <= held:
-            raise ValueError(f"{count} tokens to give back, and {held} have been taken")
+            raise ValueError(f"{held} tokens have been taken, so {count} cannot be rolled back")
         if count and self._ended:
             self._ended = False
             count -= 1
@@ -122,7 +122,7 @@ class XGrammarMatcher(Matcher):
             return
         out.zero_()
         for stop in self.grammar.vocabulary.stops:
-            bit = torch.tensor(1 << (stop % 32)).to(torch.int32)  # the last bit is the sign
+            bit = torch.tensor(1 << (stop % 32)).to(torch.int32)  # the highest bit is the sign
             out[stop // 32] |= bit
 
     def forced_bytes(self) -> bytes:
@@ -130,7 +130,7 @@ class XGrammarMatcher(Matcher):
             return b""
         try:
             return str(self._inner.find_jump_forward_string()).encode()
-        except UnicodeDecodeError:  # within a character: xgrammar gives text, not bytes
+        except UnicodeDecodeError:  # xgrammar returns text, and part of a character is no text
             return b""
 
 

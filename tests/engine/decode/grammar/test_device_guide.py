@@ -132,7 +132,6 @@ def same_runs(host: torch.Tensor, device: torch.Tensor) -> bool:
     return torch.equal(torch.nn.functional.pad(host, (0, device.shape[1] - host.shape[1]), value=-1), device)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data(), grammars)
 def test_a_draft_runs_ahead_grows_trees_and_is_forgotten(data, rows):
     outer = [HostGuide.of(rows, V, CPU), on_device(rows)]

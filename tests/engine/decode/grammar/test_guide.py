@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decoders.constraints.base import CompiledGrammar, unpack
@@ -50,7 +50,6 @@ def both(automaton: TokenAutomaton) -> list[CompiledGrammar]:
     return [automaton, Matched(automaton)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_block_is_masked_and_pruned_node_by_node(data):
     """Rows with the same grammar, tabulated and not, and a free one, see what walking each path by itself gives."""
@@ -93,7 +92,6 @@ def test_a_block_is_masked_and_pruned_node_by_node(data):
         commit(guide, [new] * 3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_draft_runs_ahead_and_is_forgotten(data):
     automaton = TokenAutomaton.random(data.draw(st.integers(0, 500)), V, [STOP])

@@ -88,7 +88,7 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names of calls, and functions that make them."""
-    from decoders.engine.model.kernels import Norm, attention, epilogues_triton, moves, products_triton
+    from decoders.engine.model.kernels import Norm, attention_cuda, epilogues_triton, moves, products_triton
 
     for name, model in MODELS.items():
         for kind, nodes in (
@@ -137,7 +137,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 sinks = empty(model.heads, dtype=DTYPES[kind]) if model.sinks else None
                 what = f"{name} attention {kind}, {nodes} {'tokens of text' if text else 'nodes'}, {view} slots"
                 given = query, key, value, mask, sinks, model.window, 0, 0.125, 0.0
-                yield what, functools.partial(attention._tree_attention, *given)
+                yield what, functools.partial(attention_cuda.launch, *given)
 
 
 def resources(ptx: str, capability: int) -> tuple[int, int]:

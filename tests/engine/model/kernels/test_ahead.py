@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from collections import defaultdict
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +21,8 @@ from decoders.engine.model.target import Target
 from decoders.testing import tiny_model
 from decoders.tree import Topology
 
+from ....turns import slow_but
+
 triton = pytest.importorskip("triton")
 
 
@@ -22,10 +30,13 @@ def kinds_of(calls: list[tuple[str, list[Any]]]) -> set[Any]:
     return {(name, *map(ahead._kind, given)) for name, given in calls}
 
 
-@pytest.mark.parametrize("design", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("design", slow_but(["gpt_oss"], ["llama", "gemma3", "gpt_oss"]))
 @torch.no_grad()
 def test_the_calls_of_passes_are_known_without_computing_them(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_launch", lambda *given: None)  # which the interpreter would take a minute for
+    from decoders.engine.model.kernels import attention_triton
+
+    for name in ("attend_kernel", "merge_kernel"):  # which the interpreter would take a minute for
+        monkeypatch.setattr(attention_triton, name, defaultdict(lambda: lambda *given, **sizes: None))
     monkeypatch.setattr(experts, "is_grouped_natively", lambda device, dtype: False)  # which has no form without values
     target = Target(tiny_model(design), "triton")
     twin = target.sibling()
@@ -96,3 +107,57 @@ def test_compilers_work_in_threads_and_what_fails_is_left_to_the_launch(monkeypa
 
     monkeypatch.setitem(LAUNCHERS, "tree_attention", fails)
     assert ahead.compile_kernels(lambda: None) == 0
+
+
+#: Compiles the kernels of three calls for a card that is not there, then launches them; says what Triton compiled, and in which thread.
+FIRST_CALL = """
+import json, sys, threading
+import torch, triton
+from triton.runtime import driver
+from ahead_of_time import Driver, empty
+from decoders.engine.model.kernels import LAUNCHERS, ahead, products
+
+driver.set_active(Driver(90))
+compiled = []
+
+def listen(*, src, cache_hit, **more):
+    compiled.append((src.hash(), cache_hit, threading.current_thread() is threading.main_thread()))
+
+triton.knobs.compilation.listener = listen
+half = dict(dtype=torch.float16)
+products_of = [[empty(1, 4, k, **half), [empty(64, k, **half)], []] for k in (64, 1024)]
+calls = [("rms_norm", [empty(1, 4, 64, **half), empty(64, **half), 1e-6, False, True])]
+calls += [("few_rows_linear", given) for given in products_of]
+ahead.calls_within = lambda passes: calls
+assert ahead.compile_kernels(lambda: None) == len(calls)
+ahead_of_calls = len(compiled)
+with ahead.compiling_only():
+    for name, given in calls:
+        LAUNCHERS[name](*given)
+assert len(compiled) == ahead_of_calls
+print(json.dumps(compiled))
+"""
+
+
+@pytest.mark.slow
+def test_calls_compile_nothing_that_was_compiled_ahead_and_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    environment.pop("TRITON_INTERPRET", None)
+    kernels: list[set[str]] = []
+    for process in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_CALL],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        compiled = json.loads(done.stdout.splitlines()[-1])
+        kernels.append({name for name, _, _ in compiled})
+        assert len(compiled) == len(kernels[-1]) == 4  # two products, the sum of one's stretches, the norm: once each
+        assert not any(in_main_thread for _, _, in_main_thread in compiled)
+        assert {kept for _, kept, _ in compiled} == {process == 1}
+    assert kernels[0] == kernels[1]

@@ -51,11 +51,12 @@ def check(kernels: list[dict[str, Any]], capability: int) -> None:
 
 
 @pytest.mark.slow  # .ci/run runs it
-def test_wide_heads_fit_on_a_card_of_little_memory_and_nothing_spills_much() -> None:
-    kernels = compiled(86, *QUICK)
+@pytest.mark.parametrize("capability", MEMORY)
+def test_wide_heads_fit_on_every_card_and_nothing_spills_much(capability: int) -> None:
+    kernels = compiled(capability, *QUICK)
     kinds = {"attend_kernel", "merge_kernel", "_multiply", "_rotate_to_cache", "_move_slots"}
     assert kinds == {each["kernel"] for each in kernels}
-    check(kernels, 86)
+    check(kernels, capability)
 
 
 @pytest.mark.slow

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from decoders.engine.model.attention import LayerKind, build_mask
 from decoders.engine.model.blocks import causal_block
-from decoders.engine.model.cache import quantize_slots
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.kernels.attention import pack_mask
 from decoders.engine.model.kernels.cpu import build
+from decoders.engine.model.slot_cache import quantize_slots
 from decoders.tree import Topology, TreeTensors
 
 from .variants import IN_TURN
@@ -147,7 +147,6 @@ def random_tree(draw: st.DrawFn, nodes: int) -> Topology:
 
 
 @each_variant
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_tree_over_any_rows_attends_as_plain_attention_does(variant: str, data: st.DataObject) -> None:
     draw, view = data.draw, data.draw(st.sampled_from([64, 192, 1100]))

@@ -79,35 +79,48 @@ def test_a_quotient_is_rounded_first_where_the_model_does(variant: str, dtype: t
 def test_activations_multiply_by_their_neighbours(variant: str, dtype: torch.dtype, kind: int, activation: Any) -> None:
     kernels = cpu.loaded(variant)
     x = torch.cat([drawn(700, 74, dtype=dtype) * 8, torch.tensor([0.0, -200, 200, 1e-6]).to(dtype).expand(700, 4)], 1)
-    whole = kernels.gated_activation(x, kind, True)
+    # A product by one is exact.
+    one = torch.eye(x.shape[1], dtype=dtype)
+    gated = lambda x, gate_first=True: kernels.gated_linear(x, list(one.chunk(2)), [], [], 1, kind, gate_first)  # noqa: E731
+    whole = gated(x)
     gate, up = x.double().chunk(2, -1)
     exact = activation(gate) * up
     assert (
         (whole.double() - exact).abs()
         <= 3 * DTYPES[dtype] * (exact.abs() + torch.finfo(dtype).smallest_normal) + 2e-6 * up.abs()
     ).all()
-    assert torch.equal(kernels.gated_activation(torch.cat(x.chunk(2, -1)[::-1], -1), kind, False), whole)
+    assert torch.equal(gated(torch.cat(x.chunk(2, -1)[::-1], -1), False), whole)
     for rows in (1, 2, 7):
         torch.set_num_threads(rows)
-        assert torch.equal(kernels.gated_activation(x[:rows], kind, True), whole[:rows])
+        assert torch.equal(gated(x[:rows]), whole[:rows])
+
+
+def split(kernels: cpu.Kernels, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator's queries, keys and product with one head each, ``x`` ``[B, N, 3, D]``: a product by one is exact."""
+    width = x.shape[3]
+    one = torch.eye(3 * width, dtype=x.dtype).split(width)
+    around = None, None, 0.0, False, False, cos, sin
+    return kernels.linear_rotated(x.flatten(2), list(one), [], [], 1, *around, 1, width)
 
 
 @pytest.mark.parametrize("width", [2, 16, 80])
 def test_rotary_positions_have_the_bits_of_torch(variant: str, dtype: torch.dtype, width: int) -> None:
     kernels = cpu.loaded(variant)
-    x = drawn(3, 5, 4, width, dtype=dtype).transpose(1, 2)
+    x = drawn(3, 5, 3, width, dtype=dtype)
     for rows in (1, 3):  # one row of positions is that of all
         angles = drawn(rows, 5, width, dtype=torch.float32, seed=1) * 30
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        assert torch.equal(kernels.rotary(x, cos, sin).transpose(1, 2), apply_rotary_pos_emb(x, x, cos, sin)[0])
+        queries, keys, _ = split(kernels, x, cos, sin)
+        expected = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)[0]
+        assert torch.equal(torch.cat([queries.transpose(1, 2), keys], 1), expected[:, :2])
 
 
 def test_numbers_behind_the_turned_ones_stay(variant: str, dtype: torch.dtype) -> None:
-    x, angles = drawn(1, 2, 3, 10, dtype=dtype), drawn(1, 3, 6, dtype=torch.float32)
+    x, angles = drawn(1, 4, 3, 10, dtype=dtype), drawn(1, 4, 6, dtype=torch.float32)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    ours = cpu.loaded(variant).rotary(x, cos, sin).transpose(1, 2)
-    assert torch.equal(ours[..., :6], apply_rotary_pos_emb(x[..., :6], x[..., :6], cos, sin)[0])
-    assert torch.equal(ours[..., 6:], x[..., 6:])
+    ours, own = split(cpu.loaded(variant), x, cos, sin)[1], x.transpose(1, 2)[:, 1:2]
+    assert torch.equal(ours[..., :6], apply_rotary_pos_emb(own[..., :6], own[..., :6], cos, sin)[0])
+    assert torch.equal(ours[..., 6:], own[..., 6:])
 
 
 def test_keys_and_values_go_to_their_slots(variant: str, dtype: torch.dtype) -> None:
@@ -131,7 +144,13 @@ def test_a_planted_wrong_norm_is_found(variant: str, dtype: torch.dtype) -> None
     assert cpu.check(kernels) is None
     wrong = replace(kernels, rms_norm=lambda x, weight, *more: kernels.rms_norm(x, weight, *more) * 1.01)
     assert cpu.check(wrong) == "a wrong norm of float32"
-    wrong = replace(kernels, gated_activation=lambda x, *more: kernels.gated_activation(x, *more) + 0.01)
+    wrong = replace(kernels, gated_linear=lambda *given: kernels.gated_linear(*given) + 0.01)
     assert cpu.check(wrong) == "a wrong activation of float32"
-    wrong = replace(kernels, rotary=lambda x, cos, sin: kernels.rotary(x, sin, cos))
+    wrong = replace(kernels, linear_to_residual=lambda *given: kernels.linear_to_residual(*given)[::-1])
+    assert cpu.check(wrong) == "a wrong sum of float32"
+    wrong = replace(
+        kernels, linear_rotated=lambda *given: kernels.linear_rotated(*given[:-4], *given[-3:-5:-1], *given[-2:])
+    )
     assert cpu.check(wrong) == "wrong rotary positions of float32"
+    wrong = replace(kernels, linear_to_cache=lambda *given: kernels.linear_to_cache(*given[:-2], given[-1], given[-2]))
+    assert cpu.check(wrong) == "a wrong write of float32 to the cache"

@@ -116,10 +116,10 @@ def test_rows_may_have_any_shape_and_strides() -> None:
     matrix = torch.randn(40, 96)
     assert products.multiplies(matrix)
     x = torch.randn(3, 5, 2, 96)
-    expected = products.few_rows_linear(x.reshape(-1, 96), matrix, None).view(3, 5, 2, 40)
-    assert torch.equal(products.few_rows_linear(x, matrix, None), expected)
-    assert torch.equal(products.few_rows_linear(x.transpose(0, 2), matrix, None), expected.transpose(0, 2))
-    assert products.few_rows_linear(x[:0], matrix, None).shape == (0, 5, 2, 40)
+    expected = products.product_or_none(x.reshape(-1, 96), [matrix], []).view(3, 5, 2, 40)
+    assert torch.equal(products.product_or_none(x, [matrix], []), expected)
+    assert torch.equal(products.product_or_none(x.transpose(0, 2), [matrix], []), expected.transpose(0, 2))
+    assert products.product_or_none(x[:0], [matrix], []).shape == (0, 5, 2, 40)
 
 
 @needs_kernels

@@ -136,7 +136,8 @@ def test_rows_of_zeros_and_of_numbers_that_are_none(kernels: Kernels) -> None:
     ("change", "says"),
     [
         (lambda x, levels, scales: (x, [levels], [scales[:, :, :5].contiguous()]), "groups are 32 doubled"),
-        (lambda x, levels, scales: (x, [levels], [scales.clone()]), "16 more may be read"),
+        (lambda x, levels, scales: (x, [levels], [scales.clone()]), "memory after the scales"),
+        (lambda x, levels, scales: (x, [levels.clone()], [scales]), "memory after the scales"),
         (lambda x, levels, scales: (x[:, :32], [levels], [scales]), "have the inputs of x"),
         (lambda x, levels, scales: (x, [levels] * 4, [scales] * 4), "one to three"),
     ],

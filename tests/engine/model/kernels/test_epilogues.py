@@ -1,4 +1,6 @@
-"""Products together with what follows them, interpreted: right, and with the same bits for any number of rows."""
+"""Products together with what follows them, by Triton's kernels, interpreted, and the CPU's: right, and with the same bits for any
+number of rows.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoders.engine.model.kernels import Norm, epilogues, interpreted, products
-from decoders.engine.model.weights.same_bits import Formula
+from decoders.engine.model.kernels import Norm, Operands, cpu, interpreted, products
+from decoders.engine.model.weights.layers import Formula
 
 from ....turns import slow_but
 
-if not interpreted():
-    pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
+#: Devices whose kernels run here: Triton's are interpreted where there is no GPU and Triton is installed.
+DEVICES = [*(["cuda"] if interpreted() else []), *(["cpu"] if cpu.chosen().kernels is not None else [])]
+if not DEVICES:
+    pytest.skip("no kernels run here", allow_module_level=True)
 
 FORMULAS = {"llama": Formula(1e-6, False, True), "gemma": Formula(1e-5, True, False)}
 
 
-@pytest.fixture(autouse=True)
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is taken for a CUDA device."""
-    monkeypatch.setitem(products._operators, "cpu", products.few_rows_on_cuda)
+@pytest.fixture(autouse=True, params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """For "cuda", the CPU is taken for a CUDA device."""
+    products.take_cpu_kernels()
+    if request.param == "cuda":
+        monkeypatch.setitem(products._operators, "cpu", products.few_rows_on_cuda)
+    return str(request.param)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -42,16 +49,16 @@ def test_a_gated_activation_follows_both_products(inputs: int, with_bias: bool, 
     first, second = (F.linear(x, m, biases[i] if biases else None) for i, m in enumerate(pair))
     gate, up = (first, second) if gate_first else (second, first)
     expected = (F.gelu(gate, approximate="tanh") if kind else F.silu(gate)) * up
-    ours = epilogues.gated_linear(x, pair, biases, kind, gate_first)
+    ours = products.gated_linear(x, Operands(pair, [], biases), kind, gate_first)
     assert ours is not None
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-    alone = epilogues.gated_linear(x[1:, 3:4], pair, biases, kind, gate_first)
+    alone = products.gated_linear(x[1:, 3:4], Operands(pair, [], biases), kind, gate_first)
     assert alone is not None and torch.equal(alone, ours[1:, 3:4])
 
 
 def test_a_gated_activation_of_a_long_text_follows_torchs_products() -> None:
     x, pair = random(130, 96), [random(64, 96, seed=i) for i in (1, 2)]
-    ours = epilogues.gated_linear(x, pair, [], 0, True)
+    ours = products.gated_linear(x, Operands(pair, [], []), 0, True)
     torch.testing.assert_close(ours, F.silu(x @ pair[0].T) * (x @ pair[1].T), rtol=1e-4, atol=1e-4)
 
 
@@ -67,7 +74,8 @@ def test_a_residual_and_norms_follow_a_product(rows: int, after: str | None, bef
     ]
     total = F.linear(x, matrix, bias)
     total = residual + (FORMULAS[before](total, weights[0]) if before else total)
-    out = epilogues.linear_to_residual(x, matrix, bias, residual, *norms)
+    by = Operands([matrix], [], [bias])
+    out = products.linear_to_residual(x, by, residual, *norms)
     assert out is not None
     torch.testing.assert_close(out[0], total, rtol=1e-4, atol=1e-4)
     if after:
@@ -75,7 +83,7 @@ def test_a_residual_and_norms_follow_a_product(rows: int, after: str | None, bef
     else:
         assert not out[1].numel()
     if rows < 128:
-        alone = epilogues.linear_to_residual(x[5:6], matrix, bias, residual[5:6], *norms)
+        alone = products.linear_to_residual(x[5:6], by, residual[5:6], *norms)
         assert alone is not None and all(
             torch.equal(one, many[5:6]) for one, many in zip(alone, out, strict=True) if one.numel()
         )
@@ -109,8 +117,8 @@ def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
         norms = Norm(weights[0], *FORMULAS[formula]), Norm(weights[1], *FORMULAS[formula])
         plain[:2] = [FORMULAS[formula](part, weight) for part, weight in zip(plain, weights, strict=False)]
     turn: Callable[[Tensor], Tensor] = lambda part: part * cos[:, :, None] + half_turned(part) * sin[:, :, None]  # noqa: E731
-    given = x, matrices, biases, norms, cos, sin, slots, keys, values
-    rotated = epilogues.linear_rotated(*given)
+    given = x, Operands(matrices, [], biases), norms, cos, sin, slots, keys, values
+    rotated = products.linear_rotated(*given)
     assert rotated is not None and rotated[1:] == (None, None)
     query = rotated[0]
     assert query.dtype == dtype
@@ -121,7 +129,8 @@ def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
     torch.testing.assert_close(values[row, :, slots], plain[2], **close)
     assert keys.count_nonzero() <= rows * nodes * key_heads * width
     # Compiled code gets what it has to write itself, with the same bits.
-    traced = torch.compile(epilogues.linear_rotated, backend="eager", fullgraph=True)(*given)
+    torch.compiler.reset()  # of one function Dynamo makes a few graphs only
+    traced = torch.compile(products.linear_rotated, backend="eager", fullgraph=True)(*given)
     assert traced is not None and torch.equal(traced[0], query)
     assert torch.equal(traced[1], keys[row, :, slots].transpose(1, 2))
     assert torch.equal(traced[2], values[row, :, slots].transpose(1, 2))
@@ -130,14 +139,23 @@ def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
 def test_of_no_rows_nothing_is_computed() -> None:
     x, matrices = random(0, 3, 96), [random(size, 96, seed=size) for size in (128, 64, 64)]
     cos, keys = random(1, 3, 32), random(0, 2, 160, 32)
-    given = x, matrices, [], (Norm(), Norm()), cos, cos, torch.zeros(0, 3, dtype=torch.int64), keys, keys.clone()
-    rotated = epilogues.linear_rotated(*given)
+    given = (
+        x,
+        Operands(matrices, [], []),
+        (Norm(), Norm()),
+        cos,
+        cos,
+        torch.zeros(0, 3, dtype=torch.int64),
+        keys,
+        keys.clone(),
+    )
+    rotated = products.linear_rotated(*given)
     assert rotated is not None and rotated[0].shape == (0, 3, 4, 32)
-    traced = torch.compile(epilogues.linear_rotated, backend="eager", fullgraph=True)(*given)
+    traced = torch.compile(products.linear_rotated, backend="eager", fullgraph=True)(*given)
     assert traced is not None and traced[1].shape == (0, 2, 3, 32)  # type: ignore[union-attr]
-    gated = epilogues.gated_linear(x, matrices[1:], [], 0, True)
+    gated = products.gated_linear(x, Operands(matrices[1:], [], []), 0, True)
     assert gated is not None and gated.shape == (0, 3, 64)
-    sums = epilogues.linear_to_residual(
-        x, matrices[1], None, random(0, 3, 64), Norm(), Norm(random(64), *FORMULAS["llama"])
+    sums = products.linear_to_residual(
+        x, Operands(matrices[1:2], [], []), random(0, 3, 64), Norm(), Norm(random(64), *FORMULAS["llama"])
     )
     assert sums is not None and [len(each) for each in sums] == [0, 0]

@@ -14,7 +14,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from decoders.engine.model.kernels import interpreted
 from decoders.engine.model.weights import same_bits
-from decoders.engine.model.weights.same_bits import Formula, norm_kind
+from decoders.engine.model.weights.layers import Formula
+from decoders.engine.model.weights.same_bits import norm_kind
 
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)

@@ -9,13 +9,19 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from decoders.engine.model.kernels import interpreted
-from decoders.engine.model.kernels.products import few_rows_linear, few_rows_linears
+from decoders.engine.model.kernels.products import product_or_none
 from decoders.engine.model.kernels.products import rms_norm_on_cuda as rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(interpreted(), reason="kernels are interpreted")]
 
 ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128)
 SIZES = [(3072, 2048), (2048, 2048), (512, 2048), (16384, 2048), (2048, 8192), (128256, 2048), (130, 100)]
+
+
+def product_of(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = product_or_none(x, [matrix], [] if bias is None else [bias])
+    assert product is not None
+    return product
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -28,26 +34,26 @@ def test_a_row_of_a_product_has_the_same_bits_for_any_number_of_rows(
     bias = torch.randn(outputs, device="cuda").to(dtype)
     if transposed:
         matrix = matrix.t().contiguous().t()
-    whole = few_rows_linear(x, matrix, bias)
+    whole = product_of(x, matrix, bias)
     exact = F.linear(x.float(), matrix.float(), bias.float())
     torch.testing.assert_close(whole.float(), exact, rtol=torch.finfo(dtype).eps, atol=0.05)
     for rows in ROWS:
-        assert torch.equal(few_rows_linear(x[:rows], matrix, bias), whole[:rows]), rows
-        assert torch.equal(few_rows_linear(x[-rows:], matrix, bias), whole[-rows:]), rows
+        assert torch.equal(product_of(x[:rows], matrix, bias), whole[:rows]), rows
+        assert torch.equal(product_of(x[-rows:], matrix, bias), whole[-rows:]), rows
 
 
 @pytest.mark.parametrize("sizes", [(2048, 512, 512), (8192, 8192)])
 def test_a_row_of_several_products_in_one_has_the_same_bits_for_any_number_of_rows(sizes: tuple[int, ...]) -> None:
     x, *matrices = (torch.randn(rows, 2048, device="cuda").bfloat16() for rows in (200, *sizes))
     biases = [torch.randn(size, device="cuda").bfloat16() for size in sizes]
-    whole = few_rows_linears(x[:128], matrices, biases)
+    whole = product_or_none(x[:128], matrices, biases)
     exact = F.linear(x.float(), torch.cat(matrices).float(), torch.cat(biases).float())
-    for product in (whole, few_rows_linears(x, matrices, biases)):  # the latter by cuBLAS
+    for product in (whole, product_or_none(x, matrices, biases)):  # the latter by cuBLAS
         torch.testing.assert_close(
             product.float(), exact[: len(product)], rtol=torch.finfo(torch.bfloat16).eps, atol=0.05
         )
     for rows in ROWS:
-        assert torch.equal(few_rows_linears(x[:rows], matrices, biases), whole[:rows]), rows
+        assert torch.equal(product_or_none(x[:rows], matrices, biases), whole[:rows]), rows
 
 
 @pytest.mark.parametrize("width", [64, 2048, 4096, 6000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch._subclasses import FakeTensorMode
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine.model import self_check, torch_compat
+from decoders.engine.model import kernels, self_check, torch_compat
 from decoders.engine.model.kernels import interpreted, products
 from decoders.engine.model.layout import shared_inputs
 from decoders.engine.model.weights import few_rows
 from decoders.engine.model.weights.few_rows import multiply_few_rows
+from decoders.engine.model.weights.layers import FewRowsLinear
 from decoders.engine.model.weights.twin import share_weights
 from decoders.settings import RuntimeSettings
 from decoders.testing.exactness import decode, prompts
@@ -28,7 +30,7 @@ from decoders.testing.models import tiny_model
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
-from decoders.engine.model.kernels.products import few_rows_linear, few_rows_linears
+from decoders.engine.model.kernels.products import product_or_none
 from decoders.engine.model.kernels.products_triton import MOST_ROWS, plan
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -56,6 +58,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def product_of(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = product_or_none(x, [matrix], [] if bias is None else [bias])
+    assert product is not None
+    return product
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from([1, 2, 15, 16, 17, 40, 130]),
@@ -73,7 +81,7 @@ def test_a_product_is_that_of_float64_within_rounding(
     exact = x.double() @ matrix.double().T + (bias.double() if bias is not None else 0)
     if transposed:  # as Conv1D keeps it
         matrix = matrix.t().contiguous().t()
-    product = few_rows_linear(x, matrix, bias)
+    product = product_of(x, matrix, bias)
     assert product.dtype == dtype and product.shape == (rows, outputs)
     scale = x.double().abs() @ matrix.double().abs().T + 1
     assert ((product - exact).abs() <= exact.abs() * DTYPES[dtype] + scale * 1e-6).all()
@@ -82,7 +90,7 @@ def test_a_product_is_that_of_float64_within_rounding(
 @functools.cache
 def product_of_all(dtype: torch.dtype, inputs: int) -> tuple[torch.Tensor, ...]:
     x, matrix, bias = random(70, inputs, dtype=dtype), random(70, inputs, dtype=dtype, seed=1), random(70, dtype=dtype)
-    return x, matrix, bias, few_rows_linear(x, matrix, bias)
+    return x, matrix, bias, product_of(x, matrix, bias)
 
 
 @settings(max_examples=2, deadline=None)
@@ -91,7 +99,7 @@ def product_of_all(dtype: torch.dtype, inputs: int) -> tuple[torch.Tensor, ...]:
 def test_a_row_has_the_same_bits_however_many_there_are(rows: int, first: int, inputs: int, dtype: torch.dtype) -> None:
     x, matrix, bias, whole = product_of_all(dtype, inputs)
     part = slice(first, first + rows)
-    assert torch.equal(few_rows_linear(x[part], matrix, bias), whole[part])
+    assert torch.equal(product_of(x[part], matrix, bias), whole[part])
 
 
 @pytest.mark.in_turns
@@ -103,30 +111,30 @@ def test_several_matrices_are_one_product_in_which_a_row_has_the_same_bits(
     """In sums of two stretches: 530 terms."""
     x, matrices = random(130, 530), [random(size, 530, seed=size + i) for i, size in enumerate(sizes)]
     biases = [random(size, seed=9 + i) for i, size in enumerate(sizes)] if with_bias else []
-    whole = few_rows_linears(x[:20], matrices, biases)
+    whole = product_or_none(x[:20], matrices, biases)
     joint = F.linear(x.double(), torch.cat(matrices).double(), torch.cat(biases).double() if biases else None)
     torch.testing.assert_close(whole.double(), joint[:20], rtol=1e-5, atol=1e-4)
-    assert torch.equal(few_rows_linears(x[17:18], matrices, biases), whole[17:18])
-    many = few_rows_linears(x[None], matrices, biases)  # by torch
+    assert torch.equal(product_or_none(x[17:18], matrices, biases), whole[17:18])
+    many = product_or_none(x[None], matrices, biases)  # by torch
     torch.testing.assert_close(many[0].double(), joint, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [(64, 128)])
 def test_a_node_has_the_same_bits_alone_and_in_a_batch_of_more_rows_than_a_program_has(sizes: tuple[int, ...]) -> None:
     x, matrices = random(8, 32, 530, dtype=torch.float16), [random(size, 530, dtype=torch.float16) for size in sizes]
-    whole = few_rows_linears(x, matrices, [])
+    whole = product_or_none(x, matrices, [])
     for row in (0, 5, 7):
-        assert torch.equal(few_rows_linears(x[row : row + 1], matrices, []), whole[row : row + 1])
-        assert torch.equal(few_rows_linears(x[row, 3:4], matrices, []), whole[row, 3:4])
+        assert torch.equal(product_or_none(x[row : row + 1], matrices, []), whole[row : row + 1])
+        assert torch.equal(product_or_none(x[row, 3:4], matrices, []), whole[row, 3:4])
 
 
 def test_rows_may_have_any_shape_and_strides() -> None:
     matrix, x = random(40, 96), random(3, 5, 2, 96)
-    expected = few_rows_linear(x.reshape(-1, 96), matrix, None).view(3, 5, 2, 40)
-    assert torch.equal(few_rows_linear(x, matrix, None), expected)
-    assert torch.equal(few_rows_linear(x.transpose(0, 2), matrix, None), expected.transpose(0, 2))
-    narrow = few_rows_linear(x[..., :64].clone(), matrix[:, :64].clone(), None)
-    assert torch.equal(few_rows_linear(x[..., :64], matrix[:, :64], None), narrow)
+    expected = product_of(x.reshape(-1, 96), matrix, None).view(3, 5, 2, 40)
+    assert torch.equal(product_of(x, matrix, None), expected)
+    assert torch.equal(product_of(x.transpose(0, 2), matrix, None), expected.transpose(0, 2))
+    narrow = product_of(x[..., :64].clone(), matrix[:, :64].clone(), None)
+    assert torch.equal(product_of(x[..., :64], matrix[:, :64], None), narrow)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +157,9 @@ def test_the_operator_is_traced_with_any_number_of_rows() -> None:
         seen.append(tuple(node.target for node in graph.graph.nodes if node.op == "call_function"))
         return graph.forward
 
-    compiled = torch.compile(lambda x: few_rows_linear(x, matrix, bias), backend=noted, fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda x: product_of(x, matrix, bias), backend=noted, fullgraph=True, dynamic=True)
     for rows in (2, 5, 20):
-        assert torch.equal(compiled(random(rows, 96)), few_rows_linear(random(rows, 96), matrix, bias))
+        assert torch.equal(compiled(random(rows, 96)), product_of(random(rows, 96), matrix, bias))
     assert len(seen) == 1 and torch.ops.decoders.few_rows_linear.default in seen[0]
 
 
@@ -168,7 +176,7 @@ def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(nam
     torch.testing.assert_close(
         layer(x), own(x), rtol=2**-7, atol=2**-7
     )  # torch's own kernels: which, depends on the processor
-    assert torch.equal(layer(x[None, :-1]), few_rows_linear(x[None, :-1], layer.matrix(), own.bias))
+    assert torch.equal(layer(x[None, :-1]), product_of(x[None, :-1], layer.matrix(), own.bias))
     assert layer(x[:0]).shape == (0, layer.matrix().shape[0])
     with torch.no_grad():
         compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
@@ -235,7 +243,7 @@ def test_other_layers_and_float32_are_left_alone() -> None:
     )
     layers["own"].forward = lambda x: x
     multiply_few_rows(layers)
-    assert [type(layer) for layer in layers.values()] == [nn.Linear, nn.Linear, few_rows.FewRowsLinear]
+    assert [type(layer) for layer in layers.values()] == [nn.Linear, nn.Linear, FewRowsLinear]
 
 
 def test_what_is_written_into_weights_is_seen_at_once() -> None:
@@ -272,6 +280,15 @@ def test_products_on_a_device_are_the_kernels_in_16_bits_and_if_they_have_to_be_
     assert not products.multiplies(single)
 
 
+def test_kernels_are_launched_on_the_device_of_their_first_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which need not be a model's."""
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(current.append(device)))
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda:3")
+    assert kernels._on_own_device(lambda first, second: (first, second, *current))(x, 5) == (x, 5, x.device)
+
+
 def test_a_setting_gives_exact_products_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_tree_logits", "brief_check"):  # interpreted, they take longest
         monkeypatch.setattr(self_check, check, lambda *_: None)
@@ -282,4 +299,4 @@ def test_a_setting_gives_exact_products_up(monkeypatch: pytest.MonkeyPatch) -> N
         decode(model, prompts(1, length=3), "autoregressive", max_new_tokens=1, decoders_config=settings)
         target = engine(RuntimeSettings(exact_products=exact)).target
         layers = [module for module in target.model.modules() if isinstance(module, nn.Linear)]
-        assert {isinstance(layer, few_rows.FewRowsLinear) for layer in layers} == {exact}
+        assert {isinstance(layer, FewRowsLinear) for layer in layers} == {exact}

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from decoders.engine.model.attention import LayerKind, build_mask
 from decoders.engine.model.blocks import causal_block
-from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels import interpreted
-from decoders.engine.model.kernels.attention import attend, pack_mask, split_count
+from decoders.engine.model.kernels import attention_cuda, interpreted
+from decoders.engine.model.kernels.attention import attend, pack_mask
 from decoders.tree import Topology, TreeTensors
 
 from ....turns import slow_but
@@ -128,7 +127,7 @@ def test_a_token_of_text_has_the_same_bits_whatever_was_read_with_it(
     kind: LayerKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a prefix that another call has read, in a shorter cache, and beside other rows."""
-    monkeypatch.setattr(kernel, "FIRST_TEXT_SPLIT", 64)
+    monkeypatch.setattr(attention_cuda, "FIRST_TEXT_SPLIT", 64)
     query, key, value = made(2, 80, 128, group=2)
     base, text = torch.tensor([0, 7]), causal_block(2, 80, CPU)
     whole = attend(query, key, value, pack_mask(base, text.offsets, None), None, kind)
@@ -181,14 +180,14 @@ def test_rows_whose_parts_would_take_too_much_memory_are_attended_to_in_turns(mo
     tree = branching(4, 3)
     mask = pack_mask(torch.tensor([0, 100, 200]), tree.offsets, tree.visible)
     together = attend(query, key, value, mask)
-    monkeypatch.setattr(kernel, "MOST_SCRATCH", 1)
+    monkeypatch.setattr(attention_cuda, "MOST_SCRATCH", 1)
     assert torch.equal(attend(query, key, value, mask), together)
 
 
 def test_splits_cover_the_slots_once_and_their_places_depend_on_nothing() -> None:
     ends: list[int] = []
     for view in (*range(1, 6000, 7), 1 << 17):
-        count = split_count(view)
+        count = attention_cuda.split_count(view)
         starts = [_start(split) for split in range(count + 1)]
         assert starts[0] == 0 and starts[count - 1] < view <= starts[count]
         ends = starts if len(starts) > len(ends) else ends
@@ -197,9 +196,9 @@ def test_splits_cover_the_slots_once_and_their_places_depend_on_nothing() -> Non
 
 def _start(split: int) -> int:
     """As the kernels have it."""
-    octave, place = divmod(split, kernel.OCTAVE)
-    size = kernel.FIRST_SPLIT << max(octave - 1, 0)
-    return (kernel.FIRST_SPLIT * kernel.OCTAVE << (octave - 1) if octave else 0) + place * size
+    octave, place = divmod(split, attention_cuda.OCTAVE)
+    size = attention_cuda.FIRST_SPLIT << max(octave - 1, 0)
+    return (attention_cuda.FIRST_SPLIT * attention_cuda.OCTAVE << (octave - 1) if octave else 0) + place * size
 
 
 def test_a_row_in_front_of_its_beginning_gets_zeros_and_no_nan() -> None:

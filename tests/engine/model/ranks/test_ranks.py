@@ -118,7 +118,7 @@ def test_weights_that_were_changed_are_seen(llama: Run, several: dict[str, Any])
     [
         (0, "RanksError: the 2 processes that share the model differ in what generate is asked for"),
         (1, "UnsupportedError: compile=True: 2 processes share this model"),
-        (2, "UnsupportedError: weights='int8': the weights of LlamaForCausalLM are shared by 2 processes"),
+        (2, "UnsupportedError: weights='int8': 2 processes share the weights of LlamaForCausalLM"),
         (3, "UnsupportedError: 2 processes share this model, and a request that reaches one of them"),
         (4, "RanksError: the 2 processes that share the model differ in what a step drafts"),
         (5, "RanksError: the 2 processes that share the model differ in what generate is asked for"),

@@ -1,7 +1,7 @@
 """CPU kernels in C++: products without copies of matrices, attention over the slot cache, norms, activations, rotary positions.
 
-Each variant, for a kind of processor, is a shared object: from the package if a wheel has it, else from the cache folder, for which the
-first process on a machine compiles it in 10 to 20 seconds. Without a compiler there are no kernels, and torch multiplies.
+There is a variant for each kind of processor, a shared object. It comes from the package if a wheel has it, else from the cache folder,
+where the first process on a machine compiles it in 10 to 20 seconds. Without a compiler there are no kernels, and torch multiplies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,9 +28,9 @@ from .....errors import SettingsError
 from ...torch_compat import has_instructions
 from . import build, four_bits
 
-#: Environment variable that names a variant, or "off"; by default the best variant for the processor.
+#: Environment variable that names a variant, or "off". By default the best variant for the processor is used.
 VARIABLE = "DECODERS_CPU_KERNELS"
-#: Types of matrices.
+#: Dtypes of the matrices that the kernels support.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _log = logging.getLogger("decoders")
@@ -42,8 +42,9 @@ class Kernels:
 
     Attributes:
         path: the shared object.
-        few_rows_linear, rms_norm: see :mod:`~decoders.engine.model.kernels.products`.
-        gated_activation, rotary, write_to_cache: see ``elementwise.h``.
+        few_rows_linear, rms_norm, gated_linear, linear_to_residual, linear_rotated, linear_to_cache: see
+            :mod:`~decoders.engine.model.kernels.products`.
+        write_to_cache: writes keys and values to their slots.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
         round_to_four_bits: returns the levels and scales of a matrix.
@@ -53,8 +54,10 @@ class Kernels:
     path: Path
     few_rows_linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
-    gated_activation: Callable[..., Tensor]
-    rotary: Callable[..., Tensor]
+    gated_linear: Callable[..., Tensor]
+    linear_to_residual: Callable[..., tuple[Tensor, Tensor]]
+    linear_rotated: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    linear_to_cache: Callable[..., Tensor]
     write_to_cache: Callable[..., None]
     slot_attention: Callable[..., Tensor]
     quantized_linear: Callable[..., Tensor]
@@ -62,29 +65,42 @@ class Kernels:
 
     @classmethod
     def load(cls, variant: str, path: Path) -> Kernels:
-        """Raises OSError if the file cannot be loaded."""
+        """Loads the shared object. Raises OSError if that fails."""
         namespace = f"decoders_{variant}"
         torch.ops.load_library(str(path))
         operators: Any = getattr(torch.ops, namespace)
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake)
-        # Rounding is never in a graph, so it needs no fake.
+        # Rounding to 4 bits is never in a graph, so it needs no fake.
         return cls(variant, path, *(getattr(operators, name).default for name in (*_FAKES, "round_to_four_bits")))
 
 
-#: Per operator, in the order of :class:`Kernels`: a function that returns a result without values.
-_FAKES: dict[str, Callable[..., Tensor | None]] = {
-    "few_rows_linear": lambda x, matrices, biases: x.new_empty(
-        (*x.shape[:-1], sum(len(matrix) for matrix in matrices))
-    ),
+def _product(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in matrices)))
+
+
+#: For each operator, in the order of :class:`Kernels`, a function that returns a result without values.
+_FAKES: dict[str, Callable[..., Any]] = {
+    "few_rows_linear": lambda x, matrices, *_: _product(x, matrices),
     "rms_norm": lambda x, *_: x.new_empty(x.shape),
-    "gated_activation": lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
-    "rotary": lambda x, *_: x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])),
+    "gated_linear": lambda x, matrices, *_: _product(x, matrices[:1]),
+    "linear_to_residual": lambda _x, _m, _s, _b, _d, residual, *norms: (
+        residual.new_empty(residual.shape),
+        residual.new_empty((0,) if norms[4] is None else residual.shape),
+    ),
+    "linear_rotated": lambda x, matrices, *more: (
+        x.new_empty((*x.shape[:2], len(matrices[0]) // more[-1], more[-1])),
+        x.new_empty((x.shape[0], more[-2], x.shape[1], more[-1])),
+        _product(x, matrices),
+    ),
+    "linear_to_cache": lambda x, matrices, *more: x.new_empty(
+        (*x.shape[:2], len(matrices[0]) // more[-1].shape[3], more[-1].shape[3])
+    ),
     "write_to_cache": lambda *_: None,
     "slot_attention": lambda query, _, value, *more: query.new_empty(
         *[query.shape[i] for i in (0, 2, 1)], value.shape[3]
     ),
-    "quantized_linear": lambda x, levels, *_: x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in levels))),
+    "quantized_linear": lambda x, levels, *_: _product(x, levels),
 }
 
 
@@ -93,8 +109,8 @@ class Choice:
     """The kernels of this process.
 
     Attributes:
-        kernels: None if torch multiplies.
-        refused: per rejected variant, the reason; or why none was tried.
+        kernels: the kernels in use; None if torch multiplies.
+        refused: by rejected variant, the reason; or the reason why no variant was tried.
     """
 
     kernels: Kernels | None
@@ -114,7 +130,7 @@ def chosen() -> Choice:
     Raises:
         SettingsError: the environment variable does not name a variant of this machine.
     """
-    with _lock:  # else two threads may compile
+    with _lock:  # without the lock, two threads could compile the same variant
         return _chosen()
 
 
@@ -137,7 +153,7 @@ def _chosen() -> Choice:
         try:
             kernels = loaded(variant)
         except OSError as error:
-            return Choice(None, {variant: str(error)})  # the same error would hinder all variants
+            return Choice(None, {variant: str(error)})  # other variants would fail with the same error
         if (wrong := check(kernels)) is None:
             return Choice(kernels, refused)
         refused[variant] = wrong
@@ -147,13 +163,13 @@ def _chosen() -> Choice:
 
 @functools.cache
 def loaded(variant: str) -> Kernels:
-    """Loads a variant, unchecked; compiles it if necessary. Raises OSError if it cannot be compiled."""
+    """Loads a variant without checking it; compiles it first if necessary. Raises OSError if that fails."""
     name, kept = build.file_name(variant), cache_folder() / "kernels"
     path = kept / name
     if (build.FOLDER / name).exists():
         path = build.FOLDER / name
     elif not path.exists():
-        with build.alone(path):  # another process may compile it meanwhile
+        with build.alone(path):  # another process may be compiling it
             if not path.exists():
                 _compile(kept, variant)
     return Kernels.load(variant, path)
@@ -169,7 +185,7 @@ def _compile(folder: Path, variant: str) -> None:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares results with float64 for several sizes; returns a description of a wrong result, or None."""
+    """Compares the kernels' results with float64 for several sizes. Returns a description of a wrong result; None if all are right."""
     found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
     return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 
@@ -196,7 +212,7 @@ def _check_products(kernels: Kernels, dtype: torch.dtype) -> str | None:
             for rows in range(1, len(x)):
                 if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
                     return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
-            # The same numbers in float32 have the same sums.
+            # Numbers stored in 16 bits must give the same sums as the same numbers stored in float32.
             wide, others = x.float(), [bias.float()]
             narrow = (kernels.few_rows_linear(wide, [each], others) for each in (stored, stored.float()))
             if not torch.equal(*narrow):
@@ -211,18 +227,37 @@ def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
     norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
     if not _is_close(kernels.rms_norm(x, weight, 1e-5, False, False), norm):
         return f"a wrong norm of {name}"
+    # Products by 1 are exact, so this checks only the epilogues.
+    ones = torch.eye(54, dtype=dtype, device="cpu")
     gate, up = wide.chunk(2, -1)
     for kind, activated in enumerate((F.silu(gate), F.gelu(gate, approximate="tanh"))):
-        if not _is_close(kernels.gated_activation(x, kind, True), activated * up):
+        if not _is_close(kernels.gated_linear(x, [ones[:27], ones[27:]], [], [], 1, kind, True), activated * up):
             return f"a wrong activation of {name}"
+    formula = weight, 1e-5, False, False
+    total, normed = kernels.linear_to_residual(x, [ones], [], [], 1, x, *formula, *formula)
+    if not torch.equal(total, x + kernels.rms_norm(x, *formula)):
+        return f"a wrong sum of {name}"
+    if not torch.equal(normed, kernels.rms_norm(total, *formula)):
+        return f"a wrong norm of a sum of {name}"
     cos, sin = angles.cos(), angles.sin()
     first, second = heads.double().chunk(2, -1)
     turned = heads.double() * cos.double()[:, None] + torch.cat([-second, first], -1) * sin.double()[:, None]
-    if not _is_close(kernels.rotary(heads, cos, sin).transpose(1, 2), turned):
+    # There is one head each of queries, keys and values.
+    row, each = heads.transpose(1, 2).flatten(2), torch.eye(30, dtype=dtype, device="cpu").split(10)
+    given: tuple[Any, ...] = row, list(each), [], [], 1, None, None, 0.0, False, False, cos, sin
+    keys, values = torch.zeros(2, 2, 1, 4, 10, dtype=dtype, device="cpu")
+    slots = torch.tensor([[2, 0, 3, 1], [0, 1, -1, 2]], device="cpu")
+    place = (slots % 4)[:, None, :, None].expand(2, 1, 4, 10)
+    queries = kernels.linear_to_cache(*given, slots, keys, values)
+    query, key, _ = kernels.linear_rotated(*given, 1, 10)
+    if not _is_close(torch.cat([query.transpose(1, 2), key], 1), turned[:, :2]):
         return f"wrong rotary positions of {name}"
-    cache, slots = torch.zeros_like(heads), torch.tensor([[2, 0, 3, 1], [0, 1, -1, 2]], device="cpu")
-    kernels.write_to_cache(cache, cache, slots, heads, heads)
-    if not torch.equal(cache.gather(2, (slots % 4)[:, None, :, None].expand_as(heads)), heads):
+    if not (torch.equal(queries, query) and torch.equal(keys.gather(2, place), key)):
+        return f"a wrong write of {name} to the cache"
+    if not torch.equal(values.gather(2, place), heads[:, 2:]):
+        return f"a wrong write of {name} to the cache"
+    kernels.write_to_cache(keys, values, slots, heads[:, 2:], heads[:, 2:])
+    if not torch.equal(keys.gather(2, place), heads[:, 2:]):
         return f"a wrong write of {name} to the cache"
     return None
 
@@ -264,7 +299,7 @@ def _check_attention(kernels: Kernels) -> str | None:
 
 
 def _check_quantized(kernels: Kernels) -> str | None:
-    """Checks products by 8 and 4 bits."""
+    """Checks products with matrices of 8 and of 4 bits."""
     generator = torch.Generator().manual_seed(0)
     for bits, inputs, groups in ((8, 77, 1), (8, 192, 2), (4, 416, 13), (4, 512, 4)):
         x, outputs = torch.randn(11, inputs, generator=generator, device="cpu"), 27
@@ -287,5 +322,5 @@ def _check_quantized(kernels: Kernels) -> str | None:
 
 
 def takes(matrix: Tensor) -> bool:
-    """Whether the kernels can multiply by a matrix ``[out, in]``: stored by rows or by columns."""
+    """Whether the kernels can multiply by a matrix ``[out, in]``: it must be stored by rows or by columns in one of the `TYPES`."""
     return matrix.dtype in TYPES and matrix.dim() == 2 and 1 in matrix.stride()

@@ -1,10 +1,10 @@
-// Attention of a block of nodes to the slot cache. Reads keys and values once for the queries of all heads of a group, and reads no
-// invisible slots.
+// Attention of a block of nodes to the slot cache. Keys and values are read once for the queries of all heads of a group. Slots that no
+// query sees are not read.
 //
 // Sums over keys are ordered by place. A committed slot s, before the block, has place s; the k-th visible node of the block has place
-// base + k. On a path, a token's place is its position, for any slots of the path, so that it has the same bits on a branch of a tree,
-// in a chain, and in text. Within a block of places, lane l of a vector adds places l, l + LANES, …; blocks, and stretches of blocks,
-// are added in order. Tiles and threads never change an order.
+// base + k. So on a path, a token's place is its position, whatever slots the path is in, and it has the same bits on a branch of a
+// tree, in a chain, and in text. Within a block of places, lane l of a vector adds places l, l + LANES, …; blocks, and stretches of
+// blocks, are added in order. Tiles and threads never change this order.
 #pragma once
 #include <atomic>
 #include <bit>
@@ -16,24 +16,24 @@
 
 namespace {
 
-constexpr long STRETCH = 512;          // places of a stretch, a multiple of PLACES
-constexpr long MOST_QUERIES = 256;     // queries (times heads of a group) for which keys and values are read once
-constexpr long LEAST_SHARED = 200000;  // products for which several threads are worth their start
+constexpr long STRETCH = 512;          // number of places of a stretch, a multiple of PLACES
+constexpr long MOST_QUERIES = 256;     // most queries (times heads of a group) that share one read of keys and values
+constexpr long LEAST_SHARED = 200000;  // least number of multiplications for which several threads are worth starting
 
 struct Attention {
     Type type;  // of queries, scales, sinks and the result
-    Slots query, key, value, key_scales, value_scales;  // scales: if keys and values are int8
-    const void* sinks;                                   // [heads], null: none
+    Slots query, key, value, key_scales, value_scales;  // scales: only if keys and values are int8
+    const void* sinks;                                   // [heads]; null for no sinks
     void* out;                                           // [rows, queries, heads, value_width]
     long rows, heads, kv_heads, queries, width, value_width, view;
     const int64_t* mask;  // [rows, nodes, columns]: words of bits, offset, base
     long mask_of_row, mask_of_node, nodes, columns;
-    long window, chunk;  // 0: none
+    long window, chunk;  // 0 for no limit
     float scale, softcap;
 };
 
-// The slots that a query sees: first … straight - 1, whose places are their numbers, and then slots gathered[i] at places straight + i;
-// -1 for slots beyond the window or chunk.
+// The slots that a query sees. Slots first … straight - 1 have their own numbers as places; then come slots gathered[i], at places
+// straight + i. A gathered slot is -1 if it is beyond the window or chunk.
 struct Seen {
     long first, straight, count, gathered;
     long end() const { return straight + count; }
@@ -41,7 +41,7 @@ struct Seen {
 
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
-// Appends the slots of the query's branch to `slots`. in_order: number of first nodes whose depth is their number.
+// Returns what the query sees, and appends the slots of its branch to `slots`. in_order: how many first nodes have their index as depth.
 inline Seen seen_by(const Attention& a, long row, long query, long in_order, std::vector<int>& slots) {
     const int64_t *nodes = a.mask + row * a.mask_of_row, *own = nodes + (a.nodes - a.queries + query) * a.mask_of_node;
     const long words = a.columns - 2, base = own[words + 1], depth = own[words], position = base + depth;
@@ -74,7 +74,7 @@ inline Seen seen_by(const Attention& a, long row, long query, long in_order, std
     return seen;
 }
 
-// Queries of a row and key head: query n of `count` is head `(begin + n) % group` of node `(begin + n) / group`.
+// Some queries of a row and a key head: query n of `count` is head `(begin + n) % group` of node `(begin + n) / group`.
 template <class C>
 struct Queries {
     const Attention& a;
@@ -114,7 +114,7 @@ struct Queries {
         for (long n = 0; n < count; n++) m.tops[n] = -INFINITY;
     }
 
-    // The union of the slots that the queries see.
+    // The range of places that any of the queries sees.
     void range(long& first, long& straight, long& end) const {
         first = LONG_MAX, straight = end = 0;
         for (long node = begin / group; node <= (begin + count - 1) / group; node++) {
@@ -124,7 +124,7 @@ struct Queries {
         }
     }
 
-    // Attends to places from … to - 1.
+    // Computes attention to places from … to - 1.
     [[gnu::noinline]] void attend(long from, long to) {
         clear(stretch);
         long first, straight, end;
@@ -169,7 +169,7 @@ struct Queries {
         }
     }
 
-    // Scores for gathered slots, of queries of a node.
+    // The scores of a node's queries for gathered slots.
     void score_branch(long block, long tile, long n, int size) {
         const Seen& s = of(n);
         long from = std::max(s.straight, block), to = std::min(s.end(), block + PLACES);
@@ -237,12 +237,12 @@ struct Queries {
             total = total * factor + power_of_two(sink - highest);
         }
         long to = ((row * a.queries + (begin + n) / group) * a.heads + own) * a.value_width;
-        float share = total == 0 ? 0 : 1 / total;  // a query before its row sees nothing
+        float share = total == 0 ? 0 : 1 / total;  // a query before the start of its row sees nothing
         for (long d = 0; d < a.value_width; d++) narrow(sums[d] * share, a.type, a.out, to + d);
     }
 };
 
-// Calls `body(thread, number)` for every number below `count`, from the last down; a thread that is ready takes the next.
+// Calls `body(thread, number)` for every number below `count`, from the last down. A thread that is ready takes the next number.
 template <class Body>
 inline void take_turns(long count, int threads, Body body) {
     std::atomic<long> left = count;
@@ -256,7 +256,7 @@ void attend_to_slots(const Attention& a, int threads) {
     thread_local std::vector<Seen> kept_seen;
     thread_local std::vector<int> kept_slots;
     std::vector<Seen>& seen = kept_seen;
-    std::vector<int>& slots = kept_slots;  // in other threads their names mean other objects
+    std::vector<int>& slots = kept_slots;  // a reference, because in other threads the name kept_slots means another object
     seen.clear();
     slots.clear();
     long end = 0, seen_places = 0;

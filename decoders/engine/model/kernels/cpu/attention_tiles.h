@@ -7,10 +7,10 @@
 
 namespace {
 
-constexpr long PLACES = 64;  // of a block; a multiple of the lanes of every vector
-constexpr int TILE = 6;  // queries of a tile
+constexpr long PLACES = 64;  // number of places of a block, a multiple of LANES in every variant
+constexpr int TILE = 6;  // number of queries of a tile
 #if defined(__AVX512F__) || defined(__ARM_NEON)
-constexpr int SUMS = 24;  // vectors of sums that are in registers
+constexpr int SUMS = 24;  // number of vectors of sums that are kept in registers
 #elif defined(__AVX2__)
 constexpr int SUMS = 12;
 #else
@@ -37,7 +37,7 @@ inline void narrow(float value, Type type, void* to, long i) {
     else narrow(value, ((float16*)to)[i]);
 }
 
-// Calls `body` with the constant `count`, of 1 to TILE.
+// Calls `body` with `count`, from 1 to TILE, as a compile-time constant.
 template <class Body>
 inline void with_count(int count, Body body) {
     switch (count) {
@@ -50,7 +50,7 @@ inline void with_count(int count, Body body) {
     }
 }
 
-// Calls `body(constant number of vectors, first vector)` for all vectors of begin … end - 1.
+// Calls `body(constant number of vectors, first vector)` until all vectors begin … end - 1 are done.
 template <int QUERIES, class Body>
 inline void in_vectors(long begin, long end, Body body) {
     constexpr int MOST = std::min(SUMS / QUERIES, 4);
@@ -58,7 +58,7 @@ inline void in_vectors(long begin, long end, Body body) {
     for (; begin < end; begin++) body(std::integral_constant<int, 1>(), begin);
 }
 
-// Scores of N queries for V vectors of places. keys: [width, PLACES].
+// The scores of N queries for V vectors of places. keys: [width, PLACES].
 template <int N, int V>
 inline void score_tile(const float* queries, long width, const float* keys, float* scores) {
     Vec sums[N][V];
@@ -76,7 +76,7 @@ inline void score_tile(const float* queries, long width, const float* keys, floa
         for (int v = 0; v < V; v++) store(scores + n * PLACES + v * LANES, sums[n][v]);
 }
 
-// Scores of `count` queries for the places of vectors begin … end - 1 of a block.
+// The scores of `count` queries for the places in vectors begin … end - 1 of a block.
 [[gnu::noinline]] inline void score(int count, const float* queries, long width, const float* keys, float* scores, long begin, long end) {
     with_count(count, [&](auto constant) {
         constexpr int N = decltype(constant)::value;
@@ -86,8 +86,8 @@ inline void score_tile(const float* queries, long width, const float* keys, floa
     });
 }
 
-// Adds the values of `count` places times their weights [N, PLACES] to V vectors of the sums of N queries. slots: null for consecutive
-// slots.
+// Adds the values of `count` places, times their weights [N, PLACES], to V vectors of the sums of N queries. slots: null for slots in a
+// row.
 template <int N, int V, class C>
 [[gnu::noinline]] void value_tile(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide) {
     Vec own[N][V];
@@ -112,7 +112,7 @@ inline void add_values_of(const float* weights, const C* values, long stride, co
     in_vectors<N>(0, whole, [&](auto vectors, long v) {
         value_tile<N, decltype(vectors)::value>(weights, values + v * LANES, stride, slots, count, sums + v * LANES, wide);
     });
-    if (long rest = width - whole * LANES) {  // not read past its end
+    if (long rest = width - whole * LANES) {  // values are not read beyond their end
         for (long i = 0; i < count; i++) {
             C part[LANES] = {};
             long slot = slots ? slots[i] : i;
@@ -129,7 +129,7 @@ template <class C>
     });
 }
 
-// Transposes keys of a row and head: to[d * PLACES + i] is number d of the key at slot i.
+// Transposes the keys of a row and head: to[d * PLACES + i] is number d of the key at place i of the block.
 template <class C>
 struct Transposed {
     const C* keys;
@@ -139,7 +139,7 @@ struct Transposed {
     long first_scale;
     float* rows;  // [LANES, width rounded up to 4]
 
-    // count: at most LANES; slots: null for consecutive slots from `slot` on, -1 for none.
+    // Transposes `count` keys, at most LANES. slots: null for slots in a row from `slot` on; a slot of -1 has no key.
     [[gnu::noinline]] void some(long slot, const int* slots, long count, float* to) const {
         const float* from = rows;
         long length = (width + 3) / 4 * 4, ld = length;
@@ -177,7 +177,7 @@ struct Transposed {
         }
     }
 
-    // Transposes pairs of 16-bit numbers as one number, then separates them.
+    // Transposes each pair of 16-bit numbers as if it were one number, then separates the pairs.
     void pairs(long slot, float* to) const {
         const float* from = (const float*)(keys + slot * stride);
         long ld = stride / 2;
@@ -192,7 +192,7 @@ struct Transposed {
         }
     }
 
-    // Slots begin … end - 1 of the block of places that begins at `block`.
+    // Transposes slots begin … end - 1, whose places are their numbers, of the block that begins at place `block`.
     void straight(long block, long begin, long end, float* to) const {
         for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
             if (long before = begin - block - i; before > 0) {
@@ -205,7 +205,7 @@ struct Transposed {
         }
     }
 
-    // The slots of places begin … end - 1 of the same block.
+    // Transposes the gathered slots at places begin … end - 1 of that block.
     void gathered(long block, long begin, long end, const int* from, float* to) const {
         for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
             int slots[LANES];
@@ -215,11 +215,11 @@ struct Transposed {
     }
 };
 
-// A weighted mean under construction.
+// A weighted mean to which blocks are added.
 struct Mean {
-    float* sums;    // [queries, wide], weighted values
-    float* totals;  // [queries, LANES], weights by places modulo LANES; [queries, 1] once `closed`
-    float* tops;    // [queries], the largest score, subtracted before exp
+    float* sums;    // [queries, wide], the sums of weighted values
+    float* totals;  // [queries, LANES], the sums of weights by place modulo LANES; [queries, 1] once `closed`
+    float* tops;    // [queries], the largest score so far, which is subtracted before exp
 };
 
 inline float total_of(const float* lanes) {
@@ -258,7 +258,7 @@ inline void weigh(float* scores, long begin, long end, float* sums, long wide, f
     store(total, sum);
 }
 
-// Adds a stretch to the stretches before it.
+// Adds the results of a stretch to the results of the stretches before it.
 inline void merge(float* sums, float& total, float& top, const float* more_sums, float more_total, float more_top, long wide) {
     float highest = std::max(top, more_top);
     if (highest == -INFINITY) return;

@@ -1,6 +1,6 @@
-"""Compiles the CPU kernels: a shared object per kind of processor, for torch's stable ABI (2.11 or newer).
+"""Compiles the CPU kernels, a shared object per kind of processor, for torch's stable ABI (2.11 or newer).
 
-Needs a C++ compiler and torch's headers.
+This needs a C++ compiler and torch's headers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")
 _AVX512_VNNI = (*_AVX512, "-mavx512vnni")
 _AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16")
-#: Per kind of machine, its variants with their compiler options, best first.
+#: For each kind of machine, its variants with their compiler options, best variant first.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
@@ -34,9 +34,9 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"neon": (), "portable": ("-DDECODERS_PORTABLE",)},
 }
-#: The oldest version of torch whose ABI is used, 2.11.
+#: The kernels use torch's stable ABI as of this version, 2.11.
 _TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
-#: GCC warns of values that its AVX-512 header leaves uninitialized on purpose (GCC bug 105593).
+#: Warnings of uninitialized values are off, because GCC's AVX-512 header leaves values uninitialized on purpose (GCC bug 105593).
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
     _TARGET,
@@ -44,24 +44,24 @@ FLAGS = (
 
 
 def machine() -> str:
-    """The kind of machine, named as in :data:`VARIANTS`."""
+    """The kind of this machine, by its name in :data:`VARIANTS`."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """The variants for this kind of machine, best first; none except on Linux and macOS."""
+    """The variants for this kind of machine, best first; empty on systems other than Linux and macOS."""
     return VARIANTS.get(machine(), {"portable": ()}) if sys.platform in ("linux", "darwin") else {}
 
 
 def compiler() -> str | None:
-    """The C++ compiler: CXX, or the first of g++, clang++ and c++."""
+    """The C++ compiler: the one that CXX names, else the first of g++, clang++ and c++ that is installed; None without any."""
     named = os.environ.get("CXX")
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
 def digest(variant: str) -> str:
-    """A hash of sources and options."""
+    """A hash of the kernels' sources and the variant's compiler options."""
     content = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")) + sorted(FOLDER.glob("*.cpp")))
     return hashlib.sha256(content + repr((FLAGS, variants()[variant])).encode()).hexdigest()[:16]
 
@@ -72,7 +72,7 @@ def file_name(variant: str) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Lets one process at a time make `path`; others wait until it has finished or died, if the file system has locks."""
+    """Lets one process at a time create `path`. If the file system has locks, other processes wait until it has finished or died."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,10 +83,10 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def compile_into(folder: Path, variant: str, more: tuple[str, ...] = ()) -> Path:
-    """Compiles a variant. Other processes never see a half-written file. more: further options of the compiler.
+    """Compiles a variant, and returns its file. Other processes never see a half-written file. more: further compiler options.
 
     Raises:
-        OSError: no compiler, the folder cannot be written, or the compiler's error.
+        OSError: there is no compiler, the folder cannot be written, or the compiler failed.
     """
     import torch
 

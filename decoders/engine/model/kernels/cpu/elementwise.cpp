@@ -17,18 +17,53 @@ Tensor norm(Tensor x, Tensor weight, double epsilon, bool one_added, bool rounde
     return out;
 }
 
-// x: [..., 2 I], gates and their factors side by side. Returns [..., I].
-Tensor gated_activation(Tensor x, int64_t kind, bool gate_first) {
-    int64_t width = x.size(x.dim() - 1) / 2;
+// The product with up to three matrices. The matrices are quantized if there are scales.
+Tensor product(const Tensor& x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits) {
+    if (scales.empty()) return few_rows_linear(x, std::move(matrices), std::move(biases));
+    return quantized_linear(x, std::move(matrices), std::move(scales), std::move(biases), digits);
+}
+
+// activation(x @ gate.T) * (x @ up.T). matrices: gate and up if gate_first, else up and gate.
+Tensor gated_linear(Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, int64_t kind, bool gate_first) {
+    Tensor both = product(x, std::move(matrices), std::move(scales), std::move(biases), digits);
     STD_TORCH_CHECK(kind == SILU || kind == GELU_TANH, "activation 0 or 1, not ", kind);
-    Tensor out = with_last_size(x, width), given = without_gaps(x);
-    with_type(x, [&](auto type) {
+    int64_t width = both.size(both.dim() - 1) / 2;
+    Tensor out = with_last_size(both, width);
+    with_type(both, [&](auto type) {
         using T = decltype(type);
         int64_t rows = width ? out.numel() / width : 0;
-        if (kind == SILU) gated<SILU>(data<T>(given), rows, width, gate_first, data<T>(out), threads());
-        if (kind == GELU_TANH) gated<GELU_TANH>(data<T>(given), rows, width, gate_first, data<T>(out), threads());
+        if (kind == SILU) gated<SILU>(data<T>(both), rows, width, gate_first, data<T>(out), threads());
+        if (kind == GELU_TANH) gated<GELU_TANH>(data<T>(both), rows, width, gate_first, data<T>(out), threads());
     });
     return out;
+}
+
+template <class T>
+Norm<T> norm_of(const std::optional<Tensor>& weight, const Tensor& x, int64_t width, double epsilon, bool one_added, bool rounded_first) {
+    if (!weight) return {nullptr, 0, false, false};
+    check_types(x, {&*weight});
+    STD_TORCH_CHECK(weight->numel() == width && weight->is_contiguous(), "a weight for every number of a row is needed");
+    return {data<T>(*weight), float(epsilon), one_added, rounded_first};
+}
+
+// residual + before(x @ matrix.T), and `after` of that sum, which is empty without this norm. residual: [..., H].
+std::tuple<Tensor, Tensor> linear_to_residual(
+    Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, Tensor residual,
+    std::optional<Tensor> before, double before_epsilon, bool before_one_added, bool before_rounded_first,
+    std::optional<Tensor> after, double after_epsilon, bool after_one_added, bool after_rounded_first) {
+    Tensor added = product(x, std::move(matrices), std::move(scales), std::move(biases), digits), old = without_gaps(residual);
+    int64_t width = residual.size(residual.dim() - 1);
+    check_types(added, {&residual});
+    STD_TORCH_CHECK(added.numel() == residual.numel() && added.size(added.dim() - 1) == width, "the residual has the sizes of the product");
+    Tensor sum = like(residual), normed = after ? like(residual) : empty({0}, residual);
+    with_type(added, [&](auto type) {
+        using T = decltype(type);
+        auto first = norm_of<T>(before, added, width, before_epsilon, before_one_added, before_rounded_first);
+        auto second = norm_of<T>(after, added, width, after_epsilon, after_one_added, after_rounded_first);
+        long rows = width ? sum.numel() / width : 0;
+        add_with_norms(data<T>(added), data<T>(old), rows, width, first, second, data<T>(sum), data<T>(normed), threads());
+    });
+    return {sum, normed};
 }
 
 Heads heads_of(const Tensor& x) {
@@ -36,32 +71,64 @@ Heads heads_of(const Tensor& x) {
     return {x.data_ptr(), x.size(0), x.size(1), x.size(2), x.size(3), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// x: [B, h, N, d], cos, sin: [B or 1, N, R]. Returns [B, N, h, d].
-Tensor rotary(Tensor x, Tensor cos, Tensor sin) {
-    Heads heads = heads_of(x);
-    int64_t turned = cos.size(2);
+// Checks slots [B, N] for a buffer [B, h, L, d].
+void check_slots(const Tensor& slots, const Heads& buffer, int64_t nodes) {
+    STD_TORCH_CHECK(slots.scalar_type() == torch::headeronly::ScalarType::Long && slots.is_contiguous(), "slots are int64 without gaps");
+    STD_TORCH_CHECK(slots.numel() == buffer.rows * nodes, "every token has a slot");
+    for (int64_t i = 0; i < slots.numel(); i++)
+        STD_TORCH_CHECK(-buffer.nodes <= data<int64_t>(slots)[i] && data<int64_t>(slots)[i] < buffer.nodes, "a slot outside the cache");
+}
+
+// Computes norms and rotary positions of queries and keys. x: [B, N, (H + 2 h) d], the product for queries, keys and values; keys and
+// values: [B, h, L, d]; slots: [B, N], or null for the first N slots. Returns queries [B, N, H, d].
+Tensor split(const Tensor& x, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm, double epsilon, bool one_added,
+             bool rounded_first, const Tensor& cos, const Tensor& sin, const int64_t* slots, const Heads& keys, const Heads& values) {
+    int64_t rows = x.size(0), nodes = x.size(1), turned = cos.size(2), heads = x.size(2) / keys.width - 2 * keys.heads;
     check_types(x, {&cos, &sin});
-    STD_TORCH_CHECK(cos.dim() == 3 && cos.is_contiguous() && sin.is_contiguous() && sin.numel() == cos.numel() && cos.size(1) == heads.nodes &&
-                        (cos.size(0) == 1 || cos.size(0) == heads.rows) && turned <= heads.width && turned % 2 == 0,
-                    "cos and sin of every token are needed");
-    Tensor out = empty({heads.rows, heads.nodes, heads.heads, heads.width}, x);
+    STD_TORCH_CHECK(heads > 0 && x.size(2) == (heads + 2 * keys.heads) * keys.width && keys.rows == rows, "queries, keys and values have heads of one width");
+    STD_TORCH_CHECK(cos.dim() == 3 && cos.size(1) == nodes && (cos.size(0) == 1 || cos.size(0) == rows) && sin.numel() == cos.numel() &&
+                        turned <= keys.width && turned % 2 == 0, "cos and sin of every token are needed");
+    Tensor queries = empty({rows, nodes, heads, keys.width}, x), cosines = without_gaps(cos), sines = without_gaps(sin);
+    Heads to = {queries.data_ptr(), rows, heads, nodes, keys.width, nodes * heads * keys.width, keys.width, heads * keys.width};
     with_type(x, [&](auto type) {
         using T = decltype(type);
-        rotate(heads, data<T>(cos), data<T>(sin), turned, cos.size(0) == 1 ? 0 : heads.nodes * turned, data<T>(out), threads());
+        const Norm<T> norms[2] = {norm_of<T>(query_norm, x, keys.width, epsilon, one_added, rounded_first),
+                                  norm_of<T>(key_norm, x, keys.width, epsilon, one_added, rounded_first)};
+        split_heads(data<T>(x), norms, data<T>(cosines), data<T>(sines), turned, cos.size(0) == 1 ? 0 : nodes * turned, slots, to, keys, values, threads());
     });
-    return out;
+    return queries;
+}
+
+// Returns queries [B, N, H, d], keys [B, h, N, d], and the whole product, which contains the values. heads: h, width: d.
+std::tuple<Tensor, Tensor, Tensor> linear_rotated(
+    Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, std::optional<Tensor> query_norm,
+    std::optional<Tensor> key_norm, double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, int64_t heads, int64_t width) {
+    Tensor all = product(x, std::move(matrices), std::move(scales), std::move(biases), digits), keys = empty({x.size(0), heads, x.size(1), width}, all);
+    Heads own = heads_of(keys), no_values = own;
+    no_values.values = nullptr;
+    Tensor queries = split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, nullptr, own, no_values);
+    return {queries, keys, all};
+}
+
+// Writes keys and values to their slots, and returns queries [B, N, H, d].
+Tensor linear_to_cache(
+    Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, std::optional<Tensor> query_norm,
+    std::optional<Tensor> key_norm, double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor keys, Tensor values) {
+    Tensor all = product(x, std::move(matrices), std::move(scales), std::move(biases), digits);
+    Heads own = heads_of(keys), others = heads_of(values);
+    check_types(all, {&keys, &values});
+    STD_TORCH_CHECK(own.heads == others.heads && own.width == others.width && own.nodes == others.nodes, "keys and values have the same sizes");
+    check_slots(slots, own, x.size(1));
+    return split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, data<int64_t>(slots), own, others);
 }
 
 // keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
 void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, Tensor new_values) {
-    STD_TORCH_CHECK(slots.scalar_type() == torch::headeronly::ScalarType::Long && slots.is_contiguous(), "slots are int64 without gaps");
     for (auto [buffer, states] : {std::pair(&keys, &new_keys), std::pair(&values, &new_values)}) {
         check_types(*buffer, {states});
         Heads own = heads_of(*states), all = heads_of(*buffer);
-        STD_TORCH_CHECK(own.rows == all.rows && own.heads == all.heads && own.width == all.width && slots.numel() == own.rows * own.nodes,
-                        "new keys and values have the sizes of the cache, and a slot each");
-        for (int64_t i = 0; i < slots.numel(); i++)
-            STD_TORCH_CHECK(-all.nodes <= data<int64_t>(slots)[i] && data<int64_t>(slots)[i] < all.nodes, "a slot outside the cache");
+        STD_TORCH_CHECK(own.rows == all.rows && own.heads == all.heads && own.width == all.width, "new keys and values have the sizes of the cache");
+        check_slots(slots, all, own.nodes);
         with_type(*buffer, [&, buffer = buffer](auto type) {
             using T = decltype(type);
             write_slots<T>(own, data<int64_t>(slots), all, threads());
@@ -71,15 +138,23 @@ void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, T
 
 }  // namespace
 
+#define OPERANDS "Tensor x, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int digits"
+#define TURNS "Tensor? query_norm, Tensor? key_norm, float epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin"
+
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("rms_norm(Tensor x, Tensor weight, float epsilon, bool one_added, bool rounded_first) -> Tensor");
-    m.def("gated_activation(Tensor x, int kind, bool gate_first) -> Tensor");
-    m.def("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+    m.def("gated_linear(" OPERANDS ", int kind, bool gate_first) -> Tensor");
+    m.def("linear_to_residual(" OPERANDS ", Tensor residual, Tensor? before, float before_epsilon, bool before_one_added, "
+          "bool before_rounded_first, Tensor? after, float after_epsilon, bool after_one_added, bool after_rounded_first) -> (Tensor, Tensor)");
+    m.def("linear_rotated(" OPERANDS ", " TURNS ", int heads, int width) -> (Tensor, Tensor, Tensor)");
+    m.def("linear_to_cache(" OPERANDS ", " TURNS ", Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor");
     m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values) -> ()");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("rms_norm", TORCH_BOX(&norm));
-    m.impl("gated_activation", TORCH_BOX(&gated_activation));
-    m.impl("rotary", TORCH_BOX(&rotary));
+    m.impl("gated_linear", TORCH_BOX(&gated_linear));
+    m.impl("linear_to_residual", TORCH_BOX(&linear_to_residual));
+    m.impl("linear_rotated", TORCH_BOX(&linear_rotated));
+    m.impl("linear_to_cache", TORCH_BOX(&linear_to_cache));
     m.impl("write_to_cache", TORCH_BOX(&write_to_cache));
 }

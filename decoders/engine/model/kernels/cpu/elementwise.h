@@ -1,14 +1,15 @@
-// Operations around the products of a layer, each with one pass over its data: norms, gated activations, rotary positions, writes to
-// the cache.
+// The operations around the products of a layer: norms, gated activations, rotary positions, and writes to the cache. Each reads its data
+// once.
 #pragma once
 #include <cmath>
+#include <vector>
 
 #include "parallel.h"
 #include "vector_math.h"
 
 namespace {
 
-constexpr long WORTH_THREADS = 1 << 15;  // elements from which on several threads are faster than one
+constexpr long WORTH_THREADS = 1 << 15;  // number of elements from which on several threads are faster than one
 
 // Calls `body(begin, end)` for shares of `count` rows of `width` elements.
 template <class Body>
@@ -27,9 +28,9 @@ inline float rounded(float value) {
     return widen(narrowed);
 }
 
-constexpr int RUNNING = 16;  // running sums of a norm, for any size of vectors
+constexpr int RUNNING = 16;  // number of running sums of a norm, the same for all vector sizes
 
-// x / sqrt(mean(x^2) + epsilon) * weight, or * (1 + weight); rounded_first: the quotient is rounded to T before it is multiplied.
+// x / sqrt(mean(x^2) + epsilon) * weight; one_added: * (1 + weight); rounded_first: the quotient is rounded to T before the product.
 template <class T>
 void rms_norm(const T* x, long rows, long width, const T* weight, float epsilon, bool one_added, bool rounded_first, T* out, int threads) {
     by_rows(rows, width, threads, [&](long begin, long end) {
@@ -58,17 +59,17 @@ void rms_norm(const T* x, long rows, long width, const T* weight, float epsilon,
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
-// x sigmoid(u): silu with u = x, tanh-gelu with another u.
+// x sigmoid(u): silu if u = x, tanh-gelu with another u.
 template <int KIND>
 inline Vec activated(Vec x) {
     Vec u = KIND == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x), small = exponential(absolute(u) * -1.0f);
     return x * larger(small, zero_where_less(u, zeros(), broadcast(1))) / (1 + small);
 }
 
-// activation(gate) * up, of rows [gate | up] or [up | gate]. x: [rows, 2 * width], out: [rows, width].
+// activation(gate) * up, for rows [gate | up] or [up | gate]. x: [rows, 2 * width], out: [rows, width].
 template <int KIND, class T>
 void gated(const T* x, long rows, long width, bool gate_first, T* out, int threads) {
-    constexpr long PART = 256;  // numbers whose activations wait for `up`
+    constexpr long PART = 256;  // how many activations are computed before they are multiplied by `up`
     by_rows(rows, width, threads, [&](long begin, long end) {
         alignas(64) float activations[PART];
         for (long first = begin * width; first < end * width;) {
@@ -77,7 +78,7 @@ void gated(const T* x, long rows, long width, bool gate_first, T* out, int threa
             const T* up = x + row * 2 * width + (gate_first ? width : 0) + from;
             long i = 0;
             for (; i + LANES <= count; i += LANES) store(activations + i, activated<KIND>(load(gate + i)));
-            if (i < count) {  // the rest, without reading past the end
+            if (i < count) {  // the rest, without reading beyond the end
                 T rest[LANES] = {};
                 memcpy(rest, gate + i, (count - i) * sizeof(T));
                 store(activations + i, activated<KIND>(load(rest)));
@@ -88,47 +89,91 @@ void gated(const T* x, long rows, long width, bool gate_first, T* out, int threa
     });
 }
 
-// x [B, h, N, d], contiguous along d.
+// A root-mean-square norm. Without a weight it is no norm.
+template <class T>
+struct Norm {
+    const T* weight;
+    float epsilon;
+    bool one_added, rounded_first;
+
+    void operator()(const T* x, long rows, long width, T* out) const { rms_norm(x, rows, width, weight, epsilon, one_added, rounded_first, out, 1); }
+};
+
+// residual + before(x), and `after` of that sum. Each result is rounded to T, as a tensor would be. A norm without a weight changes
+// nothing; `normed` is written only if `after` has a weight.
+template <class T>
+void add_with_norms(const T* x, const T* residual, long rows, long width, Norm<T> before, Norm<T> after, T* sum, T* normed, int threads) {
+    by_rows(rows, width, threads, [&](long begin, long end) {
+        long from = begin * width;
+        if (before.weight) before(x + from, end - begin, width, sum + from);
+        const T* added = before.weight ? sum : x;
+        for (long i = from; i < end * width; i++) narrow(widen(residual[i]) + widen(added[i]), sum[i]);
+        if (after.weight) after(sum + from, end - begin, width, normed + from);
+    });
+}
+
+// A tensor [B, h, N, d], contiguous along d.
 struct Heads {
     void* values;
     long rows, heads, nodes, width;
     long row_stride, head_stride, node_stride;
+
+    template <class T>
+    T* at(long row, long head, long node) const {
+        return (T*)values + row * row_stride + head * head_stride + node * node_stride;
+    }
 };
 
-// Rotary positions of the first `turned` numbers of every head: x cos + (-second half, first half) sin, each
-// rounded as tensors are: compiled code, which cannot call this function, has the same bits. out: [B, N, h, d].
+// Rotary positions of a head's first `turned` numbers: x cos + (-second half, first half) sin. Each term is rounded as a tensor would be.
 template <class T>
-void rotate(const Heads& x, const T* cos, const T* sin, long turned, long position_stride, T* out, int threads) {
-    by_rows(x.rows * x.nodes, x.heads * x.width, threads, [&](long begin, long end) {
-        const long half = turned / 2;
+inline void rotate(const T* from, const T* cos, const T* sin, long turned, long width, T* to) {
+    const long half = turned / 2;
+    for (long i = 0; i < half; i++) {
+        float a = widen(from[i]), b = widen(from[i + half]);
+        narrow(rounded<T>(a * widen(cos[i])) - rounded<T>(b * widen(sin[i])), to[i]);
+        narrow(rounded<T>(b * widen(cos[i + half])) + rounded<T>(a * widen(sin[i + half])), to[i + half]);
+    }
+    for (long i = turned; i < width; i++) to[i] = from[i];
+}
+
+// Computes norms and rotary positions of queries and keys. x: [B, N, (H + 2 h) d], the heads of queries, then keys, then values. Writes
+// queries [B, N, H, d], and keys and values to their slots [B, N] of buffers [B, h, L, d]; negative slots count from the end. Without
+// slots, a token's slot is the index of its node; without a buffer, values are not written.
+template <class T>
+void split_heads(
+    const T* x, const Norm<T> (&norms)[2], const T* cos, const T* sin, long turned, long position_stride, const int64_t* slots,
+    const Heads& queries, const Heads& keys, const Heads& values, int threads) {
+    const long width = queries.width, all = queries.heads + 2 * keys.heads;
+    by_rows(queries.rows * queries.nodes, all * width, threads, [&](long begin, long end) {
+        std::vector<T> normed(width);
         for (long token = begin; token < end; token++) {
-            long row = token / x.nodes, node = token % x.nodes;
-            const T* c = cos + row * position_stride + node * turned;
-            const T* s = sin + row * position_stride + node * turned;
-            for (long head = 0; head < x.heads; head++) {
-                const T* from = (const T*)x.values + row * x.row_stride + head * x.head_stride + node * x.node_stride;
-                T* to = out + (token * x.heads + head) * x.width;
-                for (long i = 0; i < half; i++) {
-                    float a = widen(from[i]), b = widen(from[i + half]);
-                    narrow(rounded<T>(a * widen(c[i])) - rounded<T>(b * widen(s[i])), to[i]);
-                    narrow(rounded<T>(b * widen(c[i + half])) + rounded<T>(a * widen(s[i + half])), to[i + half]);
+            const long row = token / queries.nodes, node = token % queries.nodes;
+            const long slot = !slots ? node : slots[token] < 0 ? slots[token] + keys.nodes : slots[token];
+            const long place = row * position_stride + node * turned;
+            const T* from = x + token * all * width;
+            for (long head = 0; head < all; head++, from += width) {
+                const bool is_query = head < queries.heads, is_key = !is_query && head < queries.heads + keys.heads;
+                if (!is_query && !is_key) {
+                    if (values.values) memcpy(values.at<T>(row, head - queries.heads - keys.heads, slot), from, width * sizeof(T));
+                    continue;
                 }
-                for (long i = turned; i < x.width; i++) to[i] = from[i];
+                const Norm<T>& norm = norms[is_key];
+                if (norm.weight) norm(from, 1, width, normed.data());
+                T* to = is_query ? queries.at<T>(row, head, node) : keys.at<T>(row, head - queries.heads, slot);
+                rotate(norm.weight ? normed.data() : from, cos + place, sin + place, turned, width, to);
             }
         }
     });
 }
 
-// buffer[b, :, slots[b, n]] = states[b, :, n]; buffer: [B, h, L, d], slots: [B, N], negative slots count from the end.
+// Sets buffer[b, :, slots[b, n]] = states[b, :, n]. buffer: [B, h, L, d]; slots: [B, N], negative slots count from the end.
 template <class T>
 void write_slots(const Heads& states, const int64_t* slots, const Heads& buffer, int threads) {
     by_rows(states.rows * states.nodes, states.heads * states.width, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token++) {
             long row = token / states.nodes, slot = slots[token] < 0 ? slots[token] + buffer.nodes : slots[token];
-            const T* from = (const T*)states.values + row * states.row_stride + token % states.nodes * states.node_stride;
-            T* to = (T*)buffer.values + row * buffer.row_stride + slot * buffer.node_stride;
             for (long head = 0; head < states.heads; head++)
-                memcpy(to + head * buffer.head_stride, from + head * states.head_stride, states.width * sizeof(T));
+                memcpy(buffer.at<T>(row, head, slot), states.at<T>(row, head, token % states.nodes), states.width * sizeof(T));
         }
     });
 }

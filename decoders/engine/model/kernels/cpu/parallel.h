@@ -1,4 +1,4 @@
-// Threads of the OpenMP library that torch has loaded: uses torch's number of threads, and no second pool.
+// Runs code in threads of the OpenMP library that torch has loaded, so that there is no second pool of threads.
 #pragma once
 #include <algorithm>
 
@@ -16,14 +16,14 @@ inline int omp_get_num_threads() { return 1; }
 
 namespace {
 
-// Calls `body(thread, threads)` in up to this many threads; without OpenMP, in the calling thread.
+// Calls `body(thread, threads)` in up to `threads` threads; without OpenMP, once in the calling thread.
 template <class Body>
 void in_threads(int threads, Body body) {
     if (threads <= 1 || !HAS_OPENMP) return body(0, 1);
     GOMP_parallel([](void* given) { (*static_cast<Body*>(given))(omp_get_thread_num(), omp_get_num_threads()); }, &body, threads, 0);
 }
 
-// A thread's share of `count` items; its borders are multiples of `unit`.
+// A thread's share begin … end - 1 of `count` items. `begin` is a multiple of `unit`.
 inline void share_of(long count, long unit, int thread, int threads, long& begin, long& end) {
     long units = (count + unit - 1) / unit;
     begin = std::min(count, units * thread / threads * unit);

@@ -1,14 +1,14 @@
-// The operator of products by matrices of float32, bfloat16 and float16.
+// The operator of products with matrices in float32, bfloat16 and float16.
 #include "products.h"
 #include "tensors.h"
 
 namespace {
 
 constexpr auto FLOAT = torch::headeronly::ScalarType::Float;
-// From this many rows on, torch multiplies in float32, a third faster. In 16 bits it is slower, and a row would have other bits.
+// From this many rows on, torch multiplies in float32, because it is a third faster. In 16 bits it is slower, and gives other bits.
 constexpr int64_t MANY_ROWS = 96;
 
-// Products by torch, which takes matrices of float32 only. x: [R, K], out: [R, all outputs].
+// Products by torch, only for matrices in float32. x: [R, K], out: [R, all outputs].
 void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& biases, Tensor& out) {
     int64_t rows = x.size(0), outputs = out.size(1), first = 0;
     for (size_t m = 0; m < matrices.size(); m++) {
@@ -32,9 +32,11 @@ void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, cons
     }
 }
 
-// x: [..., K], biases: as many of [O] as matrices, or none. matrices: up to three of [O, K], all of the type of x, or with x of float32 of
-// one type of 16 bits; all stored by rows or all by columns.
-Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tensor> biases) {
+}  // namespace
+
+// x: [..., K]; biases: [O] for each matrix, or none; matrices: up to three [O, K], all stored by rows or all by columns. They have the type
+// of x; if x is float32, they may also all have one 16-bit type.
+Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, Tensors matrices, Tensors biases) {
     constexpr size_t MOST = 3;
     int64_t count = matrices.size(), inputs = x.size(x.dim() - 1), outputs = 0;
     STD_TORCH_CHECK(0 < count && count <= int64_t(MOST), "one to three matrices are multiplied at once, not ", count);
@@ -70,8 +72,6 @@ Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tenso
     });
     return out;
 }
-
-}  // namespace
 
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor");

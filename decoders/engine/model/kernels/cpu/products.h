@@ -1,6 +1,6 @@
-// y = x @ W.T + bias for few rows of x. Reads W once, without a copy; the order of a sum does not depend on the number of rows.
+// y = x @ W.T + bias for few rows of x. W is read once, without a copy. The order of a sum does not depend on the number of rows.
 //
-// Lane l of a vector adds the products of inputs l, l + LANES, l + 2 LANES, … in this order; then the lanes are added as a tree.
+// Lane l of a vector adds the products of inputs l, l + LANES, l + 2 LANES, … in this order. Then the lanes are added as a tree.
 // Tiles, blocks and threads never change the order of a sum.
 #pragma once
 #include <memory>
@@ -14,16 +14,16 @@ namespace {
 
 struct Matrix {
     const void* weights;
-    const void* bias;  // null: none
+    const void* bias;  // null for no bias
     long outputs;
     long stride;        // elements between the weights of successive outputs; this or `input_stride` is 1
     long input_stride;  // elements between the weights of successive inputs
-    const void* scales = nullptr;  // of quantized weights, see quantized.h
-    long groups = 0;               // groups of scales per output
+    const void* scales = nullptr;  // the scales of quantized weights, see quantized.h
+    long groups = 0;               // number of groups of inputs with their own scale
 };
 
-// Products of rows of X by weights of a type: STEP inputs of an output at once, by rows in the form of `prepare`. By the same numbers in
-// float32 and in 16 bits, rows of float32 have the same sums.
+// Products of rows of type X with weights of type T: STEP inputs of an output at once. `prepare` brings rows into the form that this
+// needs. Rows of float32 have the same sums for weights in 16 bits as for the same numbers in float32.
 template <class T, class X = T>
 struct Steps {
     using Weight = T;
@@ -46,7 +46,7 @@ struct Steps {
 };
 
 #if defined(__AVX512BF16__)
-// A product of two pairs of bfloat16 is one instruction: rows stay as they are.
+// The product of two pairs of bfloat16 is one instruction, so rows stay as they are.
 template <>
 struct Steps<bfloat16, bfloat16> {
     using Weight = bfloat16;
@@ -65,7 +65,8 @@ struct Steps<bfloat16, bfloat16> {
     static inline void prepare(const bfloat16* from, bfloat16* to) { memcpy(to, from, STEP * sizeof *from); }
 };
 #else
-// In a vector of pairs, a shift widens the first numbers and a mask the second; so rows separate first and second numbers, too.
+// In a vector of pairs, a shift widens the first numbers and a mask widens the second numbers. So in rows, too, first and second numbers
+// are separated.
 template <>
 struct Steps<bfloat16, bfloat16> {
     using Weight = bfloat16;
@@ -106,19 +107,19 @@ constexpr int FEW_ROWS = 1;
 constexpr int COLUMNS = 1;
 #endif
 constexpr long MOST_ROWS_AT_ONCE = 192;
-constexpr long CACHE = 512 << 10;  // bytes of rows of x that stay in the L2 cache while all weights are read
+constexpr long CACHE = 512 << 10;  // most bytes of rows of x, so that they stay in the L2 cache while all weights are read
 
-// Outputs whose weights stay in the L1 cache while all rows are read.
+// How many outputs have their weights in the L1 cache while all rows are read.
 template <class T>
 constexpr long PANEL = sizeof(T) == 4 ? 8 : 16;
 
-// Rows of x that are multiplied at once: whole tiles.
+// How many rows of x are multiplied at once: whole tiles of rows.
 inline long rows_at_once(long bytes_of_row) {
     long rows = std::clamp(CACHE / std::max(bytes_of_row, 1L), 48L, MOST_ROWS_AT_ONCE);
     return rows - rows % MOST_ROWS;
 }
 
-// Adds the lanes of every sum.
+// Adds the lanes of each vector in `sums`.
 template <int R, int N>
 inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
     for (int n = 0; n < N; n++) {
@@ -132,7 +133,7 @@ inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
     }
 }
 
-// N rows of x times R outputs of a matrix, from `output` on. FIRST: the weights come from memory, so prefetch the next outputs'.
+// N rows of x times R outputs of a matrix, from `output` on. FIRST: these weights come from memory, so the next outputs' are prefetched.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     using T = typename S::Weight;
@@ -150,7 +151,7 @@ inline void multiply_dense_tile(const Matrix& matrix, long output, const typenam
             w[r] += S::STEP;
         }
     }
-    if (k < inputs) {  // the rest, without reading past the end
+    if (k < inputs) {  // the rest, without reading beyond the end
         T rest[R][S::STEP] = {};
         for (int r = 0; r < R; r++) {
             memcpy(rest[r], w[r], (inputs - k) * sizeof(T));
@@ -169,7 +170,7 @@ inline void multiply_tile(const Matrix& matrix, long output, const typename S::R
         multiply_dense_tile<S, R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
 }
 
-// Up to N rows of x times R outputs, in a tile of exactly this many rows.
+// Up to N rows of x times R outputs, in a tile with exactly as many rows.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_rows(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
     if constexpr (N > 0) {
@@ -184,7 +185,7 @@ constexpr int most_rows() {
     else return MOST_ROWS;
 }
 
-// All rows times some outputs, R at a time. Uses the rows of a tile for all outputs while they are in the L1 cache.
+// All rows times some outputs, R at a time. A tile's rows are used for all these outputs while the rows are in the L1 cache.
 template <class S, int R>
 void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, long outputs, float* y, long ldy) {
     constexpr int MOST = most_rows<S>();
@@ -201,14 +202,14 @@ void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* 
     }
 }
 
-// Rounds outputs of all rows and stores them.
+// Adds biases to the outputs of all rows, rounds them and stores them.
 template <class T>
 void finish(const float* y, long ldy, long outputs, const T* bias, long rows, T* out, long ldo) {
     for (long row = 0; row < rows; row++, y += ldy, out += ldo)
         for (long o = 0; o < outputs; o++) narrow(bias ? y[o] + widen(bias[o]) : y[o], out[o]);
 }
 
-// Matrices stored as [inputs, outputs]: a vector holds weights of neighbouring outputs, and a sum has the order of the inputs.
+// For matrices stored as [inputs, outputs]: a vector holds the weights of neighbouring outputs, and a sum adds inputs in their order.
 template <int V, int N, class T>
 inline void multiply_columns(const T* weights, long stride, const float* x, long ldx, long inputs, float* y, long ldy) {
     Vec sums[V][N];
@@ -245,7 +246,7 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
             long wide = std::min(end - o, WIDE);
             if (wide == WIDE) {
                 multiply_column_rows<COLUMNS>(w, matrix.input_stride, x, ldx, rows, inputs, y, WIDE);
-            } else {  // the rest, without reading past the end
+            } else {  // the rest, without reading beyond the end
                 for (long row = 0; row < rows; row++) {
                     for (long c = 0; c < wide; c++) {
                         float sum = 0;
@@ -259,7 +260,7 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     });
 }
 
-// All rows times some outputs of a matrix, by vectors.
+// Multiplies all rows by some outputs of a matrix, with vectors.
 template <class S>
 struct VectorPanels {
     static constexpr long WIDE = PANEL<typename S::Weight>;
@@ -268,7 +269,7 @@ struct VectorPanels {
 
     void begin() const {}
     void end() const {}
-    // Up to WIDE of the `left` outputs from `o` on; y: [rows, WIDE]. Returns their number.
+    // Computes up to WIDE of the `left` outputs from `o` on, and returns how many. y: [rows, WIDE].
     long operator()(const Matrix& matrix, long o, long left, float* y) const {
         if (left >= 8 && rows <= FEW_ROWS) {
             multiply_rows<S, 8, FEW_ROWS, true>(matrix, o, x, ldx, rows, inputs, y, WIDE);
@@ -296,7 +297,8 @@ struct TilePanels : Tiles {
 };
 #endif
 
-// rows: at most MOST_ROWS_AT_ONCE in all `parts` together, equally many in each. The products of parts are added.
+// Multiplies a block of rows, and adds the products of its `parts`. rows: the rows of all parts together, at most MOST_ROWS_AT_ONCE; each
+// part has the same number.
 template <class T, class Panels>
 void multiply_block(const Panels& panels, long rows, int parts, const Matrix* matrices, int count, T* out, long ldo, int threads) {
     constexpr long WIDE = Panels::WIDE;
@@ -332,7 +334,7 @@ inline void* workspace(size_t bytes) {
     return (void*)(((uintptr_t)kept.get() + 63) & ~uintptr_t(63));
 }
 
-// Rows in the form of `prepare`, padded with zeros to whole steps; without a copy if the form is the rows' own.
+// Rows in the form that `prepare` gives them, padded with zeros to whole steps. Rows that already have this form are not copied.
 template <class Row, int STEP, bool AS_GIVEN, class T, class Prepare>
 const Row* prepare_rows(const T* x, long rows, long inputs, long& ldx, int threads, Prepare prepare) {
     ldx = (inputs + STEP - 1) / STEP * STEP;
@@ -358,7 +360,7 @@ const Row* prepare_rows(const T* x, long rows, long inputs, long& ldx, int threa
     return space;
 }
 
-// W: the type of the weights, T or in 16 bits.
+// W: the type of the weights, which is T or a 16-bit type.
 template <class W, class T>
 void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int count, T* out, int threads) {
     using S = Steps<W, T>;

@@ -1,21 +1,23 @@
-// The operators of products by matrices of 8 and 4 bits.
+// The operators of products with matrices of 8 and 4 bits.
 #include "quantized.h"
 #include "rounding.h"
 #include "tensors.h"
 
 namespace {
 
-// Bytes of memory after the last element of a contiguous tensor.
+// How many bytes of memory a contiguous tensor has behind its last element.
 int64_t storage_behind(const Tensor& tensor) {
     int64_t size, offset;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &size));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
-    return size - (offset + tensor.numel()) * tensor.element_size();
+    return size - (offset + tensor.numel()) * int64_t(tensor.element_size());
 }
 
-// x: [..., K]. levels: up to three matrices of int8 [O, K], with scales of float32 [O, groups]; or of uint8 [O, K / 2] in the order of
-// `Fours`, with K rounded up to 128, and scales of float32 or bfloat16 [O, 2, groups].
-Tensor quantized_linear(Tensor x, std::vector<Tensor> levels, std::vector<Tensor> scales, std::vector<Tensor> biases, int64_t digits) {
+}  // namespace
+
+// x: [..., K]. levels: up to three matrices, either int8 [O, K] with scales float32 [O, groups]; or uint8 [O, K / 2] in the order of
+// `Fours`, with scales float32 or bfloat16 [O, 2, groups].
+Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, Tensors levels, Tensors scales, Tensors biases, int64_t digits) {
     using torch::headeronly::ScalarType;
     constexpr size_t MOST = 3;
     int64_t count = levels.size(), inputs = x.size(x.dim() - 1), outputs = 0;
@@ -27,7 +29,7 @@ Tensor quantized_linear(Tensor x, std::vector<Tensor> levels, std::vector<Tensor
     Matrix all[MOST];
     for (int64_t m = 0; m < count; m++) {
         const Tensor &matrix = levels[m], &scale = scales[m];
-        int64_t wide = bytes ? inputs : (inputs + 127) / 128 * 64, groups = scale.size(scale.dim() - 1);
+        int64_t wide = bytes ? inputs : inputs / 2, groups = scale.size(scale.dim() - 1);
         STD_TORCH_CHECK(matrix.scalar_type() == (bytes ? ScalarType::Char : ScalarType::Byte) && matrix.dim() == 2 && matrix.size(1) == wide &&
                             matrix.stride(1) == 1,
                         "levels are int8 or packed, one type for all, and have the inputs of x");
@@ -38,7 +40,8 @@ Tensor quantized_linear(Tensor x, std::vector<Tensor> levels, std::vector<Tensor
         int64_t group = groups ? inputs / groups : 0;
         STD_TORCH_CHECK(groups && inputs % groups == 0 && (bytes ? groups == 1 || group % 32 == 0 : group >= 32 && (group & (group - 1)) == 0),
                         "groups are 32 doubled any number of times, or multiples of 32 for int8, or one");
-        STD_TORCH_CHECK(bytes || storage_behind(scale) >= int64_t(SIXTEENS * scale.element_size()), "of scales for 4 bits 16 more may be read");
+        STD_TORCH_CHECK(bytes || (storage_behind(scale) >= int64_t(SIXTEENS * scale.element_size()) && matrix.is_contiguous() &&
+                                  storage_behind(matrix) >= Fours<float>::ROOM), "of 4 bits, memory after the scales and levels may be read");
         const void* bias = biases.empty() ? nullptr : bias_of(biases[m], matrix, x);
         all[m] = {matrix.data_ptr(), bias, matrix.size(0), matrix.stride(0), 1, scale.data_ptr(), groups};
         outputs += matrix.size(0);
@@ -57,7 +60,9 @@ Tensor quantized_linear(Tensor x, std::vector<Tensor> levels, std::vector<Tensor
     return out;
 }
 
-// matrix: [O, K] -> levels 0 to 15, uint8 [O, K], and scales, bfloat16 [O, 2, K / group] and SIXTEENS zeros, flat.
+namespace {
+
+// matrix [O, K] -> levels 0 to 15, uint8 [O, K]; and a flat tensor of the scales, bfloat16 [O, 2, K / group], and SIXTEENS zeros.
 std::tuple<Tensor, Tensor> round_to_four_bits(Tensor matrix, int64_t group) {
     STD_TORCH_CHECK(matrix.dim() == 2 && group >= 8 && group <= 256 && group % 8 == 0 && matrix.size(1) % group == 0,
                     "a matrix of whole groups is needed, and groups of 8 to 256");

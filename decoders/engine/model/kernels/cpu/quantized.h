@@ -1,7 +1,7 @@
-// y = x @ W.T + bias with W of 8 or 4 bits and a scale per output, or per output and group of inputs.
+// y = x @ W.T + bias, where W has 8 or 4 bits and a scale per output, or per output and group of inputs.
 //
-// Rows of x are rounded to 16-bit integers with a scale per row. Products of integers are added exactly; the sum of a group becomes
-// float32. A row that needs more precision is two rows, the second of the rounding errors of the first.
+// Rows of x are rounded to 16-bit integers with a scale per row. Products of integers are added exactly; then the sum of a group becomes
+// float32. If a row needs more precision, a second row holds the rounding errors of the first.
 #pragma once
 #include "products.h"
 
@@ -32,7 +32,7 @@ inline Shorts four_bits(Shorts packed) {
     return (Shorts)(PLACE == 3 ? shifted : shifted & 15);
 }
 
-// Adds the products of two neighbours.
+// Multiplies integers, and adds the products of every two neighbours.
 inline Sums multiply_pairs(Shorts a, Shorts b) {
 #if defined(__AVX512F__)
     return (Sums)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -57,8 +57,8 @@ inline Sums add_products(Shorts a, Shorts b, Sums sums) {
 }
 
 constexpr long SHORTS = 2 * LANES;
-constexpr long HEADER = 32;   // before a row of 16-bit integers: its scale and padding, so that the row begins a cache line
-constexpr long SIXTEENS = 16; // numbers of groups are rounded up to this, whole vectors in every variant
+constexpr long HEADER = 32;   // space for a row's scale before its 16-bit integers, so large that these begin a cache line
+constexpr long SIXTEENS = 16; // numbers of groups are rounded up to multiples of this, which are whole vectors in every variant
 
 inline long rounded_up(long number, long unit) { return (number + unit - 1) / unit * unit; }
 
@@ -72,7 +72,7 @@ inline void scale_rows(const int16_t* x, long ldx, float* y, long ldy, int outpu
     }
 }
 
-// int8 weights [outputs, inputs]. Scales are [outputs, groups], float32; groups are whole vectors unless there is a single group.
+// int8 weights [outputs, inputs]. Scales are float32 [outputs, groups]. Groups are whole vectors, unless there is a single group.
 struct Bytes {
     using Weight = int8_t;
     using Row = int16_t;
@@ -80,9 +80,9 @@ struct Bytes {
     static constexpr long STEP = SHORTS;
     static constexpr int MOST_ROWS = LANES == 16 ? 4 : 2;
     static constexpr bool HAS_OFFSETS = false;
-    static constexpr long MOST = 256 * LANES;  // inputs whose products fit sums of 32 bits: 256 pairs in a lane
+    static constexpr long MOST = 256 * LANES;  // most inputs whose products fit into sums of 32 bits: 256 in a lane
 
-    // A separate function, so that the sums are in registers. inputs: whole steps; next: bytes to the weights of the next outputs.
+    // This is a separate function, so that the sums stay in registers. inputs: whole steps; next: bytes to the weights of the next outputs.
     template <int R, int N, bool FIRST>
     __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], long next, const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
         Sums sums[R][N];
@@ -116,7 +116,7 @@ struct Bytes {
                 long some = std::min(left, MOST), whole = some / STEP * STEP;
                 add_chunk<R, N, FIRST>(w, R * matrix.stride, row, ldx, whole, part);
                 for (int r = 0; r < R; r++) {
-                    if (whole < some) {  // the rest, without reading past the end; x has zeros there
+                    if (whole < some) {  // the rest, without reading beyond the end; x has zeros there
                         int8_t rest[STEP] = {};
                         memcpy(rest, w[r] + whole, some - whole);
                         for (int n = 0; n < N; n++) part[r][n] = add_products(widen(rest), load_shorts(row + n * ldx + whole), part[r][n]);
@@ -132,13 +132,14 @@ struct Bytes {
         scale_rows<N>(x, ldx, y, ldy, R);
     }
 
-    // The place in a row of the inputs from 8 i on.
+    // The place of inputs 8 i … 8 i + 7 in a row.
     static inline long place(long i) { return 8 * i; }
 };
 
 // Weights of 4 bits, 0 to 15. A block is 128 inputs in 64 bytes: the four places of the 16-bit word 8 g + c have inputs
 // 32 g + c, 32 g + 8 + c, 32 g + 16 + c, 32 g + 24 + c, so that a lane of the sums has inputs of one group (of at least 32 inputs).
-// Scales are [outputs, 2, groups] of float32 or bfloat16: a group's step and the value of level 8. SIXTEENS more may be read.
+// The last block of a row continues into the next row, where x has zeros; behind the last row, ROOM more bytes may be read.
+// Scales are [outputs, 2, groups], float32 or bfloat16: a group's step and the value of level 8. Behind them, SIXTEENS more may be read.
 template <class Scale>
 struct Fours {
     using Weight = uint8_t;
@@ -148,6 +149,7 @@ struct Fours {
     static constexpr int MOST_ROWS = LANES == 16 ? 6 : 2;
     static constexpr bool HAS_OFFSETS = true;
     static constexpr int PARTS = 32 / SHORTS;
+    static constexpr long ROOM = 48;  // the bytes of a block without one group
 
     // The steps of four groups of 32, each in the lanes of its inputs. `shift`: a group has 32 << shift inputs.
     struct Spread {
@@ -214,7 +216,7 @@ struct Fours {
                 }
             }
         }
-        const int16_t* of_groups = row + blocks * STEP;  // zeros after the last group
+        const int16_t* of_groups = row + blocks * STEP;  // the sums of groups, then zeros
         for (long g = 0; g < groups; g += LANES) {
             for (int r = 0; r < R; r++) {
                 Vec zero = multiply_add(load(steps[r] + g), broadcast(-8), load(steps[r] + groups + g));  // the value of level 0
@@ -228,12 +230,12 @@ struct Fours {
     static inline long place(long i) { return i / 16 * STEP + i % 4 * 32 + i / 4 % 4 * 8; }
 };
 
-// Writes a row as 16-bit integers, its scale before it, and sums of groups after it if weights have offsets. Returns the scale.
+// Writes a row as 16-bit integers, with its scale in front, and behind it the sums of groups if weights have offsets. Returns the scale.
 template <class S>
 float round_row(const float* from, long inputs, long groups, int16_t* to) {
     uint32_t most = 0;
     for (long k = 0; k < inputs; k++) most = std::max(most, as_bits(from[k]) & 0x7fffffff);
-    // A row with an infinity or a NaN has no scale.
+    // A row with an infinity or a NaN gets NaN as its scale.
     float size = as_float(most), scale = size <= 3e38f ? std::max(size, 1e-30f) / 32767 : as_float(0x7fc00000), per_step = 1 / scale;
     memcpy(to, &scale, sizeof scale);
     int16_t* row = to + HEADER;
@@ -260,7 +262,7 @@ float round_row(const float* from, long inputs, long groups, int16_t* to) {
     return scale;
 }
 
-// digits: one or two integers per number of x; two are as precise as float32.
+// digits: one or two integers per number of x. Two are as precise as float32.
 template <class S, class T>
 void multiply_quantized(const T* x, long rows, long inputs, int digits, const Matrix* matrices, int count, T* out, int threads) {
     long outputs = 0, padded = rounded_up(inputs, S::STEP), groups = matrices[0].groups;

@@ -5,15 +5,15 @@
 
 namespace {
 
-// Levels of 4 bits for a group of weights, with the step and value of level 8 of the least squared error: cutting off outliers of a
-// group may reduce it. Processes eight numbers at once.
+// Levels of 4 bits for a group of weights, with the step and the value of level 8 that give the least squared error. These may cut off
+// outliers of the group. Eight numbers are processed at once.
 constexpr int EIGHT = 8;
 
 inline float level_of(float value, float per_step, float eight) {
     float level = (value - eight) * per_step + 8;
     level = level > 0 ? level : 0;
     level = level < 15 ? level : 15;
-    return (level + 12582912.0f) - 12582912.0f;  // rounded
+    return (level + 12582912.0f) - 12582912.0f;  // adding 1.5 · 2^23 rounds to an integer
 }
 
 template <class T>
@@ -30,7 +30,7 @@ void round_group(const T* from, long group, uint8_t* levels, bfloat16& best_step
     }
     float low = *std::min_element(lows, lows + EIGHT), high = *std::max_element(highs, highs + EIGHT), least = 0;
     for (float cut : CUTS) {
-        bfloat16 step, middle;  // rounded before the levels are computed
+        bfloat16 step, middle;  // levels are computed from the rounded values
         narrow(std::max((high - low) * cut / 15, 1e-20f), step);
         narrow((high + low) / 2 + widen(step) / 2, middle);
         float unit = widen(step), eight = widen(middle), per_step = 1 / unit, errors[EIGHT] = {}, error = 0;

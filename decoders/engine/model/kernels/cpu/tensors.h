@@ -1,4 +1,4 @@
-// torch's tensors by its stable ABI, and registration of operators: one object works with every version from 2.11 on.
+// torch's tensors and the registration of operators by torch's stable ABI, so that one object works with every version from 2.11 on.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -15,7 +15,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// A new contiguous tensor of the dtype of `x`. torch's wrapper takes twice as long, because of its dispatcher.
+// A new contiguous tensor with the dtype of `x`. torch's own wrapper takes twice as long, because it calls the dispatcher.
 inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) {
     std::vector<int64_t> strides(sizes.size());
     int64_t elements = 1;
@@ -43,7 +43,7 @@ T* data(const Tensor& tensor) {
     return static_cast<T*>(tensor.data_ptr());
 }
 
-// Calls `kernel` with a value of the element type.
+// Calls `kernel` with a value of the tensor's element type.
 template <class Kernel>
 void with_type(const Tensor& x, Kernel kernel) {
     switch (x.scalar_type()) {
@@ -69,3 +69,14 @@ inline void check_types(const Tensor& x, std::initializer_list<const Tensor*> ot
 }
 
 }  // namespace
+
+// The operators that other files call. Each variant has its own namespace, because a process may load several variants.
+namespace DECODERS_NAMESPACE {
+
+using Tensors = std::vector<Tensor>;
+Tensor few_rows_linear(Tensor x, Tensors matrices, Tensors biases);
+Tensor quantized_linear(Tensor x, Tensors levels, Tensors scales, Tensors biases, int64_t digits);
+
+}  // namespace DECODERS_NAMESPACE
+
+using namespace DECODERS_NAMESPACE;

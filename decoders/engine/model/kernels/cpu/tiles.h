@@ -1,6 +1,6 @@
-// y = x @ W.T of bfloat16 by AMX. A tile of 16 outputs and 32 inputs of W is an operand in its memory layout. Rows of x are arranged
-// once: by groups of up to 16 rows, steps of 32 inputs, 16 pairs of inputs, and rows. A sum adds its steps in order, in any tile and
-// for any number of rows.
+// y = x @ W.T in bfloat16 with AMX. A tile of 16 outputs and 32 inputs of W is an operand as it lies in memory. Rows of x are rearranged
+// once: by groups of up to 16 rows, then steps of 32 inputs, then 16 pairs of inputs, then rows. A sum adds its steps in order, in any
+// tile and for any number of rows.
 #pragma once
 #include "parallel.h"
 #include "vectors.h"
@@ -10,7 +10,7 @@ namespace {
 
 struct Tiles {
     static constexpr long OUTPUTS = 16, INPUTS = 32, PAIRS = INPUTS / 2;
-    long inputs, steps, groups, columns;  // columns: rows of x in a group
+    long inputs, steps, groups, columns;  // columns: number of rows of x in a group
 
     Tiles(long rows, long inputs)
         : inputs(inputs), steps((inputs + INPUTS - 1) / INPUTS), groups((rows + 15) / 16), columns(groups ? (rows + groups - 1) / groups : 0) {}
@@ -33,7 +33,7 @@ struct Tiles {
         });
     }
 
-    // For this thread, until release: tiles 0 to 3 are sums, 4 is W's, 5 to 7 are x's.
+    // Configures this thread's tiles until they are released: 0 to 3 are sums, 4 is a part of W, 5 to 7 are parts of x.
     void configure() const {
         struct alignas(64) {
             uint8_t palette = 1, rest[15] = {};
@@ -45,10 +45,10 @@ struct Tiles {
         _tile_loadconfig(&tiles);
     }
 
-    // Compilers do not know that tiles are loaded from the memory written here.
+    // Tells the compiler that `memory` is read, because it does not know that tiles are loaded from it.
     static void written(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
 
-    // Up to 16 outputs times N groups; y: [rows, 16].
+    // Multiplies up to 16 outputs by N groups of rows. y: [rows, 16].
     template <int N>
     void multiply_groups(const bfloat16* w, long stride, long outputs, const uint32_t* x, bool first, long rows, float* y) const {
         alignas(64) float sums[N][16][16];
@@ -62,7 +62,7 @@ struct Tiles {
             if (long left = std::min(inputs - step * INPUTS, INPUTS); left == INPUTS && outputs == OUTPUTS) {
                 _tile_loadd(4, w, stride * sizeof *w);
                 if (first) for (long o = OUTPUTS; o < 2 * OUTPUTS; o++) prefetch(w + o * stride);
-            } else {  // the rest, without reading past the end
+            } else {  // the rest, without reading beyond the end
                 memset(rest, 0, sizeof rest);
                 for (long o = 0; o < outputs; o++) memcpy(rest[o], w + o * stride, left * sizeof *w);
                 written(rest);

@@ -1,4 +1,4 @@
-// Vector functions besides products: maxima, exponentials, and the transposition of rows.
+// Functions of vectors besides products: maxima, exponentials, and the transposition of rows.
 #pragma once
 #include <cmath>
 #include <utility>
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Shuffles every four lanes of two vectors: 0 to 3 are numbers of the first, 4 to 7 of the second.
+// Shuffles every four lanes of two vectors. Indices 0 to 3 are lanes of the first vector, 4 to 7 lanes of the second.
 template <int A, int B, int C, int D, size_t... LANE>
 inline Vec mixed_lanes(Vec v, Vec w, std::index_sequence<LANE...>) {
     constexpr int FROM[] = {A, B, C, D};
@@ -41,7 +41,7 @@ inline Vec load(const int8_t* from) {  // compilers convert such vectors number 
 #endif
 }
 
-// Four numbers of every fourth row.
+// Loads four numbers of every fourth row.
 inline Vec load_fours(const float* from, [[maybe_unused]] long stride) {
 #if defined(__AVX512F__)
     __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(from)), _mm_loadu_ps(from + 4 * stride), 1);
@@ -65,9 +65,9 @@ inline void transpose_fours(Vec (&v)[4]) {
 inline float widen(int8_t value) { return value; }
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to integers, which are then the last bits
+constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, which is then in the last bits of the sum
 
-// 2^(n + rest) for the integer n in the last bits of `n`, and |rest| of at most 1/2.
+// 2^(n + rest) for the integer n in the last bits of `n`, where |rest| is at most 1/2.
 inline Vec power(Vec n, Vec rest) {
     Vec power = broadcast(1.546144469e-04f);
     for (float factor : {1.340042818e-03f, 9.618056679e-03f, 5.550327227e-02f, 2.402265092e-01f, 6.931472067e-01f, 1.0f})
@@ -75,14 +75,15 @@ inline Vec power(Vec n, Vec rest) {
     return times_power(power, n);
 }
 
-// 2^x for x <= 0, within two units in the last place; 0 for x < -125.
+// 2^x for x <= 0, with an error of at most two units in the last place; 0 for x < -125.
 inline Vec power_of_two(Vec x) {
     Vec shifted = x + MAGIC;
     return zero_where_less(x, broadcast(-125.0f), power(shifted, x - (shifted - MAGIC)));
 }
 inline float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
-// e^x for x <= 0, as precise; 0 for x < -86. The rest of the exponent comes from the exact product, with log2(e) in two parts.
+// e^x for x <= 0, with an error of at most two units in the last place; 0 for x < -86. The rest of the exponent comes from the exact
+// product, with log2(e) in two parts.
 inline Vec exponential(Vec x) {
     Vec shifted = multiply_add(x, broadcast(LOG2_E), broadcast(MAGIC)), rest = multiply_add(x, broadcast(LOG2_E), MAGIC - shifted);
     rest = multiply_add(x, broadcast(1.92596303e-8f), rest);

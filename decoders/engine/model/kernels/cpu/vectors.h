@@ -1,4 +1,4 @@
-// Vectors of float32 for the compiler's target processor.
+// Vectors of float32 for the processor that the compiler compiles for.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,7 +21,7 @@ struct float16 {
     uint16_t bits;
 };
 
-// Uses the compiler's vector types, and intrinsics only if no operator gives the instruction.
+// This file uses the compiler's vector types, and intrinsics only where no operator becomes the wanted instruction.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 using Vec = __m512;
@@ -34,7 +34,7 @@ using Vec = float __attribute__((vector_size(16)));
 #endif
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 
-// A vector at any address. memcpy would copy it through integer registers.
+// A vector at an address without alignment. memcpy instead would copy it through integer registers.
 template <class V>
 struct [[gnu::packed, gnu::may_alias]] Anywhere {
     V vector;
@@ -46,7 +46,7 @@ inline V load_as(const void* from) {
 
 inline Vec zeros() { return Vec{}; }
 inline Vec broadcast(float value) { return value - Vec{}; }
-// By intrinsics: with assignments, GCC 12 also keeps the sums of loops in memory.
+// Loads use intrinsics, because with assignments GCC 12 also keeps the sums of loops in memory.
 #if defined(__AVX512F__)
 inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
@@ -57,7 +57,7 @@ inline void store(float* to, Vec v) { _mm256_storeu_ps(to, v); }
 inline Vec load(const float* from) { return load_as<Vec>(from); }
 inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
 #endif
-inline Vec load(const bfloat16* from) {  // compilers convert such vectors in halves
+inline Vec load(const bfloat16* from) {  // with intrinsics, because compilers would convert such vectors in halves
 #if defined(__AVX512F__)
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 #elif defined(__AVX2__)
@@ -113,7 +113,7 @@ inline float widen(float16 value) {
 #endif
 }
 
-// Rounded to the nearest, ties to even.
+// Rounds to the nearest number, ties to even.
 inline void narrow(float value, float& to) { to = value; }
 inline void narrow(float value, bfloat16& to) {
     uint32_t bits = as_bits(value);
@@ -132,7 +132,7 @@ inline void narrow(float value, float16& to) {
         to.bits = sign | (size != size ? 0x7e00 : 0x7c00);
         return;
     }
-    // Adding a number whose last bit has the value of the result's last bit rounds to this bit.
+    // Adding a number whose last bit is worth as much as the result's last bit rounds to that bit.
     uint32_t exponent = as_bits(size) >> 23;
     float unit = as_float(((exponent < 113 ? 113 : exponent) + 13) << 23);
     float rounded = (size + unit) - unit;
@@ -153,7 +153,7 @@ inline Vec load(const float16* from) {
 #endif
 }
 
-// The same for a single number.
+// multiply_add for single numbers.
 inline float multiply_add(float a, float b, float c) {
 #if defined(__AVX2__) || defined(__ARM_NEON)
     return __builtin_fmaf(a, b, c);
@@ -162,7 +162,7 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// The sum of each of four vectors, by the same additions, so that a sum does not depend on its neighbours.
+// The sum of each of four vectors. All four use the same additions, so that a sum does not depend on its neighbours.
 inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
 #if defined(__AVX512F__)
     Vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));

@@ -1,4 +1,4 @@
-"""What users type. Signatures are read for the help, so that nothing heavy is imported before a command runs."""
+"""The commands of decoders-lab. The help imports them to read their signatures, so they import heavy modules only when they run."""
 
 from collections.abc import Callable
 

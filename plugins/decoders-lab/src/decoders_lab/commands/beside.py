@@ -1,4 +1,4 @@
-"""``decoders bench beside`` and ``bench load-beside``: other engines and larger models' costs, measured in turns with all else."""
+"""``decoders bench beside`` and ``bench load-beside``: other engines and padded models, measured in turns with our methods."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def beside(
     ] = None,
     **options: Any,
 ) -> None:
-    """Measure other engines, or a small model at a larger one's cost, beside strategies and transformers: decoders bench with more.
+    """Measure other engines, or a small model at a larger one's cost, beside strategies and transformers.
 
-    All that decoders bench can do with a model, it does here.
+    All options of decoders bench for models apply.
     """
     if engines and (options["temperature"] or options["top_k"] or options["top_p"]):
         raise SettingsError("--engine compares greedy decoding: other engines draw other tokens")
@@ -78,7 +78,7 @@ def load_beside(
 ) -> None:
     """Measure a load with vLLM, or at a larger model's cost, beside a scheduler, batches and transformers.
 
-    All that decoders bench load can do, it does here.
+    All options of decoders bench load apply.
     """
     from decoders.cli.benches import pieces
 

@@ -1,4 +1,4 @@
-"""``decoders bench capacity``: whether a step's time follows the text's length, or the room in the cache."""
+"""``decoders bench capacity``: whether a step's time depends on the cache's capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``decoders train demo``: the two models that come with hf-decoders."""
+"""``decoders train demo``: trains the two models that come with hf-decoders."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def demo(
     draft_tokens: Annotated[int, typer.Option(min=1, help="Training tokens of the draft.")] = TOKENS["draft"],
     loop_steps: Annotated[
         int,
-        typer.Option(
-            min=0, help="Steps after that, of each model, in which the loops of its own text are made unlikely."
-        ),
+        typer.Option(min=0, help="Further steps, for each model, that make the loops in its own text unlikely."),
     ] = LOOP_STEPS,
     resume: Annotated[bool, typer.Option(help="Continue from checkpoints under the directory.")] = True,
     compile: Annotated[bool, typer.Option(help="Compile the training step.")] = True,

@@ -1,4 +1,4 @@
-"""``decoders bench device``: what decoding comes to on this card, beside its memory's speed."""
+"""``decoders bench device``: the speed of decoding on this device, compared with the speed of its memory."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ def device(
         str | None, typer.Option(help="Tokens of prompts. Default: 64,512,2048; on a CPU 64,256.")
     ] = None,
     new_tokens: Annotated[
-        int | None, typer.Option("--new-tokens", "-n", min=16, help="Of a call. Default: 128; on a CPU 48.")
+        int | None, typer.Option("--new-tokens", "-n", min=16, help="New tokens of a call. Default: 128; on a CPU 48.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of every measurement; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of every measurement; the median counts.")] = 3,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Measure compiled steps; exactness is checked as by default.")
     ] = True,
     seconds: Annotated[
         float,
-        typer.Option(min=0, help="After so many no other size of a block is begun: each may have to be compiled."),
+        typer.Option(
+            min=0, help="After this time no further size of a block is measured: each may have to be compiled."
+        ),
     ] = 60.0,
     json_file: JsonFile = None,
 ) -> None:
@@ -79,7 +81,7 @@ def device(
     facts: dict[str, Any] = {}
 
     def came(line: str) -> None:
-        """Shows and writes what there is: a run that is ended, by the machine as well, keeps it."""
+        """Shows and writes the results so far, so that an interrupted run keeps them."""
         progress_console.print(line)
         facts["copy_bandwidth"] = next((f.value * 1e9 for f in figures if f.name == "copy" and f.value), None)
         if json_file is not None and str(json_file) != "-":
@@ -116,7 +118,7 @@ def _results(
 
 
 def device_table(figures: Sequence[Figure], strategies: Sequence[Exactness], title: str) -> Table:
-    """A line for each figure, and one for exactness; what is missing or differs is said below."""
+    """A table with a line for each figure and one line for exactness. Notes below it say what is missing, and which texts differ."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -147,5 +149,5 @@ def _beside(figure: Figure) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits."""
+    """`value` as a text with three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""``decoders bench fresh``: what a new process waits for, and what it takes of memory."""
+"""``decoders bench fresh``: waiting times and memory of a new process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
     strategies: Annotated[
         list[str] | None,
-        typer.Option("--strategy", "-s", help="Strategies, each in a process of its own. Default: autoregressive."),
+        typer.Option("--strategy", "-s", help="Strategies; each gets its own process. Default: autoregressive."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -35,26 +35,30 @@ def fresh(
         ),
     ] = None,
     prompt_length: Annotated[
-        str, typer.Option(help="Random tokens in a prompt, comma-separated; calls take the first, prefill all.")
+        str, typer.Option(help="Random tokens of a prompt, comma-separated; calls use the first length, prefill all.")
     ] = "64,512,2048",
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=2, help="New tokens of a call.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of what is measured in turns.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which methods take turns.")] = 3,
     history: Annotated[int, typer.Option(min=0, help="Tokens before a chat's second turn; 0: no chat.")] = 2000,
     question: Annotated[int, typer.Option(min=1, help="Tokens that the second turn adds.")] = 50,
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for compilation in the background before taking turns.")
     ] = 60,
     again: Annotated[
-        bool, typer.Option("--again", help="Once more, with what the first process left in torch.compile's disk cache.")
+        bool,
+        typer.Option(
+            "--again",
+            help="Also measure a second process, which finds the first one's disk cache of torch.compile.",
+        ),
     ] = False,
     baseline: Annotated[
-        bool, typer.Option("--baseline/--no-baseline", help="A process with nothing but transformers' generate, too.")
+        bool, typer.Option("--baseline/--no-baseline", help="Also measure a process with transformers' generate only.")
     ] = True,
     threads: Threads = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure first tokens, compilation, memory, prefill and a chat's second turn, in processes started for it.
+    """Measure first tokens, compilation, memory, prefill and a chat's second turn, in newly started processes.
 
     Prompts are random tokens, and no text ends early. torch.compile's disk cache is empty for the first process.
     """

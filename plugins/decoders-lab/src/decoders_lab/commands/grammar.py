@@ -1,4 +1,4 @@
-"""``decoders bench grammar``: what grammars cost, backend by backend."""
+"""``decoders bench grammar``: the costs of grammars, by backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def grammar(
 ) -> None:
     """Measure what grammars cost: to compile, until the first mask, per mask and per tree of draft tokens, in memory.
 
-    The vocabularies are made up, with the mixture of real ones; grammars have no names with commas.
+    The vocabularies are made up, with tokens mixed as in real ones. Names of grammars have no commas.
     """
     progress_console, console = consoles(json_file)
     sizes = vocabulary_sizes(vocabulary)
@@ -70,7 +70,7 @@ def vocabulary_sizes(text: str) -> list[int]:
     """``"4k,32000"`` as numbers.
 
     Raises:
-        SettingsError: anything but numbers of at least 300, k behind them or not.
+        SettingsError: `text` holds anything but numbers of at least 300, with or without a k.
     """
     sizes = []
     for part in filter(None, (part.strip().lower() for part in text.split(","))):

@@ -28,7 +28,7 @@ def precision(
     tokens: Annotated[int, typer.Option(min=64, help="Tokens read of each text.")] = 512,
     dtype: Annotated[str, typer.Option(help="The model's own precision.")] = "bfloat16",
     nodes: Annotated[str, typer.Option(help="Nodes of the steps that are timed.")] = "4,8,12,20",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each precision.")] = 20,
     compile: Annotated[bool, typer.Option(help="Time compiled steps.")] = False,
     threads: Threads = None,
     json_file: JsonFile = None,
@@ -61,7 +61,7 @@ def precision(
 
 
 def _default_text() -> str:
-    """Text that is always there."""
+    """The text that is measured without ``--text``."""
     from decoders import enabling, hookspecs, strategy, tree
 
     return "\n\n".join(

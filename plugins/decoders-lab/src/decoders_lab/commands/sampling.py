@@ -1,4 +1,4 @@
-"""``decoders bench sampling``: what choosing a token costs, by plan, nodes and vocabulary."""
+"""``decoders bench sampling``: the cost of choosing tokens, by sampling plan, number of nodes and size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ def sampling(
     vocabulary: Annotated[
         str, typer.Option(help="Tokens of the vocabularies, comma-separated; k is 1000.")
     ] = "32k,152k",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each plan.")] = 20,
     definitions: Annotated[
         int,
         typer.Option(min=0, help="Measurements of the processors' definitions, which sort the vocabulary; 0: none."),
     ] = 3,
     flat: Annotated[
-        bool, typer.Option("--flat", help="Logits of which thousands share the probability: the hardest to truncate.")
+        bool,
+        typer.Option(
+            "--flat", help="Logits in which thousands of tokens share the probability: the slowest to truncate."
+        ),
     ] = False,
     threads: Threads = None,
     json_file: JsonFile = None,

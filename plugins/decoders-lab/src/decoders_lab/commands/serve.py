@@ -1,4 +1,4 @@
-"""``decoders bench serve``: what a server adds to a request."""
+"""``decoders bench serve``: the time that a server adds to a request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from decoders.cli.models import Threads
 def serve(
     model: Annotated[str, typer.Argument(help="Model: a folder, a name on the hub, or demo.")] = "demo",
     strategy: Annotated[str, typer.Option("--strategy", "-s", help="Strategy of all requests.")] = "autoregressive",
-    prompt: Annotated[str, typer.Option(help="Of all requests.")] = "def add(a, b):",
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Of each request.")] = 16,
-    requests: Annotated[int, typer.Option(min=1, help="How many there are, each way.")] = 100,
+    prompt: Annotated[str, typer.Option(help="Prompt of all requests.")] = "def add(a, b):",
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="New tokens of each request.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests, with and without a server.")] = 100,
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
     threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure the time that `decoders serve` adds to a request: the same ones to a scheduler and through HTTP, in turns."""
+    """Measure the time that `decoders serve` adds to a request: equal requests to a scheduler and through HTTP, in turns."""
     from rich.table import Table
 
     from decoders.cli.serve import check_installed

@@ -1,1 +1,1 @@
-"""How the demo models of hf-decoders were trained: their shapes and tokenizer, batches, two legs of training, and figures."""
+"""The training of the demo models of hf-decoders: shapes, tokenizer, batches, two stages of training, and figures."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LICENCE = "PSF-2.0"
-#: Share of a batch that are edit tasks.
+#: Share of edit tasks in a batch.
 EDIT_SHARE = 0.25
 
 
@@ -29,7 +29,7 @@ def digest(sources: list[Source]) -> str:
 
 
 def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """One text's ids without special tokens, without a warning about texts longer than the model's context."""
+    """The ids of a text, without special tokens. A text that is longer than the context gives no warning."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
@@ -46,8 +46,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarr
 class Batches:
     """Batches of B rows of T + 1 ids: a quarter of the rows edit tasks, the others windows of code.
 
-    Code windows are drawn without replacement: epoch e cuts the stream at its own random offset and permutes the
-    windows. Edit rows start at a task and have random functions with random renames, generated on the fly.
+    Code windows are drawn without replacement: every epoch cuts the stream at a random offset and permutes the windows. Edit rows
+    begin with an edit task; functions and renames are drawn at random when a row is needed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Batches:
         self._epoch: tuple[int, int, np.ndarray] = (-1, 0, np.empty(0, dtype=np.int64))
 
     def batch(self, step: int) -> torch.Tensor:
-        """The batch of one step: ids [B, T + 1] int64 (inputs are all but the last, labels all but the first)."""
+        """The batch of one step: ids [B, T + 1] int64. Inputs are all ids but the last, labels all ids but the first."""
         code_rows = self.rows - self.edit_rows
         rows = [self._code(step * code_rows + row) for row in range(code_rows)]
         rows += [self._edit(step * self.edit_rows + row) for row in range(self.edit_rows)]

@@ -1,4 +1,4 @@
-"""Figures on the held-out files: loss, bits per byte, how often draft and target agree, and how much of the text loops."""
+"""Computes figures on the held-out files: loss, bits per byte, the agreement of draft and target, and how much of the text loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def windows(
     sources: list[Source], tokenizer: PreTrainedTokenizerFast, *, length: int = 512, rows: int = 8
 ) -> Iterator[torch.Tensor]:
-    """The sources as ids [B, T + 1] int64, every token predicted once; the last, shorter window comes alone."""
+    """Yields the sources as ids [B, T + 1] int64. Every token is predicted once; the last, shorter window is a batch of its own."""
     ids = torch.from_numpy(encode(tokenizer, (source.text for source in sources)).astype(np.int64))
     whole = (len(ids) - 1) // length
     cut = [ids[k * length : (k + 1) * length + 1] for k in range(whole)]
@@ -81,9 +81,9 @@ def looping(
     length: int = 256,
     rows: int = 64,
 ) -> float:
-    """Share of looping tokens in greedy text: `length - prompt` tokens each, after the beginnings of `rows` windows.
+    """The share of looping tokens among the new tokens of greedy texts; nan if the sources are shorter than `length` tokens.
 
-    The windows of `length` tokens are spread evenly over the sources; nan where these have none.
+    Each text continues the first `prompt` tokens of one of `rows` windows, which are spread over the sources, up to `length` tokens.
     """
 
     cut = [ids[:, :length] for ids in windows(sources, tokenizer, length=length, rows=1) if ids.shape[1] > length]

@@ -32,12 +32,12 @@ class DemoTraining:
     """Settings of one demo model's training.
 
     Attributes:
-        shape: of the model, with its peak learning rate.
+        shape: the model's shape and peak learning rate.
         tokens: number of training tokens, from which the number of steps follows.
-        seed: of the weights and of the order of the data.
-        rows: of a batch.
-        length: tokens of a row.
-        weight_decay: of the matrices.
+        seed: seed of the initial weights and of the order of the data.
+        rows: rows per batch.
+        length: tokens per row.
+        weight_decay: weight decay of the matrices.
         clip: largest norm of the gradients.
     """
 
@@ -62,7 +62,7 @@ class DemoTraining:
         )
 
     def run(self, corpus: str) -> Run:
-        """The run on the corpus with the fingerprint `corpus`. It may be resumed with another number of tokens."""
+        """The run on the corpus with fingerprint `corpus`. A resumed run may have another number of tokens."""
         settings = {name: value for name, value in asdict(self).items() if name != "tokens"}
         return Run(steps=self.steps, rate=self.rate, identity={**settings, "corpus": corpus}, clip=self.clip)
 
@@ -72,8 +72,8 @@ class DemoLearner(Learner):
 
     Args:
         batches: data by step.
-        compile: compile the training step.
-        bf16: compute in bfloat16.
+        compile: whether to compile the training step.
+        bf16: whether to compute in bfloat16.
     """
 
     model: LlamaForCausalLM
@@ -99,23 +99,23 @@ class DemoLearner(Learner):
         return self.learn_from(self.batches.batch(step))
 
     def learn_from(self, ids: Tensor) -> Tensor:
-        """:meth:`learn` of a batch, ids: ``[B, T + 1]`` int64."""
+        """Computes the gradients of a batch and returns its loss. ids: ``[B, T + 1]`` int64."""
         loss = self._loss_of(ids)
         loss.backward()
         return loss.detach()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context of forward passes."""
+        """The autocast context of forward passes."""
         return torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
 
     def _loss(self, ids: Tensor) -> Tensor:
-        """ids: [B, T + 1] int64 -> mean cross-entropy in nats, scalar."""
+        """The mean cross-entropy in nats, scalar. ids: ``[B, T + 1]`` int64."""
         with self.autocast():
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     def rounded(self) -> LlamaForCausalLM:
-        """A copy of the model in bf16: the weights that are written."""
+        """A copy of the model in bf16, whose weights are written."""
         model = copy.deepcopy(self.model)
         model.bfloat16()
         model.config.dtype = torch.bfloat16
@@ -126,13 +126,13 @@ class DemoLearner(Learner):
         """Writes the rounded model, the tokenizer and the card where `from_pretrained` finds them."""
         from safetensors.torch import save_file
 
-        # Files are written to a temporary folder and moved, so that a reader never sees half a file.
+        # Files are written to a temporary folder and then moved, so that a reader never sees an incomplete file.
         partial = directory.with_name(f".{directory.name}.partial")
         partial.mkdir(exist_ok=True)
         model = self.rounded()
         model.config.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)
-        # Not model.save_pretrained, whose progress bar would mix with ours.
+        # model.save_pretrained is not used, because its progress bar would mix with ours.
         weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         self.tokenizer.save_pretrained(partial)
@@ -168,14 +168,14 @@ def optimizers_of(model: torch.nn.Module, *, rate: float, decay: float) -> tuple
 
 @dataclass(frozen=True, kw_only=True)
 class UnlikelihoodTraining:
-    """Settings of a demo model's training against loops, which follows its training on files.
+    """Settings of a demo model's training against loops, after its training on files.
 
     Attributes:
         steps: optimizer steps; each sees a batch of files, too.
-        learning_rate: peak.
-        prompt: tokens of each row of that batch that the model continues.
-        length: tokens of such a row, the prompt included.
-        weight: of the unlikelihood beside the likelihood of the files.
+        learning_rate: peak learning rate.
+        prompt: number of first tokens of each row of files that the model continues.
+        length: tokens of a continued row, prompt included.
+        weight: weight of the unlikelihood relative to the likelihood of the files.
     """
 
     steps: int
@@ -193,14 +193,13 @@ class UnlikelihoodTraining:
 class UnlikelihoodLearner(Learner):
     """A demo model that unlearns its loops.
 
-    Every step learns a batch of files as in the training before, and lowers the probability of the tokens that :func:`in_loops` finds
-    in the model's greedy continuations of these rows: the sequence-level objective of Welleck et al. 2020 (arXiv 1908.04319,
-    equation 6), for loops instead of all repeated n-grams, because code repeats n-grams on purpose.
+    Every step learns a batch of files as before. It also lowers the probability of the tokens that :func:`in_loops` finds in the
+    model's greedy continuations of the batch's rows: the sequence-level objective of Welleck et al. 2020 (arXiv 1908.04319, equation
+    6), for loops instead of all repeated n-grams, because code repeats n-grams on purpose.
 
     Args:
-        before: the learner of the training on files, which came before. Its model is trained further, from the weights that it
-            would write.
-        first_step: the first step whose data it has not seen.
+        before: the learner of the training on files. Its model is trained further, from the rounded weights that `before` would write.
+        first_step: the first step whose data the model has not seen.
     """
 
     model: LlamaForCausalLM
@@ -213,7 +212,7 @@ class UnlikelihoodLearner(Learner):
         self.positions = before.positions
 
     def run(self) -> Run:
-        """The run that follows `before`'s; resumed only with the same settings of both."""
+        """The run that follows the run of `before`. It is resumed only if the settings of both runs are the same."""
         before = self.before.training
         identity = {**asdict(self.training), "before": asdict(before), "first_step": self.first_step}
         return Run(steps=self.training.steps, rate=self.training.rate, identity=identity, clip=before.clip)
@@ -228,7 +227,7 @@ class UnlikelihoodLearner(Learner):
         return loss
 
     def _unlikelihood(self, ids: Tensor, looping: Tensor) -> Tensor:
-        """-log(1 - p) of the looping tokens, averaged over all written tokens, scalar.
+        """The sum of -log(1 - p) over the looping tokens, divided by the number of all written tokens, scalar.
 
         Args:
             ids: ``[B, T]``.

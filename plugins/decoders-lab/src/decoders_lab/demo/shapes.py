@@ -1,4 +1,4 @@
-"""The two demo models: their shapes (Llama, tied embeddings), and their tokenizer, a byte-level BPE, lossless on any text."""
+"""The shapes of the two demo models (Llama, tied embeddings), and their tokenizer, a byte-level BPE, which is lossless on any text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class DemoShape:
-    """A Llama's shape and the peak learning rate that suits it."""
+    """The shape of a Llama, and a suitable peak learning rate."""
 
     hidden: int
     layers: int
@@ -50,13 +50,13 @@ class DemoShape:
 
 SHAPES = {
     "target": DemoShape(hidden=256, layers=6, intermediate=512, heads=8, kv_heads=4, learning_rate=4e-3),
-    # As wide as an eighth of the target's size allows, with heads of 32. Two layers of 64 did not learn to copy from
-    # their context, and a draft that cannot copy fails where speculation gains most.
+    # An eighth of the target's size, with heads of width 32, and as wide as this size allows: a draft model of two layers of width 64
+    # did not learn to copy from its context, and speculation gains most where the draft model can copy.
     "draft": DemoShape(hidden=96, layers=2, intermediate=160, heads=3, kv_heads=3, learning_rate=6e-3),
 }
-# Training tokens of the shipped models.
+# Numbers of training tokens of the shipped models.
 TOKENS = {"target": 17_469_440, "draft": 20_480_000}
-# Steps of the shipped models against loops.
+# Number of training steps against loops, for each of the shipped models.
 LOOP_STEPS = 400
 
 

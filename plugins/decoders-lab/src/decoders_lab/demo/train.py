@@ -50,13 +50,13 @@ def train_demo(
 ) -> dict[str, dict[str, float]]:
     """Trains tokenizer, draft and target, writes them to `out_dir/{draft,target}`, and returns each model's figures.
 
-    Each learns from `target_tokens` or `draft_tokens` of files, and then for `loop_steps` steps not to loop
-    (:class:`UnlikelihoodLearner`). The figures are those of `decoders_lab.demo.evaluate.evaluate` on the held-out files,
-    `agreement`, and `looping` after and before those steps.
+    Each model first learns from `target_tokens` or `draft_tokens` tokens of files, then for `loop_steps` steps not to loop
+    (:class:`UnlikelihoodLearner`). The figures are the results of `decoders_lab.demo.evaluate.evaluate` on the held-out files,
+    `agreement`, and the share of looping tokens after (`looping`) and before (`looping_before`) the steps against loops.
 
-    At every checkpoint the model is also written, so that it can be tried during training. With `resume`, checkpoints under
-    `out_dir/checkpoints` are continued, with the result of an uninterrupted run; training on files may be continued with
-    other numbers of tokens, too. The same seed, settings, thread count and CPU give the same weights.
+    At every checkpoint the model is also written, so that it can be tried during training. With `resume`, training continues from
+    the checkpoints in `out_dir/checkpoints`, with the result of an uninterrupted run. Training on files may be continued with
+    another number of tokens. The same seed, settings, thread count and CPU give the same weights.
 
     With a `console`, shows a progress bar and a line at each checkpoint; without one, prints nothing.
 
@@ -84,7 +84,7 @@ def train_demo(
         train_leg(name, learner, training.run(digest(train)), checkpoints / f"{name}.pt")
         course.looping = looping(course.model(), tokenizer, held_out)
         against = UnlikelihoodLearner(learner, UnlikelihoodTraining(steps=loop_steps), first_step=training.steps)
-        # With other numbers of steps this leg begins anew, after the same training on files.
+        # If `loop_steps` has changed, this stage begins from the start, after the same training on files.
         stem = f"{name}-loops-{training.steps}-{loop_steps}"
         train_leg(f"{name} against loops", against, against.run(), checkpoints / f"{stem}.pt")
         course.export()
@@ -105,15 +105,15 @@ def train_demo(
 
 @dataclass
 class _Course:
-    """The training of one model in legs: on files, then against loops.
+    """The training of one model in stages (legs): on files, then against loops.
 
     Attributes:
         name: "draft" or "target".
         learner: holds the model.
-        directory: where it is written.
+        directory: the folder to which the model is written.
         files: numbers of training and held-out files.
-        looping: share of looping text after the training on files.
-        legs: those trained so far, the running one included.
+        looping: share of looping tokens after the training on files.
+        legs: the stages so far, including the running one.
     """
 
     name: str
@@ -127,7 +127,7 @@ class _Course:
         self, title: str, learner: Learner, run: Run, checkpoint: Path, *,
         resume: bool, checkpoint_minutes: float, console: Console | None,
     ) -> None:  # fmt: skip
-        """Trains one more leg; at every checkpoint the model is written."""
+        """Trains one more stage; writes the model at every checkpoint."""
         leg = Trainer(learner, run)
         self.legs.append(leg)
         leg.train(
@@ -136,18 +136,18 @@ class _Course:
         )  # fmt: skip
 
     def export(self, figures: Mapping[str, float] | None = None) -> None:
-        """Writes the present model, with a card on the state of its training."""
+        """Writes the present model with a card."""
         legs = [Leg(steps=leg.step, seconds=leg.seconds) for leg in self.legs]
         self.learner.export(self.directory, card_of(self.name, self.learner, self.files, legs, figures))
 
     def model(self) -> LlamaForCausalLM:
-        """The model to measure: with the rounded weights that are written, in float32."""
+        """The model to measure: the rounded weights that are written, in float32."""
         return self.learner.rounded().float().eval()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """A part of the training: on files, or against loops."""
+    """A stage of the training: on files, or against loops."""
 
     steps: int
     seconds: float
@@ -155,7 +155,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class Files:
-    """How many source files were trained on and how many held out."""
+    """The numbers of training files and of held-out files."""
 
     train: int
     held_out: int
@@ -164,7 +164,7 @@ class Files:
 def card_of(
     name: str, learner: DemoLearner, files: Files, legs: Sequence[Leg], figures: Mapping[str, float] | None = None
 ) -> str:
-    """The card of model `name` after `legs`; without `figures` training is not finished."""
+    """The card of the model `name` after `legs`; without `figures`, training is not finished."""
     training, shape = learner.training, learner.training.shape
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     other = "draft" if name == "target" else "target"

@@ -1,7 +1,7 @@
-"""A drafter with a given acceptance rate, to find out in planning and load tests what a drafter of that quality would bring.
+"""A drafter with a given acceptance rate, to estimate the gain of a real drafter with this rate in planning and load tests.
 
-vLLM's synthetic verification accepts arbitrary drafts at random, so the output consists of the drafts. Here the draft is the text
-of plain decoding, made wrong from a random place on. It is verified like any other draft, and the output stays plain decoding's.
+vLLM's synthetic verification accepts arbitrary drafts at random, so the output consists of draft tokens. Here the draft is the
+text of plain decoding, made wrong from a random place on. It is verified like any other draft, so the output is plain decoding's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SyntheticSettings(Settings):
     acceptance: tuple[float, ...] = Field(
         min_length=1,
         max_length=64,
-        description="Share of the drafts whose first token is accepted, whose first two are …: as many draft tokens as shares.",
+        description="Shares of the drafts whose first token, first two tokens … are accepted. Each share stands for one draft token.",
     )
     seed: int = Field(0, description="Seed of the places where drafts are wrong.")
 
@@ -47,7 +47,7 @@ class _State:
 
     Attributes:
         texts: the text that each row will write; empty if it is not known.
-        drawn: draws the places where drafts are wrong.
+        drawn: random numbers for the places where drafts are wrong.
         vocabulary: size of the vocabulary.
     """
 
@@ -57,7 +57,7 @@ class _State:
 
 
 class Synthetic(Strategy):
-    """Drafts the known continuation of a prompt (:meth:`learn`), made wrong from a random place on; nothing for unknown prompts.
+    """Drafts the known continuation of a prompt (:meth:`learn`), made wrong from a random place on. Drafts nothing for other prompts.
 
     Attributes:
         texts: the known continuations of prompts.
@@ -79,8 +79,9 @@ class Synthetic(Strategy):
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """The strategy for a text such as ``0.9,0.8,0.6``, the shares by position; one number ``p`` stands for ``p, p², …`` of five
-        draft tokens.
+        """The strategy for a text such as ``0.9,0.8,0.6``: entry n is the share of drafts whose first n tokens are accepted.
+
+        One number ``p`` stands for five draft tokens: ``p, p², …, p⁵``.
 
         Raises:
             SettingsError: a number is not between 0 and 1.

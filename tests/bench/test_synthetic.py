@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import decoders
+from decoders.bench.synthetic import Synthetic
 from decoders.errors import SettingsError
 from decoders.strategies import PromptLookup
 from decoders.strategies.merged import Merged
-from decoders.strategies.synthetic import Synthetic
 from decoders.testing import checks_for, decode, prompts, tiny_model
 from decoders.testing.conditions import Conditions
 from decoders.testing.kit import Check, check_alone

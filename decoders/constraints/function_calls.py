@@ -1,0 +1,70 @@
+"""The function calls that an answer may have: its grammar, and the calls in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from .call_formats import CallFormat, Written
+from .calls import Called, CallSpec
+from .schemas.kinds import Kinds
+from .specs import Spec
+from .tags import Calls
+
+
+@dataclass(frozen=True)
+class FunctionCalls:
+    """The function calls that an answer may have, made by :meth:`of`. It can be pickled, for processes that compile grammars.
+
+    Attributes:
+        functions: the functions that may be called.
+        format: how the model writes calls.
+        required: whether the answer must be a call; otherwise it may be text.
+        several: whether it may have more than one call.
+    """
+
+    functions: tuple[Called, ...]
+    format: CallFormat
+    required: bool
+    several: bool
+
+    @staticmethod
+    def of(
+        functions: Iterable[tuple[str, dict[str, Any] | None, bool | None]], format: CallFormat, *, required: bool = False,
+        several: bool = True,
+    ) -> FunctionCalls:  # fmt: skip
+        """The calls of some functions.
+
+        Args:
+            functions: for each function its name; the JSON schema of its parameters, or None if it has none; and whether keywords
+                that a grammar cannot honour are refused (True) or left to validation (False; None: only if there is no other way).
+            format, required, several: see the attributes.
+        """
+        return FunctionCalls(tuple(Called.of(*each) for each in functions), format, required, several)
+
+    def spec(self, text: Spec | None = None) -> Spec:
+        """The specification of the answer, for ``grammar=``.
+
+        Args:
+            text: the format of an answer that is no call; None: free text. It is not read if a call is `required`.
+        """
+        several = self.several and self.format.between is not None
+        if self.required or (self.format.trigger and text is None):
+            return Calls(self.functions, self.format, self.required, several)
+        return CallSpec(self.functions, self.format, alone=False, several=several, text=text)
+
+    def read(self, text: str, ended: bool = True, known: dict[int, Any] | None = None) -> Written:
+        """Parses a growing answer: the text in front of the calls, and the calls.
+
+        Args:
+            ended: whether the answer is complete. Otherwise text that may become a call is held back.
+            known: a dict, empty at first, that all reads of one answer share, so that nothing is parsed again.
+        """
+        written = self.format.read(text, self._kinds, ended, known)
+        return written if self.several else replace(written, calls=written.calls[:1])
+
+    @cached_property
+    def _kinds(self) -> dict[str, Kinds]:
+        return {each.name: each.kinds for each in self.functions}

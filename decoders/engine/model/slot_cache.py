@@ -1,0 +1,118 @@
+"""transformers' cache interface over the slots, for one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .cache import CacheBuffers
+from .kernels import cpu
+from .kernels.products import on_cpu
+
+#: Runs a module on some of its input tokens. Arguments: a function that selects these tokens, ``[M, n, …]``, of a tensor; a cache.
+RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
+
+
+class StatePass(Protocol):
+    """How recurrent layers run in one pass of the model (:mod:`.recurrent`)."""
+
+    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
+        """Returns the output of `module` for all `tokens` of the pass, ``[B, N, H]``, and stores the module's states."""
+        ...
+
+
+class Levels(NamedTuple):
+    """Quantized keys or values for attention: int8 ``[B, h, view, d]`` and scales ``[B, h, view, 1]``.
+
+    Model code passes this tuple on to a kernel, which reads it without a dequantized copy.
+    """
+
+    levels: Tensor
+    scales: Tensor
+
+
+class SlotCache(Cache):
+    """transformers' cache interface over :class:`CacheBuffers` for one forward pass.
+
+    Args:
+        buffers: keys and values, which are written in place.
+        slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
+        view: attention sees slots ``0 … view-1``, so that its cost depends on the texts' length, not on the cache's size.
+        states: runs the recurrent layers in this pass; None if the model has none.
+        counts: ``[N]``, for a single row, the number of tokens before each node minus the node's index in the pass. Designs with
+            :class:`~decoders.engine.model.layout.CountedTokens` add the index.
+        in_levels: whether attention gets quantized keys and values as :class:`Levels`; otherwise the cache dequantizes them.
+    """
+
+    def __init__(
+        self, buffers: CacheBuffers, slots: Tensor, view: int, states: StatePass | None = None, counts: Tensor | None = None,
+        in_levels: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(layers=[])
+        self.buffers, self.slots, self.view, self.states, self.counts = buffers, slots, view, states, counts
+        self.in_levels = in_levels
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | Levels, Tensor | Levels]:
+        keys, values = self.buffers.keys[layer_idx], self.buffers.values[layer_idx]
+        if self.buffers.key_scales:
+            key_scales, value_scales = self.buffers.key_scales[layer_idx], self.buffers.value_scales[layer_idx]
+            return self._quantized(keys, key_scales, key_states), self._quantized(values, value_scales, value_states)
+        if (write := _operator(keys, key_states, value_states)) is not None:
+            write(keys, values, self.slots, key_states, value_states)
+        else:
+            write_slots(keys, self.slots, key_states)
+            write_slots(values, self.slots, value_states)
+        return keys[:, :, : self.view], values[:, :, : self.view]
+
+    def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor | Levels:
+        """Writes `states` as int8. Returns the slots of the view for attention, with the same values as in later passes."""
+        levels, scale = quantize_slots(states)
+        write_slots(buffer, self.slots, levels)
+        write_slots(scales, self.slots, scale)
+        seen = Levels(buffer[:, :, : self.view], scales[:, :, : self.view])
+        return seen if self.in_levels else seen.levels.to(states.dtype) * seen.scales
+
+    # Models call these methods to compute positions; the loop always passes positions and a mask.
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        return 0 if self.counts is None else self.counts
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.view, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        return self.get_seq_length(layer_idx)
+
+
+def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantizes `states` ``[B, h, N, d]`` to int8, with a scale per head and token, ``[B, h, N, 1]`` in the dtype of `states`."""
+    # The scale is rounded to the stored dtype before the division, because dequantization will use the rounded scale.
+    scale = (
+        (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
+    )
+    return (states.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
+    """Our CPU kernel that writes keys and values; None if it does not fit, and in compiled code, where inductor generates a kernel."""
+    if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
+        return None
+    if buffer.dtype not in cpu.TYPES or not keys.dtype == values.dtype == buffer.dtype:
+        return None
+    return on_cpu.get("write_to_cache") if keys.stride(-1) == values.stride(-1) == 1 else None
+
+
+def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Sets ``buffer[b, :, slots[b, n]] = states[b, :, n]``. buffer: ``[B, h, L, d]``; slots: ``[B, N]``; states: ``[B, h, N, d]``."""
+    if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
+        # For one row this takes half the time. Compiled code does not use it, so that one graph serves all numbers of rows.
+        buffer[:, :, slots[0]] = states.to(buffer.dtype)
+        return
+    # This is index_put and not scatter, because inductor runs index_put in place, but copies the whole buffer for scatter.
+    rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+    buffer[rows, :, slots] = states.transpose(1, 2).to(buffer.dtype)
