@@ -31,7 +31,7 @@ from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.engine.decode.proposer import Proposer
 from decoders.engine.decode.sessions import KEPT_SESSIONS
 from decoders.engine.model import blocks, ranks
-from decoders.engine.model.compiled import background, tiers
+from decoders.engine.model.compiled import background, functions, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
@@ -85,7 +85,7 @@ def run(target: PreTrainedModel, strategy: Any, rows: int = 1, new: int = 10, **
 
 
 def ready_at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """From here on passes are worth compiling, which takes no time; gives the names of what was begun."""
+    """From here on passes and draws are worth compiling, and whoever begins waits; gives the names of what was begun."""
     begun: list[str] = []
 
     class AtOnce(BackgroundCompile):
@@ -95,7 +95,8 @@ def ready_at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             self._over.wait()
 
     monkeypatch.setattr(tiers, "worth_compiling", lambda spent, expected: True)
-    monkeypatch.setattr(tiers, "BackgroundCompile", AtOnce)
+    for module in (tiers, functions):
+        monkeypatch.setattr(module, "BackgroundCompile", AtOnce)
     return begun
 
 
