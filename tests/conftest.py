@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -193,6 +194,24 @@ def interpreted_sums_are_computed_once() -> None:
 
         if not interpreter_builder.options.debug:
             interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted_products_are_those_of_a_card(interpreted_sums_are_computed_once: None) -> Iterator[None]:
+    """A card's ``tl.dot`` gives a row of a tile the same bits wherever it stands. That of the interpreter is numpy's product of the
+    tiles, whose last rows some processors add in another order: here it multiplies row by row.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        with suppress(ImportError):
+            from triton.runtime import interpreter
+
+            numpy = interpreter.np
+
+            def by_rows(a: Any, b: Any, dtype: Any) -> Any:
+                return numpy.matmul(a[..., None, :], b[..., None, :, :], dtype=dtype)[..., 0, :]
+
+            patch.setattr(interpreter, "np", SimpleNamespace(**{**vars(numpy), "matmul": by_rows}))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,8 +31,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_it_says_what_to_use_and_how_fast_that_is(model: Any, draft: Any, tokenizer: Any) -> None:
+def test_it_says_what_to_use_and_how_fast_that_is(
+    model: Any, draft: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
+    for share in ("SETTINGS", "PACKED"):  # a fast machine has time for these, too
+        monkeypatch.setattr(advice, share, 0.0)
     advised = decoders.advise(
         model, ["one two one two one", "a b a b a b a"], tokenizer=tokenizer, assistant_model=draft, seconds=0.5, compile=False,
         progress=lambda what, left: told.append(what),
