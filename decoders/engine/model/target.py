@@ -32,7 +32,7 @@ from .slot_cache import SlotCache, StatePass
 from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
-from .weights.fused_blocks import fuse_blocks
+from .weights.fused_blocks import fuse_blocks, is_whole
 from .weights.fused_layers import fuse_layers
 from .weights.quantization import Precision, quantize, rounds_activations, take_packed
 from .weights.same_bits import align_activations, replace_norms
@@ -229,6 +229,11 @@ class Target:
         if not devices.compiles(self.device):
             return f"{name} is on {self.device.type!r}, and passes are compiled for {' and '.join(devices.TRIED)} only"
         return None
+
+    @functools.cached_property
+    def runs_whole_layers(self) -> bool:
+        """Whether an operator computes each decoder layer as a whole, so that compiling saves little."""
+        return self.decoder_layers > 0 and all(map(is_whole, decoder_layers(self.model)))
 
     @functools.cached_property
     def decoder_layers(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,6 +88,10 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(replaced, "product_or_none", counted(replaced.product_or_none))
     for name in ("gated_linear", "linear_to_residual", "linear_to_cache"):
         monkeypatch.setitem(products.on_cpu, name, counted(products.on_cpu[name]))
+    whole = products.on_cpu["decoder_layer"]
+    monkeypatch.setitem(
+        products.on_cpu, "decoder_layer", lambda x, reads, *given: counted(partial(whole, x))(reads, *given)
+    )
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
     target.forward(
         PassInput(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))

@@ -16,7 +16,7 @@ from decoders.cli import app
 from decoders.engine.model import attention, self_check
 from decoders.engine.model.attention import LayerKind
 from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels import chosen, interpreted
+from decoders.engine.model.kernels import chosen, interpreted, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.slot_cache import SlotCache
 from decoders.engine.model.target import Target
@@ -37,11 +37,12 @@ def without_chunks(kind: LayerKind, allowed: Any, position_q: Any, position_k: A
     return plain_narrow(LayerKind(kind.window), allowed, position_q, position_k)
 
 
-plain_narrow, plain_mask, plain_bits, plain_attend = (
+plain_narrow, plain_mask, plain_bits, plain_attend, plain_layer = (
     LayerKind.narrow,
     attention.build_mask,
     kernel.pack_mask,
     kernel.attend,
+    products.decoder_layer,
 )
 
 
@@ -88,6 +89,11 @@ def reaching_further(query: Any, key: Any, value: Any, mask: Any, sinks: Any, ki
     return plain_attend(query, key, value, mask, sinks, LayerKind(kind.window and kind.window + 1), *more)
 
 
+def layer_reaching_further(*given: Any) -> Any:
+    *first, window, chunk, scale, softcap, kind, gate_first = given
+    return plain_layer(*first, window and window + 1, chunk, scale, softcap, kind, gate_first)
+
+
 def with_bits_of_a_sibling(base: Any, offsets: Any, visible: Any) -> Any:
     if visible is not None and visible.shape[1] >= 10:
         visible = visible.clone()
@@ -100,19 +106,20 @@ def with_bits_of_the_first_row(base: Any, offsets: Any, visible: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "model, name, fault",
+    "model, module, name, fault",
     [
-        ("gemma3", "attend", reaching_further),
-        ("llama4", "attend", reaching_further),
-        ("llama", "pack_mask", with_bits_of_a_sibling),
-        ("llama", "pack_mask", with_bits_of_the_first_row),
+        ("gemma3", products, "decoder_layer", layer_reaching_further),
+        ("llama4", kernel, "attend", reaching_further),
+        ("llama", kernel, "pack_mask", with_bits_of_a_sibling),
+        ("llama", kernel, "pack_mask", with_bits_of_the_first_row),
     ],
+    ids=["whole layer", "attention", "tree", "rows"],
 )
 def test_a_fault_planted_in_what_a_kernel_is_told_is_seen_and_the_kernel_is_left(
-    model: str, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    model: str, module: Any, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = tiny_model(model)
-    monkeypatch.setattr(kernel, name, fault)
+    monkeypatch.setattr(module, name, fault)
     with pytest.warns(UserWarning, match="logits verified through a token tree of"):
         assert target_of(tiny).attends == "sdpa"
 

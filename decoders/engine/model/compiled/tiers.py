@@ -25,6 +25,8 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
+#: How many times as long passes whose layers are single operators run uncompiled, since compiling saves only a few percent of them.
+PATIENCE = 10.0
 
 
 class PassKind(NamedTuple):
@@ -174,11 +176,15 @@ class Tiers:
         if tier.job is None or not (tier.job.ready or tier.job.failed):
             if self.mode is True:
                 return self.compile(several, self.report)
-            if tier.job is None and not devices.recorded() and worth_compiling(tier.seconds, FORWARD_SECONDS):
+            if tier.job is None and not devices.recorded() and self._pays(tier):
                 self._begin(kind)
             return False
         self._book(tier)
         return tier.job.poll() and self.allows(kind)
+
+    def _pays(self, tier: _Tier) -> bool:
+        """Whether passes have run long enough uncompiled to compile them."""
+        return worth_compiling(tier.seconds, FORWARD_SECONDS * (PATIENCE if self.target.runs_whole_layers else 1))
 
     def allows(self, kind: Hashable) -> bool:
         return self._allowed is None or kind in self._allowed
@@ -243,7 +249,7 @@ class Tiers:
         """Books seconds that a graph for `kind` would save in part, and begins to compile it when that is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
-        if worth_compiling(tier.seconds, FORWARD_SECONDS):
+        if self._pays(tier):
             self._begin(kind)
         if tier.job is not None and tier.job.ready:
             self._book(tier)

@@ -185,6 +185,11 @@ def linear_rotated(
     return rotated(*given) if compiled else (to_cache(*given, slots, keys, values), None, None)
 
 
+def decoder_layer(x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | None:
+    """A whole layer by the operator of the CPU (``elementwise.cpp``), which writes to the cache; None if it does not compute it."""
+    return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layer", x, *given)
+
+
 def _on_cpu(name: str, *given: Any) -> Any:
     """The result of the CPU's operator `name`; None if the operator refuses its arguments, which it checks faster than Python does."""
     if torch.compiler.is_dynamo_compiling():

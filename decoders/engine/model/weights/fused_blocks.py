@@ -20,7 +20,7 @@ from ..modules_compat import hooks_of, own_parameters
 from ..slot_cache import SlotCache
 from .fused import outputs_of
 from .fused_layers import LOUD, close
-from .layers import NO_NORM, Attention, Joint, Layer, NormOf, Step, attend, attention_class, layer_class, taken
+from .layers import NO_NORM, Attention, Joint, Layer, NormOf, Step, Whole, attend, attention_class, layer_class, taken
 from .noted_calls import ORDER, Call, Name, noted_calls, once
 
 _log = logging.getLogger("decoders")
@@ -56,6 +56,10 @@ def fuse_blocks(
         chosen, call = _tried(_layer, layer, calls) or (None, None)
         kind = layer_class(cast(Hashable, type(layer)))
         compute = kind.compute  # type: ignore[attr-defined]
+        if chosen is not None and call is not None and chosen.whole is not None:
+            alone = _tried(compute, chosen._replace(steps=()), call.given, call.options)
+            if alone is None or not close(alone, call.result):
+                chosen = chosen._replace(whole=None)
         tried = None if chosen is None or call is None else _tried(compute, chosen, call.given, call.options)
         computes = tried is not None and call is not None and close(tried, call.result)
         if computes:
@@ -66,6 +70,12 @@ def fuse_blocks(
             # Stored separately, because a compiled region would take another layer's values as inputs.
             vars(one.module)["decoders_following"] = vars(other.module)["decoders_block"].first
     return sum(call is not None for call in fused)
+
+
+def is_whole(layer: nn.Module) -> bool:
+    """Whether an operator computes `layer` as a whole."""
+    plan = vars(layer).get("decoders_block")
+    return isinstance(plan, Layer) and plan.whole is not None
 
 
 def _tried(function: Callable[..., Result], *given: Any) -> Result | None:
@@ -207,4 +217,4 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
     if names is None or None in names:
         return nothing
     steps = [step._replace(after=norm) for step, norm in zip(steps, [*norms[1:], NO_NORM], strict=True)]
-    return Layer(norms[0], tuple(steps), cast(Any, names)), call
+    return Layer(norms[0], tuple(steps), cast(Any, names), Whole.of(steps)), call

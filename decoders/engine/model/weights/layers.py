@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..attention import KIND_ATTRIBUTE, LayerKind
 from ..kernels import Norm, Operands, attention, products
 from ..kernels.products import product_or_none
 from ..modules_compat import own_parameters, writes_counted
@@ -200,7 +201,7 @@ def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
         out = None if more or options else compute(self.decoders_gated, x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
-    parts = {"inner": staticmethod(inner), "compute": staticmethod(compute)}
+    parts = {"inner": staticmethod(inner), "compute": staticmethod(compute), "decoders_activation": (kind, gate_first)}
     namespace = {"forward": forward, **parts, "__module__": plain.__module__}
     return type(plain.__name__, (plain,), namespace)
 
@@ -238,6 +239,76 @@ class Step(NamedTuple):
     after: NormOf
 
 
+class Whole(NamedTuple):
+    """An attention module and the gated feed-forward layer behind it, as one operator of the CPU computes them.
+
+    Attributes:
+        attention: the attention module; `plan` is its structure.
+        products: the groups of layers whose products are computed, in order.
+        norms: of queries, keys, the attention module's result, the first sum, the feed-forward layer's result.
+        formula: the norms' formula; None without norms.
+        activation: kind and gate_first of :func:`products.gated_linear`.
+    """
+
+    attention: nn.Module
+    plan: Attention
+    products: tuple[tuple[Any, ...], ...]
+    norms: tuple[NormOf, ...]
+    formula: Formula | None
+    activation: tuple[int, bool]
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Whole | None:
+        """A layer of these `steps`; None if they are others, or their norms have several formulas."""
+        if len(steps) != 2 or (plan := vars(steps[0].module).get("decoders_block")) is None or plan.kernel != "cpu":
+            return None
+        attention, gated = steps[0].module, vars(steps[1].module).get("decoders_gated")
+        norms = *plan.norms, steps[0].before, steps[0].after, steps[1].before
+        formulas = {formula for _, formula in norms if formula is not None}
+        if gated is None or len(formulas) > 1:
+            return None
+        products = plan.group, (plan.out,), gated[0], (gated[1],)
+        activation = cast(Any, type(steps[1].module)).decoders_activation
+        return cls(attention, plan, products, norms, next(iter(formulas), None), activation)
+
+    def __call__(
+        self, x: Tensor, reads: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any, following: NormOf
+    ) -> tuple[Tensor, Tensor] | None:
+        """The layer's result, and its norm `following`; None if the operator does not compute it. reads: the first norm of `x`."""
+        plan, formula = self.plan, self.formula or following[1] or Formula(0.0, False, False)
+        if type(cache) is not SlotCache or cache.buffers.key_scales or following[1] not in (None, formula):
+            return None
+        operands = [layers[0].operands(layers) for layers in self.products]
+        if None in operands or len({by.digits for by in operands}) > 1:
+            return None
+        keys, norms = cache.buffers.keys[plan.layer], [module for module, _ in (*self.norms, following)]
+        kind = getattr(self.attention, KIND_ATTRIBUTE, LayerKind())  # read now, because the self-check shortens windows
+        return products.decoder_layer(
+            x,
+            reads,
+            [matrix for by in operands for matrix in by.matrices],
+            [scale for by in operands for scale in by.scales],
+            [bias for by in operands for bias in by.biases],
+            sum(bool(by.biases) << place for place, by in enumerate(operands)),
+            operands[0].digits,
+            [own_parameters(module)["weight"] for module in norms if module is not None],
+            sum((module is not None) << place for place, module in enumerate(norms)),
+            *formula,
+            *turns,
+            cache.slots,
+            keys,
+            cache.buffers.values[plan.layer],
+            cache.view,
+            mask,
+            None if plan.sinks is None else own_parameters(self.attention)[plan.sinks],
+            kind.window or 0,
+            kind.chunk or 0,
+            keys.shape[3] ** -0.5 if plan.scaling is None else plan.scaling,
+            plan.softcap or 0.0,
+            *self.activation,
+        )
+
+
 class Layer(NamedTuple):
     """What the fused form of a decoder layer needs to know about the layer.
 
@@ -245,11 +316,13 @@ class Layer(NamedTuple):
         first: the layer's first norm.
         steps: its attention and its feed-forward layer.
         names: names of the arguments for the input, cos and sin, the mask and the cache.
+        whole: the layer in the form of the CPU's operator for whole layers; None if the layer has another structure.
     """
 
     first: NormOf
     steps: tuple[Step, ...]
     names: tuple[Name, Name, Name, Name]
+    whole: Whole | None = None
 
 
 #: The result of a layer's first norm, which the layer before it has computed.
@@ -323,6 +396,10 @@ def layer_class(plain: Any) -> type[nn.Module]:
         reads = x if first is None else first(x) if traced else _normed.of(x, first, first)
         if not traced:
             _normed.forget()  # the stored tensor may belong to a recording
+            if plan.whole is not None and (both := plan.whole(x, reads, turns, mask, cache, following)) is not None:
+                if following[0] is not None:
+                    _normed.keep(both[0], following[0], both[1])
+                return both[0]
         for step in plan.steps:
             inner, last = _inner(step.module, reads, turns, mask, cache)
             if inner is None:

@@ -6,10 +6,13 @@ namespace {
 
 Slots slots(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
+}  // namespace
+
 // query: [B, heads, N, D], key and value: [B, kv_heads, view, D or Dv], mask: [B, 1, nodes, columns] int64, sinks: [heads],
 // scales: [B, kv_heads, view, 1] if keys and values are int8. Each is contiguous along the last dimension.
-Tensor slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, std::optional<Tensor> sinks, std::optional<Tensor> key_scales,
-                      std::optional<Tensor> value_scales, int64_t window, int64_t chunk, double scale, double softcap) {
+Tensor DECODERS_NAMESPACE::slot_attention(
+    Tensor query, Tensor key, Tensor value, Tensor mask, std::optional<Tensor> sinks, std::optional<Tensor> key_scales,
+    std::optional<Tensor> value_scales, int64_t window, int64_t chunk, double scale, double softcap) {
     using torch::headeronly::ScalarType;
     auto fits = [&](const Tensor& x) { return x.dim() == 4 && x.size(0) == query.size(0) && (x.size(3) <= 1 || x.stride(3) == 1); };
     STD_TORCH_CHECK(fits(query) && fits(key) && fits(value) && fits(mask), "queries, keys, values and the mask have four dimensions, the last without gaps");
@@ -33,8 +36,6 @@ Tensor slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, std::
     else with_type(query, [&](auto type) { attend_to_slots<decltype(type)>(given, threads()); });
     return out;
 }
-
-}  // namespace
 
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? sinks, Tensor? key_scales, Tensor? value_scales, "

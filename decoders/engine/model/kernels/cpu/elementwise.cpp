@@ -122,6 +122,56 @@ Tensor linear_to_cache(
     return split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, data<int64_t>(slots), own, others);
 }
 
+// A decoder layer: attention over the first `view` slots of the cache, then a gated feed-forward layer. Computes with the operators above.
+// x: [B, N, H]; reads: the first norm of x. matrices: of queries, keys, values, the attention's output, gate and up (as in gated_linear),
+// and down; scales: likewise, or none. `biased` has a bit for each of these four products that has biases. norms: of queries and keys, of
+// the attention's output, of the first sum, of the feed-forward layer's output, and of the second sum; `normed` has a bit for each.
+// Returns the second sum, and its norm.
+std::tuple<Tensor, Tensor> decoder_layer(
+    Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
+    double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor keys, Tensor values, int64_t view,
+    Tensor mask, std::optional<Tensor> sinks, int64_t window, int64_t chunk, double scale, double softcap, int64_t kind, bool gate_first) {
+    constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
+    STD_TORCH_CHECK(matrices.size() == MATRICES && (scales.empty() || scales.size() == MATRICES), "seven matrices, and as many scales or none");
+    size_t bias = 0, norm = 0;
+    auto part = [](const Tensors& from, size_t first, size_t count) {
+        STD_TORCH_CHECK(first + count <= from.size(), "a tensor for every bit is needed");
+        return Tensors(from.begin() + first, from.begin() + first + count);
+    };
+    struct Factors { Tensors matrices, scales, biases; };
+    auto factors = [&](int product) {
+        size_t first = 0, count = OF_PRODUCTS[product], with_bias = biased >> product & 1 ? count : 0;
+        for (int i = 0; i < product; i++) first += OF_PRODUCTS[i];
+        bias += with_bias;
+        return Factors{part(matrices, first, count), scales.empty() ? Tensors() : part(scales, first, count), part(biases, bias - with_bias, with_bias)};
+    };
+    auto next_norm = [&](int place) { return normed >> place & 1 ? std::optional(part(norms, norm++, 1)[0]) : std::nullopt; };
+
+    auto [m, s, b] = factors(0);
+    std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1);
+    Tensor queries = linear_to_cache(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, slots, keys, values);
+    int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), width = queries.size(3);
+    STD_TORCH_CHECK(0 < view && view <= keys.size(2), "the cache has the slots of the view");
+    auto seen = [&](const Tensor& all) {
+        return viewed(all, {all.size(0), all.size(1), view, all.size(3)}, {all.stride(0), all.stride(1), all.stride(2), all.stride(3)});
+    };
+    Tensor turned = viewed(queries, {rows, heads, nodes, width}, {nodes * heads * width, width, heads * width, 1});
+    Tensor attended = slot_attention(turned, seen(keys), seen(values), mask, sinks, {}, {}, window, chunk, scale, softcap);
+    Tensor inner = viewed(attended, {rows, nodes, heads * width}, {nodes * heads * width, heads * width, 1}), residual = x;
+    for (int step = 0; step < 2; step++) {
+        if (step == 1) {
+            auto [m, s, b] = factors(2);
+            inner = gated_linear(reads, m, s, b, digits, kind, gate_first);
+        }
+        auto [m, s, b] = factors(2 * step + 1);
+        std::optional<Tensor> before = next_norm(2 + 2 * step), after = next_norm(3 + 2 * step);
+        auto [sum, next] = linear_to_residual(inner, m, s, b, digits, residual, before, epsilon, one_added, rounded_first, after, epsilon, one_added, rounded_first);
+        residual = sum;
+        reads = after ? next : sum;
+    }
+    return {residual, reads};
+}
+
 // keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
 void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, Tensor new_values) {
     for (auto [buffer, states] : {std::pair(&keys, &new_keys), std::pair(&values, &new_values)}) {
@@ -148,6 +198,9 @@ DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
           "bool before_rounded_first, Tensor? after, float after_epsilon, bool after_one_added, bool after_rounded_first) -> (Tensor, Tensor)");
     m.def("linear_rotated(" OPERANDS ", " TURNS ", int heads, int width) -> (Tensor, Tensor, Tensor)");
     m.def("linear_to_cache(" OPERANDS ", " TURNS ", Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor");
+    m.def("decoder_layer(Tensor x, Tensor reads, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int biased, int digits, Tensor[] norms, "
+          "int normed, float epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values, "
+          "int view, Tensor mask, Tensor? sinks, int window, int chunk, float scale, float softcap, int kind, bool gate_first) -> (Tensor, Tensor)");
     m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values) -> ()");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
@@ -156,5 +209,6 @@ DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("linear_to_residual", TORCH_BOX(&linear_to_residual));
     m.impl("linear_rotated", TORCH_BOX(&linear_rotated));
     m.impl("linear_to_cache", TORCH_BOX(&linear_to_cache));
+    m.impl("decoder_layer", TORCH_BOX(&decoder_layer));
     m.impl("write_to_cache", TORCH_BOX(&write_to_cache));
 }

@@ -27,6 +27,14 @@ inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) {
     return Tensor(made);
 }
 
+// The elements of `x` from its beginning on, with other sizes and strides.
+inline Tensor viewed(const Tensor& x, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+    AtenTensorHandle made;
+    const int64_t from = 0;  // added to the offset of x
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), from, &made));
+    return Tensor(made);
+}
+
 // A new contiguous tensor with the sizes of `x` except the last.
 inline Tensor with_last_size(const Tensor& x, int64_t last) {
     STD_TORCH_CHECK(x.dim() > 0, "a tensor of one dimension or more is needed");
@@ -76,6 +84,8 @@ namespace DECODERS_NAMESPACE {
 using Tensors = std::vector<Tensor>;
 Tensor few_rows_linear(Tensor x, Tensors matrices, Tensors biases);
 Tensor quantized_linear(Tensor x, Tensors levels, Tensors scales, Tensors biases, int64_t digits);
+Tensor slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, std::optional<Tensor> sinks, std::optional<Tensor> key_scales,
+                      std::optional<Tensor> value_scales, int64_t window, int64_t chunk, double scale, double softcap);
 
 }  // namespace DECODERS_NAMESPACE
 
