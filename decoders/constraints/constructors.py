@@ -144,7 +144,6 @@ def json_schema(
 
 
 def _text_of(option: Any, place: int) -> str:
-    """The text of the option at index `place` of a choice."""
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):

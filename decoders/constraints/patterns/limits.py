@@ -1,6 +1,6 @@
 """Bounds on size and on time. A pattern that exceeds a bound is refused with the bound's name.
 
-Time is CPU time of the thread, so that refusals do not depend on the machine's load. Loops of unknown length call :func:`check`.
+Time is CPU time of the thread, so that refusals do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def spend(seconds: float) -> None:
         current = current.outer
 
 
-#: The beginning of a child process's program: ``bounded(seconds)`` silently ends the process after so much processor time.
+#: The beginning of a child process's program: ``bounded(seconds)`` silently ends it after so much processor time.
 BOUNDED = """
 import time
 try:
@@ -128,7 +128,7 @@ try:
 except ImportError:
     def bounded(seconds): pass
 """
-#: The parent kills the child after this many times its seconds, because on a busy machine a child waits for a processor.
+#: The parent kills a child after this many times its seconds: on a busy machine a child waits for a processor.
 PATIENCE = 30
 
 
