@@ -35,9 +35,9 @@ class Objects:
 
     Attributes:
         properties: the declared properties.
-        rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
-            the same node.
-        exists: for each entry, there is an undeclared property with a key of the entry's class and a value of its node.
+        rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have the
+            same node.
+        exists: per entry, there is an undeclared property with a key of its class and a value of its node.
         evaluated: evaluated properties; does not affect the set.
     """
 
@@ -190,7 +190,6 @@ def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
 
 
 def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> list[Objects]:
-    """`a` with all names of `order` declared."""
     known = a.names
     added = tuple(Property(name, a.value(name)) for name in order if name not in known)
     return _resolve_exists(replace(a, properties=(*a.properties, *added)), algebra) if added else [a]
