@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: "full": every token after which the text can be completed is legal. "canonical": where the grammar forces the next bytes, only
-#: the token that the tokenizer would write there is legal, which changes the distribution.
+#: the tokenizer's own token for them is legal, which changes the distribution.
 Policy = Literal["full", "canonical"]
 
 
@@ -63,8 +63,8 @@ class Vocabulary:
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
         added, special = tokenizer.added_tokens_decoder, special_tokens(tokenizer)
         tokens: list[bytes | None] = [None] * size
-        # These are the names that the tokenizer decodes. In the tokenizer's vocabulary, names of added tokens may be normalised; in
-        # a tokenizer written in Python, all names may be.
+        # The names that the tokenizer decodes: its vocabulary may have normalised names of added tokens and, if the tokenizer is
+        # written in Python, of all tokens.
         renamed = [token for token in {*added, *(vocabulary.values() if backend is None else ())} if token < size]
         names = {token: name for name, token in vocabulary.items() if token < size}
         names |= dict(zip(renamed, tokenizer.convert_ids_to_tokens(renamed), strict=True))
@@ -84,8 +84,7 @@ class Vocabulary:
         return len(self.tokens)
 
     def spelling(self, names: tuple[str, ...]) -> Vocabulary:
-        """This vocabulary, with the special tokens of these `names` spelt as private characters (:func:`stand_in`, in order), so
-        that grammars can contain them.
+        """This vocabulary, with the special tokens of these `names` spelt as private characters (:func:`stand_in`, in order).
 
         Raises:
             GrammarError: a name belongs to a stop token.
@@ -116,7 +115,7 @@ class Vocabulary:
 
     @cached_property
     def rules(self) -> str:
-        """A digest that differs between tokenizers that have the same tokens but encode differently."""
+        """A digest that differs between tokenizers of the same tokens that encode differently."""
         return self._rules if isinstance(self._rules, str) else self._rules()
 
     @cached_property
@@ -160,7 +159,6 @@ class Vocabulary:
 
     @cached_property
     def _prefixes(self) -> frozenset[bytes]:
-        """All proper prefixes of tokens."""
         return frozenset(text[:end] for text in self.ids for end in range(1, len(text)))
 
     def spell(self, tokens: Sequence[int]) -> bytes:
@@ -181,10 +179,7 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """`forced` bytes as the tokenizer encodes them, up to where following bytes could change the tokens.
-
-        A token is left out if the bytes from it on could be the beginning of a longer token.
-        """
+        """`forced` bytes as the tokenizer encodes them, up to a token that could begin a longer token with the bytes after them."""
         if not _decodable(forced):  # empty, or the last bytes of a character, which a tokenizer cannot encode alone
             return []
         tokens = self.encoded(forced)
@@ -196,8 +191,10 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, ends before a token that is not the first
-        token of the remaining bytes encoded alone: the tokenizer may see a special token in the whole text, or group digits.
+        """The tokens of :meth:`canonical`, at most `limit`.
+
+        With the policy ``canonical``, ends before a token that is not the first of the remaining bytes encoded alone: the tokenizer
+        may see a special token in the whole text, or group digits.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):
@@ -207,7 +204,6 @@ class Vocabulary:
         return tokens
 
     def _greedy(self, text: str) -> list[int]:
-        """Longest match first; empty if some byte has no token."""
         return self.longest_tokens(text.encode())
 
     def longest_tokens(self, rest: bytes) -> list[int]:
@@ -230,7 +226,6 @@ def stand_in(place: int) -> str:
 
 
 def _decodable(text: bytes) -> str:
-    """`text` without an incomplete character at its end."""
     for cut in range(min(4, len(text) + 1)):
         try:
             return text[: len(text) - cut].decode()
@@ -240,13 +235,13 @@ def _decodable(text: bytes) -> str:
 
 
 def _part(backend: Any, name: str) -> dict | None:
-    """A part of a tokenizer of the tokenizers library, in the form of its file; reading the whole file would take seconds."""
+    """A part of a tokenizer of the tokenizers library, as in its file; reading the whole file would take seconds."""
     part = getattr(backend, name, None)
     return None if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _rules(backend: Any) -> str:
-    """Digest of the parts of a tokenizer that affect encoding. Takes a second where there are 500,000 merges."""
+    """Digest of the parts of a tokenizer that affect encoding. Takes a second for 500,000 merges."""
     parts = [getattr(backend, name, None) for name in ("model", "normalizer", "pre_tokenizer")]
     states = [b"" if part is None else bytes(part.__getstate__()) for part in parts]
     return hashlib.sha256(b"\0".join(states)).hexdigest()
@@ -255,7 +250,7 @@ def _rules(backend: Any) -> str:
 def _spelling(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], decoder: dict | None
 ) -> Callable[[str], bytes]:
-    """The function from names of tokens to bytes of `tokenizer`, which has this vocabulary and decoder.
+    """The function from names of tokens to bytes.
 
     Raises:
         UnsupportedError: the tokenizer is neither byte-level nor has byte fallback, or its decoder is unknown.
@@ -323,7 +318,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
 
 @lru_cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes with (Radford et al. 2019): printable bytes stand for themselves."""
+    """The characters of byte-level tokenizers for bytes (Radford et al. 2019): printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Grammars of answers, from a request's ``response_format`` and functions. Function calls are also parsed from the text here.
+"""Grammars of answers, from a request's ``response_format`` and functions, and the calls in texts.
 
 Files that a client names are never read.
 """

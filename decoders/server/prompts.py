@@ -112,7 +112,7 @@ class Conversations:
             raise Refusal(400, message, param="messages", code="chat_template_error") from error
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a rendered text. The tokenizer adds no special tokens, because the template has written them."""
+        """The tokens of a rendered text, without special tokens of the tokenizer: the template has written them."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
@@ -181,7 +181,6 @@ class Conversations:
 def _introduced(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], style: CallStyle
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The conversation with a system message that lists the functions."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     shape = style.format.written([("…", "{…}" if style.format.notation is None else '{"…": "…"}')])
     text = f"You may call functions. To call one, answer with nothing but {shape}. The functions:\n{listed}"

@@ -54,7 +54,7 @@ class Reasoning:
         """The reasoning of a request; None if no markers are known, or if the prompt already ends the thought.
 
         Args:
-            most: greatest number of new tokens. A reasoning effort lets the thought take a share of them.
+            most: greatest number of new tokens, of which a reasoning effort gives the thought a share.
 
         Raises:
             Refusal: the request has a budget, but no markers are known.
@@ -111,7 +111,7 @@ _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
 def _messages(text: str, ended: bool) -> list[Part]:
-    """The messages of a text in the harmony format, as parts. The part of a call contains the message's head as well."""
+    """The messages of a text in the harmony format, as parts. The part of a call includes the message's head."""
     parts = list[Part]()
     if not ended and text in ("", "<"):
         return []

@@ -1,6 +1,6 @@
 """Errors in OpenAI's form, for requests that are refused or fail. The status says whether the client or the server is at fault.
 
-Errors in a body are explained here, too: the field, its value and the nearest valid value.
+Errors in a body are explained: the field, its value and the nearest valid value.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error to explain. For a union it is the error of the branch that validated furthest."""
+    """The error to explain; for a union that of the branch that validated furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
-    # A missing field may be present under a wrong name. Then the wrong name explains more than the missing field.
+    # A missing field may be there under a wrong name, which then explains more.
     if unknown is not None:
         return unknown
     first = every[0]["loc"]

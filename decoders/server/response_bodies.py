@@ -312,11 +312,8 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
-    """The text of a content, which is a string or a list of parts.
-
-    Args:
-        read: the part types that are allowed.
-        first: number of the first part.
+    """The text of a content, which is a string or a list of parts; `read` names the allowed parts, `first` is the first part's
+    number.
     """
     if isinstance(content, str):
         return content

@@ -66,7 +66,7 @@ class Kept:
         return sum(self._sizes.values())
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keeps a response of `owner`, unless this response alone exceeds the greatest total size."""
+        """Keeps a response of `owner`, unless it alone exceeds the greatest total size."""
         kept = _Kept(json.dumps(response).encode(), json.dumps(_read(items)).encode())
         if kept.size > self.most:
             return
@@ -122,7 +122,7 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drops thoughts that are not followed by another item of the assistant, because no later prompt contains them."""
+    """Drops thoughts that no other item of the assistant follows, because no later prompt contains them."""
     following = [*items[1:], {}]
     return [
         each
@@ -151,11 +151,7 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
 
 
 def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Response:
-    """Submits a request's text and returns the answer.
-
-    Raises:
-        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
-    """
+    """Submits a request's text and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
     return Response(kept, service, body, *submitted(service, body, arrival, "resp_"))
 
 
@@ -229,7 +225,6 @@ class Response(Conversing):
         return entries
 
     def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
-        """Adds a piece to the growing item, or begins a new item."""
         content = b""
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
@@ -282,7 +277,6 @@ class Response(Conversing):
         return content
 
     def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
-        """Ends the growing item."""
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None
@@ -329,7 +323,6 @@ class Response(Conversing):
 
     @cached_property
     def _given(self) -> dict[str, Any]:
-        """The request's fields that a response repeats, without the input."""
         return self.body.asked.model_dump(by_alias=True, exclude={"input"})
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The texts of a request while they are generated.
 
-Texts are passed on in pieces. No piece ends within a character, or within what may become a stop string.
+Texts are passed on in pieces that never end within a character, or within what may become a stop string.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ class Job:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The ``metrics`` object: the acceptance of drafts in vLLM's form, which AIPerf reads. Empty without drafts, or for several
-        texts.
-        """
+        """The ``metrics`` object: the acceptance of drafts in vLLM's form, for AIPerf. Empty without drafts, or for several texts."""
         reports = self._reports
         if len(self.choices) != 1 or not reports or not reports[0].drafted:
             return {}
@@ -208,8 +206,9 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token: the text that is shown for it, and the text in which stop strings are searched. A special token's name may
-    be in one of these texts or in both.
+    """A held-back token: the text that is shown for it, and the text searched for stop strings.
+
+    A special token's name may be in either text or in both.
     """
 
     text: str
@@ -217,7 +216,7 @@ class _Held:
     drafted: bool
 
     def at(self, place: int) -> tuple[_Held, _Held | None]:
-        """Splits the token at a place in `matched`: the part in front, and the rest if there is any."""
+        """Splits the token at a place in `matched`; the rest is None if it is empty."""
         if place >= len(self.matched):
             return self, None
         return (
@@ -237,8 +236,8 @@ class ChoiceText:
         stopped: whether a stop string was found.
         shown: the text that was returned.
         written: the text of all tokens, including text behind a stop string.
-        places: for each token whose text is known, its begin and end in `written`. Tokens that share a character have the
-            character's begin and end.
+        places: for each token whose text is known, its begin and end in `written`; of tokens that share a character, those of the
+            character.
     """
 
     def __init__(
@@ -270,11 +269,7 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece`, the text of the unsettled tokens, among these tokens, in order.
-
-        Args:
-            token: the last of the unsettled tokens. A special token may be shown, or be matched with stop strings, by name.
-        """
+        """Divides `piece`, the text of the unsettled tokens, among these in order. token: the last, which may be special."""
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)
         written, matched = (name if token in tokens else "" for tokens in (self.special, self.stops.special))

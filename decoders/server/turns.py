@@ -127,7 +127,7 @@ class Turn:
         return [Piece(kind, text[len(before) :], number, not before)]
 
     def part_of(self, token: TextToken, ended: bool) -> int | None:
-        """The number of the text to which a token belongs. Empty tokens at the end belong to the last text."""
+        """The number of the text to which a token belongs; empty tokens at the end belong to the last text."""
         for number, (begin, end) in self.places.items():
             if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
                 return number

@@ -24,7 +24,7 @@ class Calls(Structure):
         format: how calls are written. It needs a mark unless calls are `required`.
         required: whether there must be a call, with at most a thought in front.
         several: whether there may be more than one call, if the format allows several.
-        budget: number of tokens after which the call or the answer must begin, in formats with separate messages; None: unlimited.
+        budget: tokens after which the call or the answer must begin, in formats with separate messages; None: unlimited.
     """
 
     functions: tuple[Called, ...]

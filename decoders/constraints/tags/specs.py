@@ -45,7 +45,7 @@ class Phases:
         return symbols_of(marker, self.vocabulary)
 
     def of(self, grammar: Inner | None) -> int:
-        """Adds phases for `grammar`, after which the text ends; returns the number of the first phase. None is free text."""
+        """Adds phases for `grammar` (None: free text), after which the text ends; returns the number of the first phase."""
         if grammar is None:
             return self.add(Free())
         if isinstance(grammar, Structure):
@@ -56,7 +56,8 @@ class Phases:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
     def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
-        """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the grammar.
+        """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the
+        grammar.
 
         Raises:
             GrammarError: the marker cannot be found after the grammar.
@@ -110,7 +111,8 @@ class After(Structure):
         grammar: grammar of the text after the marker; None for free text.
         budget: tokens of free text after which the marker is forced; None for any number.
         closing: the text that is forced then, if it is more than the marker; it ends with the marker.
-        begin: the marker that free text begins with, if the prompt does not contain it. A text that begins otherwise is of the grammar.
+        begin: the marker that free text begins with, if the prompt does not contain it. Texts that begin otherwise are of the
+            grammar.
     """
 
     marker: Marker
@@ -160,7 +162,6 @@ class After(Structure):
 
     @staticmethod
     def _token(symbols: Symbols, vocabulary: Vocabulary) -> int | None:
-        """The token that is the whole marker, or None."""
         if symbols[0] >= TOKEN:
             return symbols[0] - TOKEN if len(symbols) == 1 else None
         return vocabulary.ids.get(bytes(symbols)) if max(symbols) < TOKEN else None
@@ -245,7 +246,6 @@ _START = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?<![\w-]
 
 
 def _as_rule(lark: str) -> str:
-    """`lark` with its first rule renamed to ``tagged``."""
     return _START.sub(lambda match: "tagged" if match[1] else match[0], lark)
 
 

@@ -36,7 +36,7 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers for which `tokenizer` has tokens, else the known markers in the chat template; None without any."""
+        """The known markers for which `tokenizer` has tokens, else those in the chat template; None without any."""
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
@@ -155,7 +155,7 @@ class Thinking:
         """The grammar of a text that may begin with a thought, or continues a thought of the prompt.
 
         Args:
-            grammar: grammar of the answer; if it has a marker of its own (`after`), this marker ends the thought.
+            grammar: grammar of the answer; if it has a marker of its own (`after`), that ends the thought.
         """
         if isinstance(grammar, After) and self.end is None:
             return replace(grammar, budget=self.tokens)
@@ -172,7 +172,7 @@ class Thinking:
 
 
 def _last(symbols: list[int], marker: tuple[int, ...]) -> int:
-    """The index after the last `marker` in `symbols`; -1 if there is none."""
+    """The index after the last `marker` in `symbols`; -1 without one."""
     size = len(marker)
     places = range(len(symbols) - size, -1, -1)
     return next((place + size for place in places if tuple(symbols[place : place + size]) == marker), -1)
