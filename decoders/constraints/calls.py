@@ -189,7 +189,6 @@ class CallSpec(Spec):
         )
 
     def _regex(self, inner: list[Language], text: Language | None) -> str | None:
-        """Calls or text as one regular expression; None if the language is not regular."""
         if any(each.regex is None for each in inner) or (text is not None and text.regex is None):
             return None
         closing, between, begin, end = self._around

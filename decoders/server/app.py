@@ -209,7 +209,6 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels the requests of an answer for which nobody waits any more."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 

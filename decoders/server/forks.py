@@ -55,9 +55,8 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without the vocabulary, which both processes have, and exceptions by their attributes.
-
-    Constructors of exceptions may take other arguments than `args`.
+    """Pickles values without the vocabulary, which both processes have, and exceptions by attributes: constructors may not take
+    `args`.
     """
 
     def persistent_id(self, value: Any) -> Any:

@@ -40,11 +40,7 @@ from .refusals import Refusal, refusal
 
 
 def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
-    """The grammar of a ``response_format``; None for free text.
-
-    Raises:
-        Refusal: the format cannot be parsed.
-    """
+    """The grammar of a ``response_format``; None for free text. Raises Refusal: the format cannot be parsed."""
     try:
         return _spec(wanted)
     except GrammarError as error:
@@ -74,11 +70,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
 
 
 def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
-    """The description from which an answer's grammar is compiled; None for free text.
-
-    Raises:
-        Refusal: see :meth:`Calling.of`.
-    """
+    """The description from which an answer's grammar is compiled; None for free text. Raises Refusal: see :meth:`Calling.of`."""
     calling = Calling.of(body, style) if isinstance(body, ChatBody) else None
     if calling is not None:
         return calling
@@ -179,11 +171,7 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """The format of an answer that may also be calls; None: free text.
-
-    Raises:
-        Refusal: no grammar can combine the format with calls.
-    """
+    """The format of an answer that may also be calls; None: free text. Raises Refusal: no grammar can combine the format with calls."""
     wanted = body.response_format
     if wanted is None or isinstance(wanted, TextFormat):
         return None

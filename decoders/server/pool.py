@@ -27,8 +27,7 @@ class _Entry:
     """A scheduler and its requests.
 
     Attributes:
-        key: its strategy and settings.
-        outstanding: its unfinished requests, each with its turn in the queue.
+        outstanding: unfinished requests, each with its turn in the queue.
         leases: number of requests that are being submitted.
         used: number of the pool's requests up to this scheduler's last.
         turn: the greatest turn among the requests that have got a row.

@@ -117,11 +117,7 @@ class Conversations:
         return tokens
 
     def inputs(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
-        """The tokens of a rendered text, and the model's image inputs.
-
-        Raises:
-            Refusal: the processor rejects the images.
-        """
+        """The tokens of a rendered text, and the model's image inputs. Raises Refusal: the processor rejects the images."""
         if not images:
             return self.ids(text), {}
         processor: Any = self.processor
@@ -191,7 +187,6 @@ def _introduced(
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with each system message merged into the next user message."""
     conversation, waiting = list[dict[str, Any]](), list[str]()
     for message in messages:
         if message["role"] == "system":

@@ -80,10 +80,7 @@ class Reasoning:
         return {"tokens": self.budget, "begin": self.markers.begin, "end": self.markers.end}
 
     def parts(self, text: str, ended: bool) -> list[Part]:
-        """The thoughts and answers in a growing text, in order.
-
-        Text that may become a marker is held back until `ended`.
-        """
+        """The thoughts and answers in a growing text, in order. Text that may become a marker is held back until `ended`."""
         begin, end = str(self.markers.begin), str(self.markers.end)
         if self.markers.closing is not None:
             given = len(begin) if self.open else 0

@@ -312,9 +312,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
-    """The text of a content, which is a string or a list of parts; `read` names the allowed parts, `first` is the first part's
-    number.
-    """
+    """The text of a content: a string, or a list of parts that are numbered from `first`; `read` names the allowed parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -79,27 +79,15 @@ class Kept:
                 self._sizes[largest] -= self._kept[largest].popitem(last=False)[1].size
 
     def response(self, owner: Owner, id: str) -> bytes:
-        """The response of `owner` with this id, as JSON.
-
-        Raises:
-            Refusal: the response was not found.
-        """
+        """The response of `owner` with this id, as JSON. Raises Refusal: the response was not found."""
         return self._found(owner, id).response
 
     def items(self, owner: Owner, id: str) -> bytes:
-        """The items of a response's conversation, up to the response's own, as JSON.
-
-        Raises:
-            Refusal: the response was not found.
-        """
+        """The items of a response's conversation, up to the response's own, as JSON. Raises Refusal: the response was not found."""
         return self._found(owner, id, "previous_response_id", "previous_response_not_found").items
 
     def delete(self, owner: Owner, id: str) -> None:
-        """Deletes a response.
-
-        Raises:
-            Refusal: the response was not found.
-        """
+        """Deletes a response. Raises Refusal: the response was not found."""
         self._found(owner, id)
         client, salt = owner
         with self._lock:
@@ -300,7 +288,6 @@ class Response(Conversing):
         return content + self._event("output_item.done", output_index=index, item=item)
 
     def _finished(self) -> dict[str, Any]:
-        """The complete response. It is kept, unless the request has ``store: false``."""
         (choice,) = self.job.choices
         incomplete = self._turns[choice.index].finish_reason == "length"
         response = self._response("incomplete" if incomplete else "completed") | {"usage": self._usage()}

@@ -65,12 +65,7 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
 
 
 class _Bounded(H11Protocol):
-    """uvicorn's protocol of h11 with limits.
-
-    Attributes:
-        most: greatest number of connections.
-        seconds: time in which a request's head has to arrive, and again its body.
-    """
+    """uvicorn's protocol of h11, with at most `most` connections; a head, and again its body, must arrive within `seconds`."""
 
     most: int
     seconds: float
@@ -126,7 +121,6 @@ class _Bounded(H11Protocol):
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
 
     def _end(self, status: bytes, message: str) -> None:
-        """Sends an error, unless an answer has begun, and closes the connection."""
         self._stop()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = message.encode()

@@ -109,10 +109,8 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Sets a generation config with which every request can be decoded; warns about fields that were left out.
-
-        Returns:
-            `config`, the settings of `strategy`, with the checkpoint's drafting hints added.
+        """Sets a generation config with which every request can be decoded. Returns `config` with the checkpoint's drafting hints
+        added.
         """
         defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
         self.model.generation_config = defaults.config

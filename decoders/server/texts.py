@@ -206,10 +206,7 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token: the text that is shown for it, and the text searched for stop strings.
-
-    A special token's name may be in either text or in both.
-    """
+    """A held-back token: its shown text, and the text searched for stop strings. A special token's name may be in either or both."""
 
     text: str
     matched: str

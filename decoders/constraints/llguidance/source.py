@@ -136,7 +136,6 @@ def _invalid(language: Language, message: str) -> GrammarError:
 
 
 def _with_room(text: str, call: Callable[[], T]) -> T:
-    """The result of `call`, which reads `text`, in a thread with a stack large enough for it."""
     results: list[T] = []
     _with_stack(max(STACK, len(text) * STACK_PER_CHARACTER), lambda: results.append(call()))
     return results[0]

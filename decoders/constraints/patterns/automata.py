@@ -81,9 +81,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
 
 
 def minimal(machine: FSM) -> FSM:
-    """`machine`, which has no unreachable states, without dead ends and with equivalent states merged. State 0 is the first of
-    both.
-    """
+    """`machine`, which has no unreachable states, without dead ends and with equivalent states merged. State 0 is the first of both."""
     from interegular.fsm import FSM
 
     symbols, count = machine.alphabet.by_transition, len(machine.states)

@@ -246,7 +246,6 @@ class ClassReader:
 
 
 def _point(one: Set) -> int | None:
-    """The only character of `one`; None if there are several."""
     if isinstance(one, Chars) and len(one.ranges) == 1 and one.ranges[0][0] == one.ranges[0][1]:
         return one.ranges[0][0]
     return None

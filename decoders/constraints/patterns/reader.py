@@ -60,8 +60,6 @@ class _Group:
 
 
 class _Reader(ClassReader):
-    """Reads one pattern from left to right."""
-
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         super().__init__(pattern, dialect)
         self.groups = [_Group(0)]

@@ -45,7 +45,6 @@ class Kinds:
         return self._of(self._root, name if name in self.names else UNDECLARED, _DEPTH) or KINDS
 
     def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
-        """The types of the values of `schema`, or of the property `name` of its objects."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or not depth:

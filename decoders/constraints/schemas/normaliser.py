@@ -258,7 +258,6 @@ class Normaliser(SchemaAlgebra):
             }
 
         def narrowed(type_name: str, names: tuple[str, ...], allowed: Callable[[], Any]) -> Shapes:
-            """`current` with the values of a type that its keywords `names` allow."""
             keyword = next((name for name in names if read(name)), None)
             if not getattr(current, type_name) or keyword is None:
                 return current

@@ -178,7 +178,6 @@ def _size(regex: str) -> int:
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or through others."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]

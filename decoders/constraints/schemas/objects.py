@@ -177,7 +177,6 @@ def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
 
 
 def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
-    """The strings in none of `classes`, as alternatives."""
     left = [strings.ALL]
     for keys in classes:
         left = [

@@ -101,11 +101,7 @@ class Thinking:
 
     @staticmethod
     def of(value: Any) -> Thinking:
-        """Reads `value`: a number of tokens, or a dict with ``tokens``, ``begin`` and ``end``.
-
-        Raises:
-            SettingsError: another value.
-        """
+        """Reads `value`: a number of tokens, or a dict with ``tokens``, ``begin`` and ``end``. Raises SettingsError: another value."""
         given = dict(value) if isinstance(value, Mapping) else {"tokens": value}
         names = ("tokens", "begin", "end")
         for name in given:
@@ -126,11 +122,7 @@ class Thinking:
         return Thinking(count, given.get("begin"), given.get("end"))
 
     def markers(self, tokenizer: PreTrainedTokenizerBase | None) -> ThinkingMarkers:
-        """How a thought begins and ends.
-
-        Raises:
-            UnsupportedError: no markers are given, and the tokenizer's markers are not known.
-        """
+        """How a thought begins and ends. Raises UnsupportedError: no markers are given, and the tokenizer's markers are not known."""
         known = ThinkingMarkers.of(tokenizer)
         if self.end is not None:
             own = next((each for each in KNOWN if each.end == self.end), ThinkingMarkers("", self.end))
