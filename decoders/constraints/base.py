@@ -47,9 +47,7 @@ class Tables:
         next: ``[S, C]`` int32, state after a byte of each of ``C`` classes; 0 is the dead state.
         classes: ``[256]`` int64, class of each byte.
         mask_of: ``[S]`` int64, row of `masks` of each state.
-        masks: ``[R, W]`` int32. Masks of accepting states have the bits of stop tokens; the dead state's mask allows all, so that
-            a softmax over it is finite.
-        start: the first state.
+        masks: ``[R, W]`` int32, with stop tokens in accepting states; the dead state's mask allows all: softmax stays finite.
         stopped: the state after a stop token, where only stop tokens are legal.
     """
 
@@ -70,8 +68,6 @@ class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
-        language: the language that was compiled.
-        vocabulary: the vocabulary that it was compiled for.
         policy: which tokenizations of a text are legal.
         backend: name of the backend that compiled it.
     """
@@ -175,9 +171,7 @@ class Matcher(ABC):
         return None
 
     def replacements(self) -> Mapping[int, int] | None:
-        """In free text: the illegal tokens, each with the token that replaces it after the draw. None where the mask restricts the
-        draw.
-        """
+        """In free text: the illegal tokens, each with its replacement after the draw. None where the mask restricts the draw."""
         return None
 
 

@@ -32,7 +32,6 @@ class Arguments(NamedTuple):
     """The arguments of a call in a text.
 
     Attributes:
-        json: the arguments so far.
         end: index after the arguments; None if they are not complete.
         valid: whether complete arguments are valid JSON.
     """
@@ -70,7 +69,6 @@ def read(text: str, progress: Progress, notation: Notation | None, kinds: Kinds 
 
     Args:
         progress: the progress of earlier reads, which is updated; at first, the place where the arguments begin.
-        kinds: the types of the parameters.
         closing: the marker that ends a call.
     """
     if isinstance(notation, Parameters):

@@ -150,7 +150,6 @@ class CallFormat:
 
         Args:
             functions: the known functions, with the types of their parameters. Calls of other functions are text.
-            ended: whether the text is complete.
             known: progress of the arguments in earlier reads, by the place where they begin; it is updated.
         """
         known = {} if known is None else known
@@ -194,9 +193,7 @@ class Call:
     """A call in a text.
 
     Attributes:
-        name: the function's name.
         arguments: the arguments so far, as JSON.
-        complete: whether the arguments are complete.
         id: the model's id, as templates take it; None where calls have none.
     """
 

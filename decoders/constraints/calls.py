@@ -32,10 +32,8 @@ class Called:
     """A function that may be called.
 
     Attributes:
-        name: the function's name.
         parameters: the JSON schema of its parameters, as text.
-        strict: whether keywords that the language cannot honour are refused (True) or left to validation (False; None: only if
-            there is no other way).
+        strict: whether keywords beyond the language are refused (True) or left to validation (False; None: only where needed).
     """
 
     name: str
@@ -126,10 +124,7 @@ class CallSpec(Spec):
     """The texts of answers: calls alone, or calls or other text.
 
     Attributes:
-        functions: the functions that may be called.
-        format: how calls are written.
         alone: whether the text is a single call, without :attr:`CallFormat.mark` and without the text after the arguments.
-        several: whether there may be more than one call.
         text: the format of an answer that is text; None: any text that does not begin like a call.
         special: names of special tokens that have stand-ins in the format.
     """

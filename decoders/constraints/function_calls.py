@@ -19,10 +19,7 @@ class FunctionCalls:
     """The function calls that an answer may have, made by :meth:`of`. It can be pickled, for processes that compile grammars.
 
     Attributes:
-        functions: the functions that may be called.
-        format: how the model writes calls.
         required: whether the answer must be a call; otherwise it may be text.
-        several: whether it may have more than one call.
     """
 
     functions: tuple[Called, ...]

@@ -56,8 +56,7 @@ class Vocabulary:
         """The vocabulary of `tokenizer` for logits of `size` entries.
 
         Raises:
-            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop
-                token.
+            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop token.
         """
         backend, vocabulary = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
@@ -250,11 +249,7 @@ def _rules(backend: Any) -> str:
 def _spelling(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], decoder: dict | None
 ) -> Callable[[str], bytes]:
-    """The function from names of tokens to bytes.
-
-    Raises:
-        UnsupportedError: the tokenizer is neither byte-level nor has byte fallback, or its decoder is unknown.
-    """
+    """The function from names of tokens to bytes. Raises UnsupportedError: it is neither byte-level nor has byte fallback."""
     if '"ByteLevel"' in json.dumps(decoder):
         alphabet = _byte_level_alphabet()
 
@@ -290,11 +285,7 @@ def _spelling(
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[tuple[str, str] | None]:
-    """The steps by which `decoder` turns a token's name into text: a text and its replacement; None for bytes (``<0x0A>``).
-
-    Raises:
-        UnsupportedError: `decoder` has other steps.
-    """
+    """The steps of `decoder` from a token's name to text: a text and its replacement, or None for bytes (``<0x0A>``)."""
     if decoder is None:  # the rule of sentencepiece
         return [None, ("\u2581", " ")]
     steps: list[tuple[str, str] | None] = []

@@ -44,7 +44,6 @@ class Growing:
     """A choice whose text grows while it is decoded.
 
     Attributes:
-        choice: the choice.
         text: its text so far.
         seen: number of its tokens that were processed.
     """
@@ -109,7 +108,6 @@ class Answer(ABC):
     """The answer to a request that is being decoded.
 
     Attributes:
-        job: the request that is decoded.
         special: special tokens that appear in the text by name: they are parts of markers that are searched there.
     """
 
@@ -149,9 +147,7 @@ class Answer(ABC):
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """The ``warnings`` of an ended choice: what its grammar could not enforce, and the rules that the text breaks; empty
-        without any.
-        """
+        """The ``warnings`` of an ended choice: what its grammar could not enforce, and which rules the text breaks; may be empty."""
         said = [*choice.use.left_out] if choice.use else []
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}

@@ -53,7 +53,6 @@ class Stops:
     """The stop strings of a request.
 
     Attributes:
-        strings: the stop strings.
         special: special tokens whose names occur in the stop strings. Only these appear in the searched text, by name.
     """
 

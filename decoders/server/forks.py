@@ -1,7 +1,4 @@
-"""Runs each piece of work of the :mod:`.workshop` in a forked process.
-
-The process is killed when nobody waits for the result or when it exceeds its limits.
-"""
+"""Runs each piece of work of the :mod:`.workshop` in a forked process, killed if nobody waits for it or it exceeds its limits."""
 
 from __future__ import annotations
 
@@ -55,9 +52,7 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without the vocabulary, which both processes have, and exceptions by attributes: constructors may not take
-    `args`.
-    """
+    """Pickles values without the vocabulary (both processes have it), and exceptions by attributes (constructors may refuse `args`)."""
 
     def persistent_id(self, value: Any) -> Any:
         return ("vocabulary", value.spelled) if isinstance(value, Vocabulary) else None

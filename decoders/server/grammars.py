@@ -82,10 +82,7 @@ class Calling:
     """Which function calls an answer may contain.
 
     Attributes:
-        tools: the tools that may be called.
-        style: how calls are written.
         required: whether the answer must be a call; otherwise it may be text.
-        several: whether the answer may contain more than one call.
         named: whether the request names one function, which must be called.
         format: the format of an answer that is no call; None: free text.
     """
@@ -137,12 +134,7 @@ class Calling:
         return self._calls.spec(text)
 
     def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> Written:
-        """Parses text and calls of a growing answer.
-
-        Args:
-            ended: whether the answer is complete.
-            known: see :meth:`FunctionCalls.read`.
-        """
+        """Parses text and calls of a growing answer, see :meth:`FunctionCalls.read`."""
         written = self._calls.read(text, ended, known)
         # With a format, the answer is either calls alone or text alone.
         if self.format is not None and written.text.strip() and written.calls:
@@ -151,11 +143,7 @@ class Calling:
 
 
 def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
-    """The mode of `choice` (``named``, ``auto`` or ``required``) and the names that it allows.
-
-    Raises:
-        Refusal: a name is not in `names`, or no name is given.
-    """
+    """The mode of `choice` (``named``, ``auto`` or ``required``) and its names. Raises Refusal: a name is unknown, or none is given."""
     param = f"tool_choice.{choice.type}"
     if choice.type == "function" and choice.function is not None:
         mode, chosen = "named", [choice.function.name]

@@ -191,7 +191,6 @@ class Gate:
     While requests are decoded, answers without tokens are delayed (:class:`Pace`).
 
     Args:
-        app: answers the requests that pass.
         keys: valid keys, sent as ``Authorization: Bearer …``; empty: no key is needed.
         hosts: names by which clients may address the server; None: any. On a loopback address the names keep out web pages whose
             domain resolves to that address (DNS rebinding).
@@ -320,10 +319,7 @@ class Gate:
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
-    """The names that a server at `host` answers to; None: any name.
-
-    On a loopback address these are the loopback names and `more`; elsewhere `host` and `more`, or any if `more` is empty.
-    """
+    """The names of a server at `host`: on loopback, loopback's and `more`; elsewhere `host` and `more`, None (any) without `more`."""
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))
     return frozenset((host, *more)) if more else None

@@ -23,7 +23,6 @@ class Metrics:
     Args:
         pool: the schedulers whose queues and rows are reported.
         rows: number of rows of one scheduler.
-        model: the model's name.
     """
 
     def __init__(self, pool: SchedulerPool, rows: int, model: str) -> None:

@@ -51,7 +51,6 @@ class Offered:
 
         Args:
             asked: the strategy's name, or several names joined by ``+``; None: the server's default strategy.
-            config: the strategy's settings.
             constrained: whether the request has a grammar.
 
         Raises:

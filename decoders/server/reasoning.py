@@ -22,7 +22,6 @@ class Part:
 
     Attributes:
         kind: a thought, an answer that may contain calls, or text without calls.
-        text: the part's text.
         begin: offset of the part in the whole text.
         first: offset of its begin marker.
     """
@@ -38,7 +37,6 @@ class Reasoning:
     """How thoughts are separated from the answer to a request.
 
     Attributes:
-        markers: the begin and end markers of thoughts.
         open: whether the prompt already opens a thought; None: the answer may open one.
         budget: greatest number of tokens in the thought; None: unlimited.
     """

@@ -43,7 +43,6 @@ class Refusal(Exception):
         message: what was wrong, what is allowed, and the nearest valid value.
         param: the wrong field, as a path with dots.
         code: error code for programs.
-        headers: headers of the response.
     """
 
     def __init__(

@@ -146,9 +146,6 @@ def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Res
 class Response(Conversing):
     """The answer to a request for a response: items, which are streamed as events while they grow.
 
-    Args:
-        kept: the store in which the response is kept.
-
     Attributes:
         output: the items so far.
     """

@@ -178,7 +178,6 @@ class Server(uvicorn.Server):
     """uvicorn's server for a service.
 
     Args:
-        app: the application of :func:`~decoders.server.app.make_app`.
         grace: seconds that running requests have after SIGTERM or SIGINT.
         port: the port; 0 for a free one.
     """

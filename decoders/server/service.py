@@ -56,7 +56,6 @@ class Service:
         name: the model's name for clients.
         strategy, strategy_config: the default strategy and its settings.
         assistant: draft model for strategies that take one.
-        limits: limits of requests.
         chat_template: replaces the tokenizer's chat template.
         thinking: begin and end markers of thoughts, for models whose markers are not known.
         tool_format: name of the format in which the model writes function calls, if the chat template does not show it.
@@ -64,7 +63,6 @@ class Service:
         processor: the processor of a vision model.
 
     Attributes:
-        offered: the strategies that requests can name.
         pace: delays the answers to requests with large bodies.
         keys: number of API keys. With several keys, the requests of one key take turns as one client; otherwise each request does.
         draining: whether new requests are refused.
@@ -109,9 +107,7 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Sets a generation config with which every request can be decoded. Returns `config` with the checkpoint's drafting hints
-        added.
-        """
+        """Sets a generation config with which every request can be decoded. Returns `config` with the checkpoint's drafting hints."""
         defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
         self.model.generation_config = defaults.config
         if defaults.left_out:

@@ -30,7 +30,6 @@ class Choice:
     """One text that is being generated.
 
     Attributes:
-        index: its index in the answer.
         seed: seed of its sampling noise.
         generation: its request in the scheduler.
         prompt: token ids of the prompt.
@@ -63,11 +62,8 @@ class Job:
     """A client's request.
 
     Attributes:
-        id: the answer's id.
         created: Unix time of its creation.
-        choices: its texts.
         stops: stop strings of each text.
-        arrival: its arrival.
         seconds: seconds that it may take.
     """
 
@@ -151,7 +147,6 @@ class Span:
     """A piece of text from one token, or from several tokens that share its characters.
 
     Attributes:
-        text: the piece.
         drafted: whether the token was drafted.
     """
 
@@ -186,8 +181,7 @@ class Spelling:
     def within(self, token: int, text: str) -> bytes:
         """The bytes of a token that produced, alone or with others, the characters `text`.
 
-        Bytes that the tokenizer's decoder drops are left out: a leading blank, the marker of a word's continuation, or a special
-        token.
+        Bytes that the tokenizer's decoder drops are left out: a leading blank, the mark of a word's continuation, a special token.
         """
         data = self.of(token)
         if token in self._special:  # `text` may be a character of other tokens, between whose bytes this token stands
@@ -233,8 +227,7 @@ class ChoiceText:
         stopped: whether a stop string was found.
         shown: the text that was returned.
         written: the text of all tokens, including text behind a stop string.
-        places: for each token whose text is known, its begin and end in `written`; of tokens that share a character, those of the
-            character.
+        places: begin and end in `written` of each token whose text is known; of tokens that share a character, the character's.
     """
 
     def __init__(
@@ -252,7 +245,6 @@ class ChoiceText:
         """Adds tokens, and returns the text that may be shown now, in spans.
 
         Args:
-            drafted: whether each token was drafted.
             ended: whether these are the last tokens.
         """
         for token, flag in zip(tokens, drafted, strict=True):

@@ -122,11 +122,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Takes `tokens` up to the first illegal one; returns how many it took.
-
-        Raises:
-            GrammarError: llguidance hits a limit. The matcher stays where it was.
-        """
+        """As :meth:`Matcher.advance`. Raises GrammarError: llguidance hits a limit; the matcher stays where it was."""
         if self._ended:
             return 0
         known = self.grammar.vocabulary.tokens
@@ -180,11 +176,7 @@ class LLGuidanceMatcher(Matcher):
             self._renew()
 
     def fill_mask(self, out: Tensor) -> None:
-        """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
-
-        Raises:
-            GrammarError: llguidance hits a limit, the text takes too much time, or the grammar has a dead end here.
-        """
+        """As :meth:`Matcher.fill_mask`. Raises GrammarError: a limit is hit, the text takes too much time, or there is a dead end."""
         if self._ended:
             out.copy_(self.grammar.ends)
             return

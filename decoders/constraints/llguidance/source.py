@@ -98,11 +98,7 @@ def _refuse(name: str, lark: str) -> None:
 
 
 def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
-    """A new ``LLMatcher`` of `text`, which :func:`source` returned for `language`.
-
-    Raises:
-        GrammarError: llguidance refuses `text`; the error has llguidance's message.
-    """
+    """A new ``LLMatcher`` of `text`, which :func:`source` returned for `language`. Raises GrammarError: llguidance refuses `text`."""
     import llguidance
 
     limits = llguidance.LLParserLimits(**LIMITS)

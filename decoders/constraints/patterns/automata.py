@@ -210,9 +210,7 @@ def refined(
 
     Args:
         blocks: block of each state, -1 for states that are ignored.
-        states: all other states.
         successors: each state's successors by symbol; states of a block have the same symbols.
-        predecessors: each state's predecessors.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)
@@ -251,7 +249,6 @@ class Symbols:
     """Classes of characters that the trees do not tell apart, numbered from 0.
 
     Attributes:
-        count: number of symbols.
         of: for each set in the trees, its symbols.
     """
 

@@ -38,9 +38,7 @@ class ClassReader:
     """The part of the reader that reads sets of characters.
 
     Attributes:
-        pattern: the text.
         place: index of the next character.
-        dialect: the pattern's dialect.
     """
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:

@@ -51,11 +51,7 @@ INSTEAD = {
 def exceeded(
     limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
 ) -> NoReturn:
-    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` if `what` is the schema as a whole.
-
-    Raises:
-        GrammarError: always.
-    """
+    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` for the whole schema. Raises GrammarError: always."""
     remedy = "" if path == "$" else "; strict=False validates it afterwards in a schema"
     raise GrammarError(
         f"{what} exceeds the limit {limit} = {most:,} of {module}: {INSTEAD.get(limit, 'take a smaller one')}{remedy}",

@@ -1,7 +1,4 @@
-"""The one reader of regular expressions: a pattern in some dialect becomes a tree. It does not recurse.
-
-A group around a single part becomes that part.
-"""
+"""The one reader of regular expressions: a pattern in some dialect becomes a tree. It does not recurse."""
 
 from __future__ import annotations
 

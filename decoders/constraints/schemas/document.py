@@ -29,7 +29,6 @@ class Place:
     """A schema within the document.
 
     Attributes:
-        schema: an object of JSON.
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
         dynamic: whether the document has dynamic references, whose targets depend on the path to them.
@@ -60,9 +59,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The identifiers on the path to the schema if dynamic references depend on them; they tell apart places that share a
-        schema.
-        """
+        """The identifiers on the path to the schema where dynamic references depend on them: they tell apart places of one schema."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))

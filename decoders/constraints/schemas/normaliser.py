@@ -133,8 +133,8 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) of a keyword to leave out: the one that caused `problem`, or one near its place that has schemas; None if
-        none.
+        """(path, keyword) to leave out: of the keyword that caused `problem`, or of one near its place that has schemas; None without
+        one.
         """
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places

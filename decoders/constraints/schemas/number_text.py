@@ -285,9 +285,7 @@ def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
 
 
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
-    """Whether digits may be absent, and alternatives for digits d, at most `most`, with 0.d from 0.`low` to 0.`high` (None: below
-    1).
-    """
+    """Whether digits may be absent, and alternatives for digits d with 0.d from 0.`low` to 0.`high` (None: below 1), at most `most`."""
     none = low == "" and not open_low and not (high == "" and open_high)
     return none, [text for text in _following_digits(low, open_low, high, open_high, most, True) if text]
 

@@ -34,9 +34,7 @@ class Objects:
     """Objects of `low` to `high` properties.
 
     Attributes:
-        properties: the declared properties.
-        rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have the
-            same node.
+        rest: classes of other keys (no others occur) with the nodes of their values, which are equal for classes that share keys.
         exists: per entry, there is an undeclared property with a key of its class and a value of its node.
         evaluated: evaluated properties; does not affect the set.
     """

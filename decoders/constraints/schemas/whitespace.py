@@ -56,7 +56,6 @@ class Rules:
         closed: whether objects that declare properties allow no others unless the schema mentions them.
 
     Attributes:
-        rules: by their names.
         todo: places that a rule refers to and that have no rule yet, each with its depth.
         depth: number of brackets around the current place, if white space depends on it, else 0.
         warnings: how the texts differ from the schema, one sentence each.

@@ -31,7 +31,6 @@ class MaskedAutomaton:
         classes: ``[256]`` int64.
         mask_of: ``[S]`` int64.
         start, stopped: see :class:`Tables`; `stopped` is the last state.
-        rows: the masks.
         accepting: ``[S]`` bool.
     """
 

@@ -108,7 +108,6 @@ class Trie:
         Args:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
-            starts: states.
             strings: ``[S]``: states inside strings. The walk stops at these if only plain characters led there.
         """
         columns = transitions.shape[1]
@@ -158,10 +157,9 @@ class Lexicon:
         texts: the spellings in ascending order.
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
-        longest: greatest number of consecutive plain characters in a token, from its beginning or from after another character,
-            where a string may begin. States inside strings count the plain characters that may follow up to this number.
-        rests: the texts after the plain characters of spellings, and of their suffixes from any later character on; in ascending
-            order, the empty one first.
+        longest: most consecutive plain characters in a token, from its beginning or from after another character (a string may begin).
+        rests: the texts after the plain characters of spellings, and of their suffixes from a later character on; sorted, first the
+            empty.
         rest: ``[T]`` int64, index of each spelling's rest.
         twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.
     """

@@ -1,5 +1,4 @@
-"""The phases of a text (free text, where markers begin other phases, and text of a grammar), and the automaton that moves between
-them.
+"""The phases of a text (free text, where markers begin other phases, or text of a grammar), and the automaton of moves between them.
 
 In free text any token may be drawn, without a mask. Few tokens are illegal there: a token that completes a begin marker and goes on
 with bytes that the grammar after it forbids, and a stop token where the text may not end yet. It is replaced after the draw, by a
@@ -66,11 +65,7 @@ class Inside:
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
-        """Judges a finished text of the grammar if its language is wider than the specification.
-
-        Raises:
-            GrammarError: the text breaks the specification.
-        """
+        """Judges a finished text if the grammar's language is wider than its specification. Raises GrammarError if it breaks that."""
         if self.grammar.language.whole is not None:
             self.grammar.language.whole(text.decode())
 
@@ -108,7 +103,6 @@ class PhaseAutomaton:
 
     Attributes:
         markers: the automaton of each phase's markers, None for text of a grammar.
-        stops: tokens that end a text.
 
     Raises:
         GrammarError: a marker that has to be written has a stop token in it.

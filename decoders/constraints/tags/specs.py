@@ -56,8 +56,7 @@ class Phases:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
     def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
-        """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the
-        grammar.
+        """The phase of `grammar` up to an end marker, then `behind`; without a marker, the text ends with the grammar.
 
         Raises:
             GrammarError: the marker cannot be found after the grammar.
@@ -111,8 +110,7 @@ class After(Structure):
         grammar: grammar of the text after the marker; None for free text.
         budget: tokens of free text after which the marker is forced; None for any number.
         closing: the text that is forced then, if it is more than the marker; it ends with the marker.
-        begin: the marker that free text begins with, if the prompt does not contain it. Texts that begin otherwise are of the
-            grammar.
+        begin: the marker that free text begins with, if it is not in the prompt. Texts that begin otherwise are of the grammar.
     """
 
     marker: Marker
@@ -285,8 +283,7 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
     """Free text in which markers begin grammars (tool calls, for example), for ``generate(grammar=…)``.
 
     Args:
-        tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
-            tokens.
+        tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers: texts or ids of tokens.
         required: whether the text must have a tag.
         several: whether there may be several tags; else the text ends after the first.
 
