@@ -178,7 +178,7 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """`forced` bytes as the tokenizer encodes them, up to a token that could begin a longer token with the bytes after them."""
+        """`forced` bytes as the tokenizer encodes them, without last tokens that further bytes might lengthen."""
         if not _decodable(forced):  # empty, or the last bytes of a character, which a tokenizer cannot encode alone
             return []
         tokens = self.encoded(forced)

@@ -43,7 +43,7 @@ class ClientSettings:
             raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that exceeds its limits.
+        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that is out of bounds.
 
         Args:
             strategy: a name, or several joined by ``+``. Settings of strategies not named here are refused later.

@@ -242,11 +242,7 @@ class ChoiceText:
         self._held: list[_Held] = []
 
     def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool = False) -> list[Span]:
-        """Adds tokens, and returns the text that may be shown now, in spans.
-
-        Args:
-            ended: whether these are the last tokens.
-        """
+        """Adds tokens, and returns the text that may be shown now, in spans. ended: whether these are the last tokens."""
         for token, flag in zip(tokens, drafted, strict=True):
             self._tokens.append(token)
             piece = self._pieces.next(self._tokens, False)

@@ -217,7 +217,7 @@ def refined(
     changed = {*states}
     for state in changed:
         size[blocks[state]] += 1
-    # For each block, the blocks to which members lead that are not visited in this round.
+    # For each block, the blocks to which its members lead, not counting members that are visited in this round.
     targets_of_block: list[tuple[int, ...]] = [()] * len(size)
     block_of = blocks.__getitem__
     while changed:

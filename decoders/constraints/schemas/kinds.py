@@ -27,7 +27,7 @@ def kind_of(value: Any) -> str:
 
 
 class Kinds:
-    """The types of each property of the objects that a schema allows.
+    """The types of each property of the objects that a schema, JSON `text`, allows.
 
     Attributes:
         names: names of properties; at least all declared names.

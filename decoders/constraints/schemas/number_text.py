@@ -276,7 +276,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """`integer` and a fraction: whether the fraction may be absent, and alternatives for the digits after the point."""
+    """`integer` and a fraction. fractions: whether it may be absent, and alternatives for the digits after the point."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""

@@ -1,9 +1,9 @@
 """The phases of a text (free text, where markers begin other phases, or text of a grammar), and the automaton of moves between them.
 
 In free text any token may be drawn, without a mask. Few tokens are illegal there: a token that completes a begin marker and goes on
-with bytes that the grammar after it forbids, and a stop token where the text may not end yet. It is replaced after the draw, by a
-token for its bytes of the marker, or by the marker's next token: so the text before a marker is the text of the model without a
-grammar.
+with bytes that the grammar after it forbids, and a stop token where the text may not end yet. An illegal token is replaced after the
+draw, by a token for its bytes of the marker, or by the marker's next token: the text before a marker is what the model would write
+without a grammar.
 """
 
 from __future__ import annotations
