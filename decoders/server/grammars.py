@@ -1,7 +1,4 @@
-"""Grammars of answers, from a request's ``response_format`` and functions, and the calls in texts.
-
-Files that a client names are never read.
-"""
+"""Grammars of answers, from a request's ``response_format`` and functions. Files that a client names are never read."""
 
 from __future__ import annotations
 

@@ -85,10 +85,7 @@ def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Links:
-    """The ids of calls in the template's form, and the call that each answer belongs to.
-
-    An object serves one conversation and must get its messages in order.
-    """
+    """The ids of calls in the template's form, and the call of each answer; for one conversation, whose messages come in order."""
 
     def __init__(self, style: CallStyle) -> None:
         self.style = style

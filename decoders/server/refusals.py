@@ -1,7 +1,4 @@
-"""Errors in OpenAI's form, for requests that are refused or fail. The status says whether the client or the server is at fault.
-
-Errors in a body are explained: the field, its value and the nearest valid value.
-"""
+"""Errors in OpenAI's form, for requests that are refused or fail. The status says whether the client or the server is at fault."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The texts of a request while they are generated.
-
-Texts are passed on in pieces that never end within a character, or within what may become a stop string.
-"""
+"""The texts of a request while they are generated: pieces never end within a character, or within what may become a stop string."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Boolean expressions over schemas, each known by a number: equal expressions have equal numbers.
-
-A node describes the values at a place of the text. It refers to schemas, so these may be recursive through ``$ref``.
-"""
+"""Boolean expressions over schemas or values, each known by a number: equal expressions have equal numbers."""
 
 from __future__ import annotations
 

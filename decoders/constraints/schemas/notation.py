@@ -249,10 +249,7 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 
 
 class _Productive:
-    """Finds the rules that have a text, in linear time.
-
-    Every expression counts the parts that it still needs, and notifies the enclosing expression when none is left.
-    """
+    """Finds the rules that have a text, in linear time: expressions count the parts that they still need."""
 
     def __init__(self, rules: dict[str, Expr]) -> None:
         self.alive: set[str] = set()

@@ -1,7 +1,4 @@
-"""Structural tags: free text in which grammars begin after markers, for models that think before they answer or call tools.
-
-A text is in one of a few phases: free text, or text of a grammar.
-"""
+"""Structural tags: free text in which grammars begin after markers, for models that think before they answer or call tools."""
 
 from .calls import Calls
 from .specs import After, Tagged, after, tagged
