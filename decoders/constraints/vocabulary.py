@@ -165,8 +165,7 @@ class Vocabulary:
         return b"".join(self.tokens[token] or b"" for token in tokens if token >= 0)
 
     def encoded(self, text: bytes) -> list[int]:
-        """`text` as the tokenizer encodes it, without an incomplete character at its end; invalid UTF-8 by the longest tokens first.
-        """
+        """`text` as the tokenizer encodes it, without an incomplete character at its end; invalid UTF-8 by the longest tokens first."""
         whole = _decodable(text)
         if not whole and len(text) > 3:
             return self.longest_tokens(text)
