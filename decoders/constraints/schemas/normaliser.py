@@ -133,7 +133,7 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) to leave out: of the keyword that caused `problem`, else of one near its place that has schemas, else None."""
+        """(path, keyword) to leave out: of the cause of `problem`, else of one near its place that has schemas, else None."""
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places
         for place in places:
