@@ -1,7 +1,4 @@
-"""Grammars: which texts may be written, as masks over the next token. Other packages import only the names listed here.
-
-``base`` has the contract of a backend.
-"""
+"""Grammars: which texts may be written, as masks over the next token. Other packages import only the names listed here."""
 
 from ..common import library
 from .auto import Auto

@@ -1,7 +1,4 @@
-"""The answers of all routes: texts, log probabilities and usage, whole or as server-sent events.
-
-If a client disconnects, its requests are cancelled.
-"""
+"""The answers of all routes: texts, log probabilities and usage, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ class Growing:
     """A choice whose text grows while it is decoded.
 
     Attributes:
-        choice: the choice.
         text: its text so far.
         seen: number of its tokens that were processed.
     """
@@ -62,7 +58,7 @@ class Growing:
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """The text that may be shown and has not been returned before, and its tokens if log probabilities were requested."""
+        """The text that may be shown and was not returned before, and its tokens if log probabilities were requested."""
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
         self.seen = len(tokens)
@@ -86,7 +82,6 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """How many of the held-back tokens lie in the text that has been shown."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -94,7 +89,6 @@ class Growing:
         return len(self._tokens) if ended else max(whole, default=0)
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
-        """`tokens`, with the last token cut where the shown text ends."""
         length = len(self.text.shown)
         if not tokens or tokens[-1].end <= length:
             return tokens
@@ -114,8 +108,7 @@ class Answer(ABC):
     """The answer to a request that is being decoded.
 
     Attributes:
-        job: the request that is decoded.
-        special: special tokens that appear in the text by name, because they are parts of markers that are searched in the text.
+        special: special tokens that appear in the text by name: they are parts of markers that are searched there.
     """
 
     special: frozenset[int] = frozenset()
@@ -154,9 +147,7 @@ class Answer(ABC):
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """The ``warnings`` of a choice that has ended: what its grammar could not enforce, and which rules the text breaks; empty
-        if there are none.
-        """
+        """The ``warnings`` of an ended choice: what its grammar could not enforce, and which rules the text breaks; may be empty."""
         said = [*choice.use.left_out] if choice.use else []
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
@@ -310,7 +301,6 @@ class EventStream(Response):
     """A stream of events. If the client disconnects, the requests are cancelled.
 
     Args:
-        answer: the answer that is streamed.
         on_end: called at the end with the error or None; returns the refusal that the client gets for an error.
     """
 

@@ -1,6 +1,4 @@
-"""Runs each piece of work of the :mod:`.workshop` in a forked process, which is killed when nobody waits for the result or when
-it exceeds its limits.
-"""
+"""Runs each piece of work of the :mod:`.workshop` in a forked process, killed if nobody waits for it or it exceeds its limits."""
 
 from __future__ import annotations
 
@@ -34,8 +32,11 @@ Check = Callable[[], None]
 
 
 def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | None:
-    """The answer of a fork to a message; None if the fork was killed. control: our end of the workshop's socket. check: is called
-    while waiting; an error that it raises ends the wait.
+    """The answer of a fork to a message; None if the fork was killed.
+
+    Args:
+        control: our end of the workshop's socket.
+        check: called while waiting; an error that it raises ends the wait.
     """
     mine, theirs = Pipe()
     with mine, tempfile.TemporaryFile() as task:
@@ -51,9 +52,7 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled by their attributes, because their
-    constructors may take other arguments.
-    """
+    """Pickles values without the vocabulary (both processes have it), and exceptions by attributes (constructors may refuse `args`)."""
 
     def persistent_id(self, value: Any) -> Any:
         return ("vocabulary", value.spelled) if isinstance(value, Vocabulary) else None
@@ -91,7 +90,7 @@ def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
     return _Unpickler(content, vocabulary).load()
 
 
-# The functions below run in the workshop's process.
+# All below runs in the workshop's process.
 
 
 def work(descriptor: int) -> None:
@@ -122,7 +121,7 @@ def work(descriptor: int) -> None:
                     )
                     running[client].start()
                     os.close(task)
-                # A process has ended, or a client has hung up: clients send nothing, so they become readable only then.
+                # A process has ended, or a client has hung up: clients send nothing, and are readable only then.
                 elif (process := running.pop(client := ends.get(ready, ready), None)) is not None:
                     _kill(process.pid)
                     process.join()
@@ -149,7 +148,6 @@ def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabu
 
 
 def _limit(seconds: int) -> None:
-    """Limits this process's processor time, and the memory beyond its present size."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

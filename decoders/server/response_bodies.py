@@ -312,12 +312,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
-    """The text of a content, which is a string or a list of parts.
-
-    Args:
-        read: the part types that are allowed.
-        first: number of the first part.
-    """
+    """The text of a content: a string, or a list of parts that are numbered from `first`; `read` names the allowed parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,9 +1,8 @@
 """Deterministic automata over characters, which check all conditions on a string at once.
 
-A condition is a regular tree, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the product of all
-conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not used: FSMs of single conditions,
-which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM that returns to its
-first state; and ``reduce``, which may take exponential time.
+interegular's ``crawl`` walks the product of all conditions, within our limits, and its ``FSM`` holds the result. Not used are FSMs
+of single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for
+an FSM that returns to its first state; and ``reduce``, which may take exponential time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from interegular.fsm import FSM, Alphabet
 
 
-#: The set of nodes of each condition's automaton, and the number of characters read, up to a number beyond which counts are equivalent.
+#: The nodes reached in each condition's automaton, and the number of characters read, up to where counts are equivalent.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
 #: Greatest number of nodes in the cached sets of one condition's automaton while strings are matched.
 _REMEMBERED = 50_000
@@ -82,11 +81,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
 
 
 def minimal(machine: FSM) -> FSM:
-    """`machine` without dead ends and with equivalent states merged. The first state of either is 0.
-
-    Args:
-        machine: an automaton without unreachable states.
-    """
+    """`machine`, which has no unreachable states, without dead ends and with equivalent states merged. State 0 is the first of both."""
     from interegular.fsm import FSM
 
     symbols, count = machine.alphabet.by_transition, len(machine.states)
@@ -130,7 +125,6 @@ class _ConditionAutomaton:
         return len(self.silent) - 1
 
     def build(self, tree: Pattern) -> tuple[int, int]:
-        """First and last node of `tree`."""
         first, last = self.node(), self.node()
         match tree:
             case Chars(ranges):
@@ -211,14 +205,12 @@ def refined(
 ) -> list[int]:
     """The coarsest partition, finer than `blocks`, in which all members of a block lead to the same blocks.
 
-    Each round visits only the predecessors of states that were just split off: rounds over all states would be quadratic for texts of
-    bounded length. A block's largest part keeps its number, so its predecessors need not be visited.
+    Each round visits only the predecessors of states that were just split off: rounds over all states would be quadratic for texts
+    of bounded length. A block's largest part keeps its number, so its predecessors need not be visited.
 
     Args:
         blocks: block of each state, -1 for states that are ignored.
-        states: the states that are not ignored.
         successors: each state's successors by symbol; states of a block have the same symbols.
-        predecessors: each state's predecessors.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)
@@ -254,10 +246,9 @@ def refined(
 
 
 class Symbols:
-    """Classes of characters that the trees do not tell apart, as numbers.
+    """Classes of characters that the trees do not tell apart, numbered from 0.
 
     Attributes:
-        count: number of symbols; they are numbered from 0.
         of: for each set in the trees, its symbols.
     """
 
