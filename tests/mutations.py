@@ -8,7 +8,7 @@ Each defect is written into a temporary copy of the tree, never into the checkou
 run there until the first failure. A defect whose text no longer occurs exactly once is an error: the code has moved, and the
 defect must move with it. So is a test that fails without any defect; ``--trust`` leaves that first run out.
 
-Result on 2026-11-29 (torch 2.13.0, transformers 5.24.0): 83 of 83 caught, in eight minutes on two cores.
+Result on 2026-11-29 (torch 2.13.0, transformers 5.24.0): 85 of 85 caught, in eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -350,6 +350,17 @@ MUTATIONS = (
         "torch.where(inside, path - begin + 1,",
         "torch.where(inside, path - begin,",
         ("strategies/test_merged_drafts.py",),
+    ),
+    Mutation(
+        "a-whole-layer-looks-back-without-end", "decoders/engine/model/weights/layers.py",
+        "            kind.window or 0,\n            kind.chunk or 0,",
+        "            0,\n            kind.chunk or 0,",
+        ("engine/model/test_whole_layers.py",),
+    ),
+    Mutation(
+        "a-whole-layer-adds-to-what-attention-got", "decoders/engine/model/kernels/cpu/elementwise.cpp",
+        "        residual = sum;\n", "        residual = step ? sum : x;\n",
+        ("engine/model/test_whole_layers.py",),
     ),
     Mutation(
         "a-layer-gets-the-columns-of-its-neighbour", "decoders/engine/model/weights/layers.py",
