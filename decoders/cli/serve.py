@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -99,7 +101,7 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a text.")] = 1024,
     max_choices: Annotated[int, typer.Option(min=1, help="Most texts of a request: prompts times n.")] = 8,
     deadline: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request; then it gets 504.")] = 600.0,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM or Ctrl-C.")] = 30.0,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A host name by which clients may address the server, beside localhost; repeatable.")
     ] = None,
@@ -129,6 +131,7 @@ def serve(
     if tool_format is not None:
         format_named(tool_format)
     corpus = [] if suffix_corpus is None else _corpus(suffix_corpus)
+    _check_address(host, port)
     console = plain_console(stderr=True)
     if host not in LOOPBACK and not keys:
         console.print(
@@ -163,6 +166,22 @@ def serve(
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises SettingsError if the server cannot listen there; else minutes of loading would come before uvicorn's error."""
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in places:
+            try:
+                socket.create_server(address[:2], family=family).close()
+            except OSError as error:  # a machine without IPv6 still has the other address of localhost
+                if len(places) == 1 or error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+    except (OSError, UnicodeError) as error:
+        reason = str(getattr(error, "strerror", error)).partition(" (")[0]
+        free = "; --port 0 takes a free port" if getattr(error, "errno", 0) == errno.EADDRINUSE else ""
+        raise SettingsError(f"the server cannot listen at {host}, port {port}: {reason}{free}") from error
 
 
 def _leave(*_: Any) -> None:
@@ -239,7 +258,7 @@ def _corpus(path: Path) -> list[Content]:
         contents = [content for _, content in read_file(path) if content]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(
-            f"--suffix-corpus {path} is neither text nor JSON lines with text or messages: {error!r}"
+            f"--suffix-corpus {path} is neither text nor JSON lines with text or messages: {type(error).__name__}: {error}"
         ) from error
     if not contents:
         raise SettingsError(f"--suffix-corpus {path}: there is no text in it")

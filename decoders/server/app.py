@@ -110,7 +110,9 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
         if error.status_code == 404:
             message = f"there is nothing at {path}. {suggest(path, _ROUTES)}"
             return _refused(Refusal(404, message, code="unknown_route"))
-        return _refused(Refusal(error.status_code, f"{request.method} {path}: {error.detail}", headers=error.headers))
+        allowed = (error.headers or {}).get("Allow")
+        message = f"{request.method} {path}: {f'this route takes {allowed}' if allowed else error.detail}"
+        return _refused(Refusal(error.status_code, message, headers=error.headers))
 
     def refused(scope: Scope, error: Refusal) -> None:
         service.refused(_endpoint(scope["path"]), error)

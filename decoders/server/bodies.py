@@ -230,6 +230,8 @@ class Body(Asked):
 class CompletionBody(Body):
     """``POST /v1/completions``."""
 
+    instead: ClassVar[dict[str, str]] = INSTEAD | {"messages": "send them to /v1/chat/completions"}
+
     prompt: str | Several[str] | Several[int] | Several[Several[int]]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -304,6 +306,8 @@ class Message(BaseModel):
 
 class ChatBody(Body):
     """``POST /v1/chat/completions``."""
+
+    instead: ClassVar[dict[str, str]] = INSTEAD | {"prompt": "send it to /v1/completions, or as messages"}
 
     messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
@@ -124,12 +125,10 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
     if not equals:
         return (cls.name, name), None
     least, _, most = limits.partition("..")
-    try:
-        return (cls.name, name), (float(least), float(most))
-    except ValueError:
-        raise SettingsError(
-            f"--client-settings {text}: the limits are two numbers, LEAST..MOST, not {limits!r}"
-        ) from None
+    with suppress(ValueError):
+        if float(least) <= float(most):
+            return (cls.name, name), (float(least), float(most))
+    raise SettingsError(f"--client-settings {text}: the limits are two numbers, LEAST..MOST, not {limits!r}")
 
 
 def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:

@@ -199,7 +199,7 @@ def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
     value = shortened(json.dumps(error["input"], ensure_ascii=False)) if param else ""
     if _is_mismatch(error) and name in SHAPES:
         message = f"{SHAPES[name]} is needed, not {value}"
-    elif param and error["type"].endswith("_type"):
+    elif param and message.startswith(("Input should", "String should")):
         message = f"{message}, not {value}"
     return Refusal(400, f"{param or 'the body'}: {message}", param=param, code="invalid_value")
 

@@ -11,10 +11,12 @@ import copy
 import logging
 import math
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -186,7 +188,7 @@ class Server(uvicorn.Server):
         self, app: App, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0,
         log_level: str = "warning",
     ) -> None:  # fmt: skip
-        self.service, self.grace = service, grace
+        self.service, self.grace, self.hurried = service, grace, False
         super().__init__(
             uvicorn.Config(
                 app, host=host, port=port, log_level=log_level, access_log=False, lifespan="on", log_config=logging_of(log_level),
@@ -205,8 +207,17 @@ class Server(uvicorn.Server):
         with quiet():
             await super().serve(sockets)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The second Ctrl-C ends the grace, so that clients get an error; only the third cuts connections."""
+        if self.should_exit and sig == signal.SIGINT and not self.hurried:
+            self.hurried = True
+        else:
+            super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True
+        if self.service.pool.outstanding:
+            log.warning("running requests have %g seconds to finish; Ctrl-C ends them now", self.grace)
         end = asyncio.ensure_future(self._end())
         try:
             await super().shutdown(sockets)
@@ -214,5 +225,7 @@ class Server(uvicorn.Server):
             end.cancel()
 
     async def _end(self) -> None:
-        await asyncio.sleep(self.grace)
+        end = time.monotonic() + self.grace
+        while time.monotonic() < end and not self.hurried:
+            await asyncio.sleep(0.1)
         self.service.cancel()

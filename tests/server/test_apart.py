@@ -136,13 +136,17 @@ def test_a_corpus_is_drafted_from_for_all_clients(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [('{"prompt": "x"}\n', "neither text nor JSON lines"), ("", "there is no text in it")]
-)
-def test_a_corpus_that_is_none_is_told_before_a_model_is_loaded(content: str, said: str, tmp_path: Path) -> None:
+    ("content", "said"),
+    [
+        (b'{"prompt": "x"}\n', "neither text nor JSON lines"), (b"", "there is no text in it"),
+        (b"\xff" * 1000, "'utf-8' codec can't decode byte 0xff"),
+    ],
+)  # fmt: skip
+def test_a_corpus_that_is_none_is_told_before_a_model_is_loaded(content: bytes, said: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from decoders.cli import app
 
-    (tmp_path / "c.jsonl").write_text(content)
+    (tmp_path / "c.jsonl").write_bytes(content)
     done = CliRunner().invoke(app, ["serve", "no/model", "--suffix-corpus", str(tmp_path / "c.jsonl")])
-    assert done.exit_code == 2 and said in " ".join(done.output.split())
+    assert done.exit_code == 2 and said in " ".join(done.output.split()) and r"\xff\xff" not in done.output

@@ -48,6 +48,7 @@ def test_what_may_be_set(given: list[str], strategy: str, config: dict[str, Any]
         (["sufix.alpha"], "Did you mean 'suffix'"),
         (["suffix.alfa"], "Did you mean 'alpha'"),
         (["suffix.remember=10"], "LEAST..MOST"),
+        (["suffix.remember=5..2"], "LEAST..MOST"),
         (["medusa.heads"], "names a file"),
         (["none", "suffix.alpha"], "stands alone"),
     ],

@@ -23,6 +23,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "best_of": 2}, 400, "best_of", "not supported: ask for n"),
     (COMPLETE, {"prompt": "a", "guided_regex": "a"}, 400, "guided_regex", "use response_format"),
     (COMPLETE, {"max_tokens": 3}, 400, "prompt", "missing"),
+    (COMPLETE, {"messages": HI}, 400, "messages", "not supported: send them to /v1/chat/completions"),
     (COMPLETE, {"prompt": ""}, 400, "prompt", "empty"),
     (COMPLETE, {"prompt": []}, 400, "prompt", "empty"),
     (COMPLETE, {"prompt": None}, 400, "prompt", "missing"),
@@ -35,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "stop": 5}, 400, "stop", "a text or a list of up to 16 is needed, not 5"),
     (COMPLETE, {"prompt": [3, 999]}, 400, "prompt", "no token id"),
     (COMPLETE, {"prompt": "a", "max_tokens": "3"}, 400, "max_tokens", "valid integer"),
-    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, not 0"),
     (COMPLETE, {"prompt": "a", "max_tokens": 201}, 400, "max_tokens", "the limit is 200"),
     (COMPLETE, {"prompt": "a" * 301}, 400, "prompt", "the limit is 300"),
     (COMPLETE, {"prompt": "a" * 290, "max_tokens": 150}, 400, "max_tokens", "can be 110"),
@@ -91,7 +92,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
      "leave one"),
     (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "no blanks"}}]}, 400, "tools.0.function.name", ""),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "tokenize"),
-    (CHAT, {"messages": HI, "prompt": "a"}, 400, "prompt", "unknown field"),
+    (CHAT, {"messages": HI, "prompt": "a"}, 400, "prompt", "not supported: send it to /v1/completions"),
 ]  # fmt: skip
 
 
@@ -243,6 +244,7 @@ def test_unknown_routes_and_methods(client: Any) -> None:
         assert slashed.status_code == 404 and f"Did you mean {path!r}" in slashed.json()["error"]["message"]
     wrong = client.get(COMPLETE)
     assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
+    assert wrong.json()["error"]["message"].endswith("this route takes POST")
     assert client.get("/v1/models/tiny").json()["id"] == "tiny"
     assert client.get("/v1/models/other").status_code == 404
     (card,) = client.get("/v1/models").json()["data"]

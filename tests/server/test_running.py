@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,6 +163,22 @@ def test_what_is_not_finished_in_time_is_cancelled_and_told_so(served: Any, serv
     assert "shutting down" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
 
 
+@pytest.mark.usefixtures("slowed")
+def test_a_second_ctrl_c_ends_requests_with_an_error(served: Any, service_of: Any, wait_until: Any, capfd: Any) -> None:
+    service = service_of()
+    with served(service, grace=50.0) as client:
+        thread, results = in_thread(lambda: client.post(ROUTE, json=LONG))
+        wait_until(lambda: service.pool.running == 1)
+        client.server.handle_exit(signal.SIGINT, None)
+        wait_until(lambda: service.draining)
+        client.server.handle_exit(signal.SIGINT, None)
+        thread.join(30)
+        assert not client.server.force_exit
+    assert results[0].status_code == 503 and "shutting down" in results[0].json()["error"]["message"]
+    shown = capfd.readouterr().err
+    assert "running requests have 50 seconds to finish; Ctrl-C ends them now" in shown and "Traceback" not in shown
+
+
 def test_metrics_count_what_happened(served: Any, service_of: Any, wait_until: Any) -> None:
     service = service_of("prompt_lookup")
     with served(service) as client:
@@ -214,6 +231,20 @@ def test_the_event_loop_is_not_held_up_by_long_preparation(served: Any, service_
         go_on.set()
         thread.join(30)
         assert results[0].status_code == 200
+
+
+def test_an_address_that_cannot_be_had_is_told_before_a_model_is_loaded() -> None:
+    from typer.testing import CliRunner
+
+    from decoders.cli import app
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        taken = CliRunner().invoke(app, ["serve", "no/model", "--port", port])
+    assert taken.exit_code == 2, taken.output
+    assert f"cannot listen at 127.0.0.1, port {port}" in taken.stderr and "--port 0 takes a free port" in taken.stderr
+    unknown = CliRunner().invoke(app, ["serve", "no/model", "--host", "a" * 70, "--port", "0"])
+    assert unknown.exit_code == 2 and "cannot listen at aaa" in unknown.stderr
 
 
 @pytest.mark.slow
