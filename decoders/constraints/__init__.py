@@ -1,4 +1,7 @@
-"""Grammars: which texts may be written, as masks over the next token. Other packages import only the names listed here."""
+"""Grammars: which texts may be written, as masks over the next token. Other packages import only the names listed here.
+
+``base`` has the contract of a backend.
+"""
 
 from ..common import library
 from .auto import Auto

@@ -22,7 +22,8 @@ class Auto(Backend):
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
 
-    #: In the order of attempts. A table that will probably be too large is tried last, because the attempt may take seconds.
+    #: The backends in the order in which they are tried. A table that will probably be too large is tried last, because the attempt may
+    #: take seconds.
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
@@ -68,7 +69,7 @@ _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 def least_states(regex: str) -> int:
     """An estimate of the least number of states of the minimal automaton of `regex`; 0 without counted repetitions.
 
-    It assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
+    Assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
     """
     if not _COUNT.search(regex):
         return 0
@@ -79,6 +80,7 @@ def least_states(regex: str) -> int:
 
 
 def _states(pattern: Pattern) -> int:
+    """The states of `pattern` besides its first one."""
     match pattern:
         case Chars(ranges):
             return (

@@ -47,7 +47,9 @@ class Tables:
         next: ``[S, C]`` int32, state after a byte of each of ``C`` classes; 0 is the dead state.
         classes: ``[256]`` int64, class of each byte.
         mask_of: ``[S]`` int64, row of `masks` of each state.
-        masks: ``[R, W]`` int32, with stop tokens in accepting states; the dead state's mask allows all: softmax stays finite.
+        masks: ``[R, W]`` int32. Masks of accepting states have the bits of stop tokens; the dead state's mask allows all, so that
+            a softmax over it is finite.
+        start: the first state.
         stopped: the state after a stop token, where only stop tokens are legal.
     """
 
@@ -68,6 +70,8 @@ class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
+        language: the language that was compiled.
+        vocabulary: the vocabulary that it was compiled for.
         policy: which tokenizations of a text are legal.
         backend: name of the backend that compiled it.
     """
@@ -125,7 +129,10 @@ class Tabulated(CompiledGrammar):
         """The bytes that every continuation of `state` begins with, see :meth:`Matcher.forced_bytes`."""
 
     def forced_tokens(self, state: int, limit: int) -> list[int]:
-        """The forced bytes in the tokenizer's own tokens, at most `limit`, without last tokens that further bytes might lengthen."""
+        """The forced bytes in the tokenizer's own tokens, at most `limit`.
+
+        The last tokens are left out if following bytes might join them into a longer token.
+        """
         return self.vocabulary.written(self.forced_bytes(state), limit, self.policy)
 
     @abstractmethod
@@ -134,7 +141,10 @@ class Tabulated(CompiledGrammar):
 
 
 class Matcher(ABC):
-    """A grammar's state after the tokens so far. It stays usable after every call, also after illegal tokens."""
+    """A grammar's state after the tokens so far. It stays usable after every call, also after illegal tokens.
+
+    The loop creates a matcher per row and moves it between the nodes of a block: it rolls back to where paths diverge, then advances.
+    """
 
     grammar: CompiledGrammar
 
@@ -157,9 +167,10 @@ class Matcher(ABC):
 
     @abstractmethod
     def fill_mask(self, out: Tensor) -> None:
-        """Writes the mask of legal next tokens, which is never empty, to ``out``, ``[W]`` int32 on the CPU.
+        """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
 
-        After a stop token it allows all stop tokens.
+        The mask is never empty: from every position that can be reached some token is legal. After a stop token it allows all stop
+        tokens.
         """
 
     @abstractmethod
@@ -171,7 +182,10 @@ class Matcher(ABC):
         return None
 
     def replacements(self) -> Mapping[int, int] | None:
-        """In free text: the illegal tokens, each with its replacement after the draw. None where the mask restricts the draw."""
+        """In free text, where any token may be drawn: the illegal tokens, and the token that replaces each after the draw.
+
+        None where :meth:`fill_mask` restricts the draw.
+        """
         return None
 
 
@@ -191,7 +205,7 @@ class Backend(ABC):
         """`language` for `vocabulary`, in bounded time and memory.
 
         Raises:
-            GrammarError: no notation of `language` is read here, or it exceeds the limits; says which backend would work.
+            GrammarError: `language` has no notation that this backend reads, or exceeds its limits; says which backend would work.
         """
 
     def restore(

@@ -1,4 +1,6 @@
-"""Writing the arguments of function calls in the notation of a format, and reading them as JSON while they are generated."""
+"""The arguments of function calls: writing them in the notation of a format, and reading them back as JSON while they are
+generated.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class Progress:
     """How far the arguments of a call in a growing text have been read.
 
     Attributes:
-        place: index after the part that has been read, which does not change any more.
+        place: index after the part that has been read; this part does not change any more.
         json: that part as JSON.
         depth: number of open objects and lists.
     """
@@ -32,6 +34,7 @@ class Arguments(NamedTuple):
     """The arguments of a call in a text.
 
     Attributes:
+        json: the arguments so far, as JSON.
         end: index after the arguments; None if they are not complete.
         valid: whether complete arguments are valid JSON.
     """
@@ -68,7 +71,8 @@ def read(text: str, progress: Progress, notation: Notation | None, kinds: Kinds 
     """Reads the arguments of a call in a growing text.
 
     Args:
-        progress: the progress of earlier reads, which is updated; at first, the place where the arguments begin.
+        progress: the progress of earlier reads, which this read updates; for the first read, the place where the arguments begin.
+        kinds: the types of the parameters.
         closing: the marker that ends a call.
     """
     if isinstance(notation, Parameters):
@@ -126,7 +130,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
 
 @lru_cache
 def _parameter(notation: Parameters) -> re.Pattern[str]:
-    """Matches the text in front of a value, without a newline that begins the value."""
+    """A regular expression for the text in front of a value. It does not match a newline that begins the value."""
     between = f"(?:{loose(notation.between)})?" if notation.between.strip() else ""
     middle = loose(notation.middle.rstrip("\n")) + "\n?" * notation.middle.endswith("\n")
     return re.compile(rf"\s*{between}{loose(notation.opening)}(.+?){middle}", re.DOTALL)
@@ -137,7 +141,7 @@ _SIGN, _NO_SIGNS = re.compile(r"[{}\[\],:]"), re.compile(r"[^{}\[\],:]*")
 
 
 def _read_quoted(text: str, progress: Progress, quote: str) -> Arguments:
-    """An object with unquoted names, and strings between two marks `quote`, as JSON."""
+    """An object whose names are unquoted and whose strings stand between two marks `quote`, converted to JSON."""
     parts, place, depth, shown, whole = [progress.json], progress.place, progress.depth, "", False
     while place < len(text) and not whole:
         if text.startswith(quote, place):
@@ -175,7 +179,7 @@ _PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)
 
 
 def _object_end(text: str, begin: int) -> int | None:
-    """The place after the JSON object at `begin`; None if it is incomplete."""
+    """The place after the JSON object at `begin`; None if it is not complete."""
     depth = 0
     for part in _PARTS.finditer(text, begin):
         depth += (part[0] in "{[") - (part[0] in "}]")
@@ -185,6 +189,7 @@ def _object_end(text: str, begin: int) -> int | None:
 
 
 def _loaded(text: str) -> Any:
+    """The value of a JSON text; numbers of any size become floats."""
     try:
         return json.loads(text, parse_int=float)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""How models write function calls: the formats, and parsing calls in a text."""
+"""How models write function calls: a description of each format, and parsing calls in a text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallIds:
         before: the text in front of an id.
         pattern: a regular expression for ids.
         plain: format string that makes an id from a call's number.
-        whole: format string that makes the id for a template from the function's name and the model's id.
+        whole: format string that makes the id for a template from the function's name and the id that the model wrote.
     """
 
     before: str
@@ -36,28 +36,29 @@ class CallIds:
         return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.told(name, self.plain.format(number))
 
     def told(self, name: str, written: str) -> str:
-        """The id of a call for a template, from the id `written` by the model."""
+        """The id of a call for a template. written: the id that the model wrote."""
         return self.whole.format(name=name, id=written)
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format of calls: ``begin``, for every call ``opening NAME middle ARGUMENTS closing``, ``between`` two calls, and ``end``.
+    """A format of calls: ``begin``, for every call ``opening NAME middle ARGUMENTS closing``, ``between`` between two calls, and
+    ``end``.
 
     Attributes:
         name: its name for ``--tool-format``.
         opening: text in front of a function's name.
         middle: text between the name and the arguments.
         notation: notation of the arguments; None: a JSON object.
-        sign: the beginning of `opening` that tells a call from text; None: what stands in front of the JSON object that holds the
-            name.
+        sign: the beginning of `opening` that tells a call from text; None: the part of `opening` in front of the JSON object that
+            holds the name.
         closing: text after the arguments.
         begin: text in front of all calls.
         end: text after all calls.
         between: text between two calls; None: an answer has one call at most.
         message: text that begins a message, in formats whose thoughts, calls and answers are separate messages.
         message_end: text that ends a message.
-        answer: text after `message` that begins an answer, in two parts: what tells answers from calls, and the rest.
+        answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: ids in front of `middle`; None: calls have none.
         source: a text in the source of chat templates that use this format but do not take calls in messages.
@@ -115,7 +116,7 @@ class CallFormat:
         )
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """`calls`, pairs of a function's name and its arguments as JSON, in this format."""
+        """Calls in this format. calls: pairs of a function's name and its arguments as JSON."""
         each = (
             f"{self.opening}{name}{self.before}{self.ids.plain.format(number) if self.ids else ''}{self.middle}"
             f"{call_arguments.written(arguments, self.notation)}{self.closing}"
@@ -132,7 +133,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A call up to its arguments, without text in front of bare JSON."""
+        """A regular expression for a call up to its arguments, without text in front of bare JSON."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
@@ -150,7 +151,8 @@ class CallFormat:
 
         Args:
             functions: the known functions, with the types of their parameters. Calls of other functions are text.
-            known: progress of the arguments in earlier reads, by the place where they begin; it is updated.
+            ended: whether the text is complete.
+            known: progress of the arguments in earlier reads, by the place where they begin; this read updates it.
         """
         known = {} if known is None else known
         trigger, head = self.trigger, text.lstrip()
@@ -181,6 +183,7 @@ class CallFormat:
         return Written(text if ended and not calls else before, tuple(calls))
 
     def _begins(self, text: str) -> int | None:
+        """The index where calls begin in `text`; None if there are none yet."""
         if not self.trigger:
             return 0 if re.match(rf"\s*{self._head.pattern}", text) else None
         triggers = [self.trigger, *(opening for opening, _ in self.also)]
@@ -193,8 +196,10 @@ class Call:
     """A call in a text.
 
     Attributes:
+        name: the function's name.
         arguments: the arguments so far, as JSON.
-        id: the model's id, as templates take it; None where calls have none.
+        complete: whether the arguments are complete.
+        id: the id that the model has written, as templates take it; None where calls have none.
     """
 
     name: str

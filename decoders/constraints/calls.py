@@ -32,8 +32,10 @@ class Called:
     """A function that may be called.
 
     Attributes:
-        parameters: the JSON schema of its parameters, as text.
-        strict: whether keywords beyond the language are refused (True) or left to validation (False; None: only where needed).
+        name: the function's name.
+        parameters: the schema of its parameters, as JSON.
+        strict: whether keywords that the language cannot honour are refused (True) or left to validation (False); None: left to
+            validation only if there is no other way.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Called:
 class _Arguments(JsonSchema):
     """Objects that a schema allows, even if the schema has no ``type``, in JSON or another notation.
 
-    `closed` is True: functions have no use for undeclared arguments, and without them the language is usually regular.
+    `closed` is True, since functions have no use for undeclared arguments, and without them the language is usually regular.
     """
 
     notation: Notation | None = None
@@ -124,7 +126,11 @@ class CallSpec(Spec):
     """The texts of answers: calls alone, or calls or other text.
 
     Attributes:
-        alone: whether the text is a single call, without :attr:`CallFormat.mark` and without the text after the arguments.
+        functions: the functions that may be called.
+        format: how calls are written.
+        alone: whether the text is a single call without its mark (:attr:`CallFormat.mark`) and without the text after its
+            arguments.
+        several: whether there may be more than one call.
         text: the format of an answer that is text; None: any text that does not begin like a call.
         special: names of special tokens that have stand-ins in the format.
     """
@@ -184,6 +190,7 @@ class CallSpec(Spec):
         )
 
     def _regex(self, inner: list[Language], text: Language | None) -> str | None:
+        """Calls or text as one regular expression; None if the language is not regular."""
         if any(each.regex is None for each in inner) or (text is not None and text.regex is None):
             return None
         closing, between, begin, end = self._around
@@ -198,11 +205,14 @@ class CallSpec(Spec):
             return None
         if self.text is not None:
             return self.text.language()
-        # Bare JSON begins with a brace, and llguidance's lexer takes the longest match: a text that begins with a brace is a call.
+        # Bare JSON begins with a brace, and llguidance's lexer takes the longest match, so a text that begins with a brace is a
+        # call.
         return Language("text", not_beginning(self.format.trigger or "{"))
 
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
-        """The validation of finished answers: arguments whose language is wider than their schema, and texts in the given format."""
+        """The function that validates finished answers: arguments whose language is wider than their schema, and texts in the given
+        format.
+        """
         pairs = zip(self.functions, inner, strict=True)
         judges = {
             function.name: partial(function.judge, each.whole) for function, each in pairs if each.whole is not None
@@ -232,6 +242,8 @@ class CallSpec(Spec):
 
 @dataclass(frozen=True)
 class _Answers:
+    """The validating function of :meth:`CallSpec._whole`."""
+
     functions: Mapping[str, Kinds]
     judges: Mapping[str, Callable[[str], None]]
     judge_text: Callable[[str], None] | None
@@ -249,7 +261,7 @@ class _Answers:
                 self.judges[call.name](call.arguments)
 
 
-#: Regexes and strings in the Lark grammar of a schema, which stay, and the names of its rules, which are replaced.
+#: Matches regexes and strings in the Lark grammar of a schema, which stay, and the names of its rules, which are replaced.
 _NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
 
 

@@ -86,7 +86,9 @@ def as_specs(
 
     Args:
         value: a value that `read` takes, for all rows; or a list or tuple with such a value for each prompt. None is free text.
+        prompts: rows of the input.
         per_prompt: ``num_return_sequences``.
+        read: makes the specification of one row.
 
     Returns:
         ``prompts * per_prompt`` entries in transformers' order: all entries of a prompt are adjacent.
@@ -154,11 +156,12 @@ def _of_type(value: Any) -> Spec:
 
 
 def _aliased(value: Any) -> Any:
+    """The type that an alias ``type X = …`` stands for."""
     return value.__value__ if type(value).__name__ == "TypeAliasType" else None
 
 
 def _term(value: Any) -> Term:
-    """`value` as outlines reads it. Raises TypeError, ValueError or RecursionError if outlines cannot read it."""
+    """`value` as outlines reads it. Raises TypeError, ValueError, RecursionError: outlines cannot read it."""
     from outlines.types.dsl import Term, is_genson_schema_builder, python_types_to_terms
 
     is_a_type = isinstance(value, type) or typing.get_origin(value) is not None
@@ -220,7 +223,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern of outlines; patterns of Python types are replaced by others whose texts Python can read back."""
+    """A pattern of outlines; patterns of Python types are replaced by patterns whose texts Python can read back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern
@@ -228,7 +231,7 @@ def _pattern(pattern: str) -> str:
     return exact.get(pattern, pattern)
 
 
-#: By the full name of an object's type, because importing some types takes seconds: what makes a specification of the object.
+#: The functions that make specifications of objects, by the full names of the objects' types: importing some types takes seconds.
 TYPES: dict[str, Callable[[Any], Spec]] = {
     full_name(Path): spec_of_file,
     full_name(re.Pattern): regex,

@@ -36,7 +36,7 @@ class Compilation:
 
     Attributes:
         seconds: time until the grammar was ready, including waiting for another thread that compiles it.
-        source: whether it was compiled now ("compiled") or before ("memory"), or read from a file ("disk").
+        source: whether the grammar was compiled now ("compiled") or before ("memory"), or read from a file ("disk").
     """
 
     grammar: CompiledGrammar
@@ -68,7 +68,7 @@ class Cache:
 
         Args:
             directory: where compiled grammars are stored for later processes; None: nowhere.
-            seconds: CPU time for compiling; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
+            seconds: CPU time that compiling may take; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
 
         Raises:
             GrammarError: `spec` cannot be expressed, or not compiled in time; nothing is cached.
@@ -105,7 +105,7 @@ class Cache:
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
-        """Evicts the least recently used grammars while there are too many bytes, except `newest`."""
+        """Evicts the least recently used grammars while there are too many bytes, except `newest` and grammars in compilation."""
         with self._lock:
             there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
             size = sum(entry.nbytes for entry in there.values())
@@ -119,7 +119,7 @@ class Cache:
 
 @dataclass
 class _Entry:
-    """A grammar, compiled or being compiled, and the folders where it is stored."""
+    """A grammar, compiled or being compiled, and the folders in which it has been stored."""
 
     grammar: Future[CompiledGrammar] = field(default_factory=Future)
     folders: set[Path] = field(default_factory=set)
@@ -144,14 +144,15 @@ def _made(
 
 
 _shared = Cache()
+#: :meth:`Cache.compiled` and :meth:`Cache.clear` of the process's cache.
 compiled, forget = _shared.compiled, _shared.clear
 
 
-# A file has a header line, then the result of :meth:`CompiledGrammar.dump`; nothing in it is executed. Its name is a hash of
-# everything that its content depends on. Only tables are stored: llguidance compiles in a millisecond and cannot serialize its
-# state.
+# A file has a header line, then the result of :meth:`CompiledGrammar.dump`. Nothing in it is executed. Its name is a hash of
+# everything that its content depends on, so another version of the language or vocabulary has another file. Only tables are stored:
+# llguidance compiles in a millisecond and cannot serialize its state.
 
-#: Increased when the format of the files or of the automata in them changes.
+#: Increased when the format of the files or of the automata in them changes. Files of other versions are replaced.
 VERSION = 2
 _KIND = "compiled grammar of hf-decoders"
 SUFFIX = ".grammar"
@@ -164,7 +165,10 @@ def stored_path(directory: Path, language: Language, vocabulary: Vocabulary, pol
 
 
 def store(grammar: CompiledGrammar, path: Path) -> bool:
-    """Stores `grammar` as `path`, atomically; returns whether it was stored. Only warns if the file cannot be written."""
+    """Stores `grammar` as `path`, atomically; returns whether it can be stored.
+
+    Only warns if the file cannot be written.
+    """
     content = grammar.dump()
     if content is None:
         return False

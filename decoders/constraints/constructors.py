@@ -56,7 +56,8 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     """Texts of a context-free grammar, for ``generate(grammar=…)``.
 
     Args:
-        text: llguidance's dialect of Lark, or the path of a file with it; a single line that names an existing file is its path.
+        text: llguidance's dialect of Lark, or the path of a file with it; a single line that names an existing file is
+            taken for its path.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
@@ -83,7 +84,8 @@ def choice(
     """One of several texts, for ``generate(grammar=…)``.
 
     Args:
-        options: texts, verbatim; numbers, booleans and None as in JSON; members of an Enum as their values. Each counts once.
+        options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
+            Repeated options count once.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
@@ -103,19 +105,21 @@ def json_schema(
     """JSON texts that a schema allows, for ``generate(grammar=…)``.
 
     Args:
-        schema: a JSON schema as a dict, its text or its file's path; or a Pydantic model, TypedDict, dataclass or other type of
-            Pydantic.
-        whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line break
-            with its indent, wherever JSON allows white space inside brackets.
+        schema: a JSON schema as a dict, its text or the path of its file; a Pydantic model, TypedDict, dataclass or another
+            type that Pydantic knows.
+        whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
+            break with its indent, wherever JSON allows white space inside brackets.
         indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
             `whitespace` is ignored then. For values of bounded depth.
         strict: whether to refuse every keyword that cannot be honoured; if not, the finished text is validated instead.
-        closed: whether objects that declare properties allow no others unless the schema says so; by default for Python's types only.
+        closed: whether objects that declare properties allow no other properties unless the schema says so. The default is True
+            for Python's types and False for schemas, as in the standard.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: `schema` is no schema; or, at compilation, a keyword cannot be honoured: names it, its path and what would work.
+        GrammarError: `schema` is no schema; or, at compilation, a keyword cannot be honoured: the error names the keyword, its
+            path and what would work.
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
     file = schema if isinstance(schema, Path) else library.file_named(schema) if isinstance(schema, str) else None
@@ -140,6 +144,7 @@ def json_schema(
 
 
 def _text_of(option: Any, place: int) -> str:
+    """The text of the option at index `place` of a choice."""
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):

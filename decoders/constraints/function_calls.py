@@ -19,7 +19,10 @@ class FunctionCalls:
     """The function calls that an answer may have, made by :meth:`of`. It can be pickled, for processes that compile grammars.
 
     Attributes:
+        functions: the functions that may be called.
+        format: how the model writes calls.
         required: whether the answer must be a call; otherwise it may be text.
+        several: whether it may have more than one call.
     """
 
     functions: tuple[Called, ...]
@@ -37,6 +40,7 @@ class FunctionCalls:
         Args:
             functions: for each function its name; the JSON schema of its parameters, or None if it has none; and whether keywords
                 that a grammar cannot honour are refused (True) or left to validation (False; None: only if there is no other way).
+            format, required, several: see the attributes.
         """
         return FunctionCalls(tuple(Called.of(*each) for each in functions), format, required, several)
 
@@ -44,7 +48,7 @@ class FunctionCalls:
         """The specification of the answer, for ``grammar=``.
 
         Args:
-            text: the format of an answer that is no call; None: free text. Ignored if a call is `required`.
+            text: the format of an answer that is no call; None: free text. It is not read if a call is `required`.
         """
         several = self.several and self.format.between is not None
         if self.required or (self.format.trigger and text is None):
@@ -56,7 +60,7 @@ class FunctionCalls:
 
         Args:
             ended: whether the answer is complete. Otherwise text that may become a call is held back.
-            known: a dict, empty at first, that all reads of one answer share: nothing is parsed twice.
+            known: a dict, empty at first, that all reads of one answer share, so that nothing is parsed again.
         """
         written = self.format.read(text, self._kinds, ended, known)
         return written if self.several else replace(written, calls=written.calls[:1])

@@ -44,7 +44,9 @@ class TokenTable:
         return known[device]
 
     def forced(self, grammar: Tabulated) -> Tensor:
-        """``[S, 3]`` int64, per state of the table's `grammar`: number of forced bytes, the first one, their first token; -1: none."""
+        """``[S, 3]`` int64, for each state of `grammar`, which is the table's own: the number of forced bytes, the first forced byte,
+        and the tokenizer's token for these bytes; -1 for no byte and no token.
+        """
         if not self._forced:
             rows = torch.tensor([[0, -1, -1]], device="cpu").repeat(len(self.next), 1)
             for state in {grammar.first, *self.next.unique().tolist()} - {0}:

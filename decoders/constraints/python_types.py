@@ -69,7 +69,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 
 def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
-    """Patterns of the outlines terms among the fields of a type, also of nested ones."""
+    """Patterns of the outlines terms among the fields of a type, nested fields included."""
     dsl = sys.modules.get("outlines.types.dsl")  # without outlines imported, no value is a term
     if dsl is None or id(value) in seen:
         return
@@ -125,7 +125,7 @@ def _patterns(core_schema: Any) -> set[str]:
 
 
 def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
-    """`schema` with the patterns of strings replaced by `patterns` (old to new), if `of_keys` those of keys, too."""
+    """`schema` with the patterns of strings replaced, by `patterns` (old to new), and if `of_keys` also the patterns of keys."""
     if isinstance(schema, list):
         return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):
@@ -143,8 +143,7 @@ def readable(kind: Any) -> Any:
     """`kind` with its TypedDicts, except those inside other classes, replaced by TypedDicts that Pydantic reads.
 
     Raises:
-        NameError: a TypedDict names an unknown type.
-        RecursionError: a TypedDict refers to itself.
+        NameError: a TypedDict names an unknown type. RecursionError: a TypedDict refers to itself.
     """
     if sys.version_info >= (3, 12):
         return kind

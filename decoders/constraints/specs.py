@@ -41,7 +41,7 @@ class Spec(ABC):
     Attributes:
         backend: registry name of the backend; ``auto`` takes the table automaton where it can.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
-        label: name in messages and reports; does not count for equality.
+        label: name in messages and reports; specifications that differ only in it are equal.
     """
 
     backend: str | None = field(default=None)
@@ -70,6 +70,7 @@ class Spec(ABC):
         return compile(self)
 
     def _keyed(self, content: str) -> str:
+        """The :attr:`key` of a specification whose content, besides these options, is `content`."""
         options = f"{type(self).__name__}/{self.backend or '-'}/{self.policy}"
         return f"{options}/{hashlib.sha256(content.encode()).hexdigest()}"
 
@@ -162,8 +163,8 @@ class Choice(Spec):
     def whole(self) -> str:
         """The choices as a regular expression.
 
-        Their common prefix and suffix are written once. The rest is a plain list: automaton builders merge literals themselves,
-        faster than they read a nested pattern.
+        Their common prefix and suffix are written once, so that the automaton has one path for them. The rest is a plain
+        list: automaton builders merge literals themselves, faster than they read a nested pattern.
         """
         ordered = sorted(self.texts)
         front = len(commonprefix(ordered))  # noqa: RUF071 -- no files
@@ -208,11 +209,12 @@ class JsonSchema(Spec):
 
     Attributes:
         schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
-        whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line break with
-            its indent wherever JSON allows white space inside brackets.
-        indent: every member on a line of its own, indented by so many blanks per level, as ``json.dumps(…, indent=…)`` writes;
-            `whitespace` is ignored then.
-        strict: whether keywords that the language cannot honour are refused. If not, the finished text is validated.
+        whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
+            break with its indent wherever JSON allows white space inside brackets.
+        indent: every member on a line of its own, indented by so many blanks per level, exactly as ``json.dumps(…, indent=…)``
+            writes; `whitespace` is ignored then.
+        strict: whether keywords that the language cannot honour are refused. If not, the language ignores them, and the finished
+            text is validated.
         closed: whether objects that declare properties allow no other properties unless the schema mentions them.
     """
 
@@ -273,6 +275,7 @@ class JsonSchema(Spec):
 
     @cached_property
     def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
+        """The rules, the keywords left out as (path, keyword), and warnings."""
         if self.whitespace not in WHITESPACE:
             raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
         if self.indent is not None and (type(self.indent) is not int or not 0 <= self.indent <= MOST_INDENT):
@@ -304,6 +307,7 @@ class JsonSchema(Spec):
         return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(normaliser.places))]
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
+        """The schema without the keywords that are left out."""
         root = document(self.text)
         normaliser = Normaliser(frozenset(dropped), evaluation=any(key in _UNEVALUATED for key in self._keys))
         return normaliser, normaliser.place(root)
@@ -318,7 +322,7 @@ class JsonSchema(Spec):
 
 
 def _regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as a regular expression; None if there is none, or it takes more than half of the time that is left."""
+    """`rules` as a regular expression; None if there is none, or writing it takes more than half of the time that is left."""
     try:
         with deadline(left() / 2):
             return notation.regex(rules)

@@ -23,8 +23,8 @@ from .specs import JsonSchema
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 
-#: Kinds of Pydantic's core schemas, each with the conditions that its JSON schema covers. Texts of all other kinds and conditions,
-#: also of those that later versions add, are judged by the type itself.
+#: Kinds of Pydantic's core schemas whose JSON schema is complete, each with the conditions that the JSON schema covers. Texts of all
+#: other kinds and conditions, also of those that later versions add, are judged by the type itself.
 _TOLD: dict[str, frozenset[str]] = {
     kind: frozenset(conditions.split())
     for kind, conditions in {
@@ -42,7 +42,7 @@ _TOLD: dict[str, frozenset[str]] = {
         "call": "arguments_schema function", "arguments": "arguments_schema",
     }.items()
 }  # fmt: skip
-#: Names in core schemas that restrict no values, or whose restriction JSON schemas always cover.
+#: Names in core schemas that do not restrict values, or whose restriction JSON schemas always cover.
 _IDLE = frozenset((
     "type", "ref", "metadata", "serialization", "strict", "cls", "cls_name", "generic_origin", "frozen", "slots",
     "computed_fields", "extra_behavior", "title", "revalidate_instances", "from_attributes", "custom_error_type",
@@ -148,10 +148,12 @@ def _more(node: dict[str, Any]) -> bool:
 
 
 def _conditions(node: dict[str, Any]) -> set[str]:
+    """The names in `node`, a core schema or its config, that may restrict values."""
     return {name for name, value in node.items() if value is not None and value != _DEFAULTS.get(name)} - _IDLE
 
 
 def _is_json(value: Any) -> bool:
+    """Whether JSON can express `value` itself."""
     return value is None or type(value) in (str, int, bool, float)
 
 
@@ -170,7 +172,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema` without the function that validation would call."""
+    """`schema` in which a function that does nothing replaces the functions that validation would call."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":
@@ -183,7 +185,7 @@ def _called(kind: Any) -> str:
 
 
 def _identity(kind: Any) -> str:
-    """Equal for equal types, such as two ``list[int]``, and different for different types of one name."""
+    """A text that is equal for equal types, such as two ``list[int]``, and differs for different types of one name."""
     if arguments := typing.get_args(kind):
         return f"{typing.get_origin(kind)}[{', '.join(map(_identity, arguments))}]"
     return f"{kind!r}@{id(kind)}" if isinstance(kind, type) else repr(kind)
@@ -192,7 +194,7 @@ def _identity(kind: Any) -> str:
 _UUID = "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-%d[0-9A-Fa-f]{3}-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"
 _UUIDS = {f"uuid{version}": _UUID % version for version in range(1, 9)}
 _NAIVE = rf"^(?:{FORMATS['date']})T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?$"
-#: Greatest number of digits that the schema counts, because floats hold 15; the type counts more.
+#: Greatest number of digits that the schema counts, because floats hold 15; the type counts more digits.
 _DIGITS = 15
 
 
@@ -218,7 +220,10 @@ def _completed(new: Any, old: Any) -> Any:
 
 
 class _Schemas(GenerateJsonSchema):
+    """Pydantic's schemas with conditions that it leaves out."""
+
     def datetime_schema(self, schema: core_schema.DatetimeSchema) -> dict[str, Any]:
+        """Date and time, without an offset where the type forbids one."""
         if schema.get("tz_constraint") == "naive":
             return {"type": "string", "pattern": _NAIVE}
         return super().datetime_schema(schema)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: "full": every token after which the text can be completed is legal. "canonical": where the grammar forces the next bytes, only
-#: the tokenizer's own token for them is legal, which changes the distribution.
+#: the token that the tokenizer would write there is legal, which changes the distribution.
 Policy = Literal["full", "canonical"]
 
 
@@ -56,14 +56,15 @@ class Vocabulary:
         """The vocabulary of `tokenizer` for logits of `size` entries.
 
         Raises:
-            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop token.
+            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop
+                token.
         """
         backend, vocabulary = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
         added, special = tokenizer.added_tokens_decoder, special_tokens(tokenizer)
         tokens: list[bytes | None] = [None] * size
-        # The names that the tokenizer decodes: its vocabulary may have normalised names of added tokens and, if the tokenizer is
-        # written in Python, of all tokens.
+        # These are the names that the tokenizer decodes. In the tokenizer's vocabulary, names of added tokens may be normalised; in
+        # a tokenizer written in Python, all names may be.
         renamed = [token for token in {*added, *(vocabulary.values() if backend is None else ())} if token < size]
         names = {token: name for name, token in vocabulary.items() if token < size}
         names |= dict(zip(renamed, tokenizer.convert_ids_to_tokens(renamed), strict=True))
@@ -83,7 +84,8 @@ class Vocabulary:
         return len(self.tokens)
 
     def spelling(self, names: tuple[str, ...]) -> Vocabulary:
-        """This vocabulary, with the special tokens of these `names` spelt as private characters (:func:`stand_in`, in order).
+        """This vocabulary, with the special tokens of these `names` spelt as private characters (:func:`stand_in`, in order), so
+        that grammars can contain them.
 
         Raises:
             GrammarError: a name belongs to a stop token.
@@ -114,7 +116,7 @@ class Vocabulary:
 
     @cached_property
     def rules(self) -> str:
-        """A digest that differs between tokenizers of the same tokens that encode differently."""
+        """A digest that differs between tokenizers that have the same tokens but encode differently."""
         return self._rules if isinstance(self._rules, str) else self._rules()
 
     @cached_property
@@ -158,6 +160,7 @@ class Vocabulary:
 
     @cached_property
     def _prefixes(self) -> frozenset[bytes]:
+        """All proper prefixes of tokens."""
         return frozenset(text[:end] for text in self.ids for end in range(1, len(text)))
 
     def spell(self, tokens: Sequence[int]) -> bytes:
@@ -165,7 +168,10 @@ class Vocabulary:
         return b"".join(self.tokens[token] or b"" for token in tokens if token >= 0)
 
     def encoded(self, text: bytes) -> list[int]:
-        """`text` as the tokenizer encodes it, without an incomplete character at its end; invalid UTF-8 by the longest tokens first."""
+        """`text` as the tokenizer encodes it, without an incomplete character at its end.
+
+        Bytes that are not valid UTF-8 are encoded by the longest tokens first.
+        """
         whole = _decodable(text)
         if not whole and len(text) > 3:
             return self.longest_tokens(text)
@@ -175,7 +181,10 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """`forced` bytes as the tokenizer encodes them, without last tokens that further bytes might lengthen."""
+        """`forced` bytes as the tokenizer encodes them, up to where following bytes could change the tokens.
+
+        A token is left out if the bytes from it on could be the beginning of a longer token.
+        """
         if not _decodable(forced):  # empty, or the last bytes of a character, which a tokenizer cannot encode alone
             return []
         tokens = self.encoded(forced)
@@ -187,10 +196,8 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """The tokens of :meth:`canonical`, at most `limit`.
-
-        With the policy ``canonical``, ends before a token that is not the first of the remaining bytes encoded alone: the tokenizer
-        may see a special token in the whole text, or group digits.
+        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, ends before a token that is not the first
+        token of the remaining bytes encoded alone: the tokenizer may see a special token in the whole text, or group digits.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):
@@ -200,6 +207,7 @@ class Vocabulary:
         return tokens
 
     def _greedy(self, text: str) -> list[int]:
+        """Longest match first; empty if some byte has no token."""
         return self.longest_tokens(text.encode())
 
     def longest_tokens(self, rest: bytes) -> list[int]:
@@ -222,6 +230,7 @@ def stand_in(place: int) -> str:
 
 
 def _decodable(text: bytes) -> str:
+    """`text` without an incomplete character at its end."""
     for cut in range(min(4, len(text) + 1)):
         try:
             return text[: len(text) - cut].decode()
@@ -231,13 +240,13 @@ def _decodable(text: bytes) -> str:
 
 
 def _part(backend: Any, name: str) -> dict | None:
-    """A part of a tokenizer of the tokenizers library, as in its file; reading the whole file would take seconds."""
+    """A part of a tokenizer of the tokenizers library, in the form of its file; reading the whole file would take seconds."""
     part = getattr(backend, name, None)
     return None if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _rules(backend: Any) -> str:
-    """Digest of the parts of a tokenizer that affect encoding. Takes a second for 500,000 merges."""
+    """Digest of the parts of a tokenizer that affect encoding. Takes a second where there are 500,000 merges."""
     parts = [getattr(backend, name, None) for name in ("model", "normalizer", "pre_tokenizer")]
     states = [b"" if part is None else bytes(part.__getstate__()) for part in parts]
     return hashlib.sha256(b"\0".join(states)).hexdigest()
@@ -246,7 +255,11 @@ def _rules(backend: Any) -> str:
 def _spelling(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], decoder: dict | None
 ) -> Callable[[str], bytes]:
-    """The function from names of tokens to bytes. Raises UnsupportedError: it is neither byte-level nor has byte fallback."""
+    """The function from names of tokens to bytes of `tokenizer`, which has this vocabulary and decoder.
+
+    Raises:
+        UnsupportedError: the tokenizer is neither byte-level nor has byte fallback, or its decoder is unknown.
+    """
     if '"ByteLevel"' in json.dumps(decoder):
         alphabet = _byte_level_alphabet()
 
@@ -282,7 +295,11 @@ def _spelling(
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[tuple[str, str] | None]:
-    """The steps of `decoder` from a token's name to text: a text and its replacement, or None for bytes (``<0x0A>``)."""
+    """The steps by which `decoder` turns a token's name into text: a text and its replacement; None for bytes (``<0x0A>``).
+
+    Raises:
+        UnsupportedError: `decoder` has other steps.
+    """
     if decoder is None:  # the rule of sentencepiece
         return [None, ("\u2581", " ")]
     steps: list[tuple[str, str] | None] = []
@@ -306,7 +323,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
 
 @lru_cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters of byte-level tokenizers for bytes (Radford et al. 2019): printable bytes stand for themselves."""
+    """The characters that byte-level tokenizers write bytes with (Radford et al. 2019): printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,7 @@
-"""The answers of all routes: texts, log probabilities and usage, whole or as server-sent events."""
+"""The answers of all routes: texts, log probabilities and usage, whole or as server-sent events.
+
+If a client disconnects, its requests are cancelled.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,7 @@ class Growing:
     """A choice whose text grows while it is decoded.
 
     Attributes:
+        choice: the choice.
         text: its text so far.
         seen: number of its tokens that were processed.
     """
@@ -58,7 +62,7 @@ class Growing:
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """The text that may be shown and was not returned before, and its tokens if log probabilities were requested."""
+        """The text that may be shown and has not been returned before, and its tokens if log probabilities were requested."""
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
         self.seen = len(tokens)
@@ -82,6 +86,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
+        """How many of the held-back tokens lie in the text that has been shown."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -89,6 +94,7 @@ class Growing:
         return len(self._tokens) if ended else max(whole, default=0)
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
+        """`tokens`, with the last token cut where the shown text ends."""
         length = len(self.text.shown)
         if not tokens or tokens[-1].end <= length:
             return tokens
@@ -108,7 +114,8 @@ class Answer(ABC):
     """The answer to a request that is being decoded.
 
     Attributes:
-        special: special tokens that appear in the text by name: they are parts of markers that are searched there.
+        job: the request that is decoded.
+        special: special tokens that appear in the text by name, because they are parts of markers that are searched in the text.
     """
 
     special: frozenset[int] = frozenset()
@@ -147,7 +154,9 @@ class Answer(ABC):
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """The ``warnings`` of an ended choice: what its grammar could not enforce, and which rules the text breaks; may be empty."""
+        """The ``warnings`` of a choice that has ended: what its grammar could not enforce, and which rules the text breaks; empty
+        if there are none.
+        """
         said = [*choice.use.left_out] if choice.use else []
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
@@ -301,6 +310,7 @@ class EventStream(Response):
     """A stream of events. If the client disconnects, the requests are cancelled.
 
     Args:
+        answer: the answer that is streamed.
         on_end: called at the end with the error or None; returns the refusal that the client gets for an error.
     """
 

@@ -62,7 +62,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        content = service.metrics.text()  # a few hundred lines: short enough for the event loop
+        content = service.metrics.text()  # a few hundred lines, which is short enough for the event loop
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.api_route("/v1/models", methods=_READ)
@@ -129,7 +129,7 @@ async def _answered(
     """Reads a body, submits its requests, and answers with the complete text or a stream.
 
     Args:
-        converted: converts the parsed body to that of `start`; None if `start` takes the parsed body.
+        converted: converts the parsed body to the body that `start` takes; None if `start` takes the parsed body.
     """
     endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
 
@@ -200,8 +200,8 @@ async def _prepared(
     """Runs `work` in a thread of `pool` and returns its result.
 
     Raises:
-        Refusal: the client disconnected, or the server began to shut down, before `work` ended.
-        DeadlineError: the request's `seconds` passed before `work` ended. Errors of `work` are raised as they are.
+        Refusal: the client disconnected, or the server began to shut down, before `work` ended. DeadlineError: the request's
+            `seconds` passed before `work` ended. Errors of `work` are raised as they are.
     """
 
     todo = [work]
@@ -211,6 +211,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
+        """Cancels the requests of an answer for which nobody waits any more."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
@@ -238,7 +239,7 @@ def _refused(error: Refusal) -> JSONResponse:
 
 
 def _endpoint(path: str) -> str:
-    """The metrics' label of a path. Unknown paths share one, so that clients cannot create labels."""
+    """The metrics' label of a path. Unknown paths share one label, so that clients cannot create labels."""
     return path.removeprefix("/v1/") if path in _ROUTES else "other"
 
 

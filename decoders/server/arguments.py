@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-#: A lower temperature means greedy decoding: it would draw the likeliest token anyway, and division of logits by a much lower one
-#: overflows float32.
+#: A lower temperature means greedy decoding: the likeliest token would be drawn anyway, and dividing logits by a much lower
+#: temperature overflows float32.
 LEAST_TEMPERATURE = 1e-5
 
 
@@ -53,7 +53,8 @@ class Stops:
     """The stop strings of a request.
 
     Attributes:
-        special: special tokens whose names occur in the stop strings. Only these appear in the searched text, by name.
+        strings: the stop strings.
+        special: special tokens whose names occur in the stop strings. Only these special tokens appear in the searched text, by name.
     """
 
     strings: tuple[str, ...] = ()

@@ -45,10 +45,10 @@ SHAPES = {
 }
 
 
-#: More fields than any part of a body has. An object with more is refused before validation.
+#: More fields than any part of a body has. An object with more is refused before its fields are validated.
 MOST_FIELDS = 200
 T = TypeVar("T")
-#: A list that is validated up to its first wrong item: reporting a megabyte of wrong items would take seconds.
+#: A list that is validated up to its first wrong item only: reporting a megabyte of wrong items would take seconds.
 Several = Annotated[list[T], Field(fail_fast=True)]
 
 
@@ -176,7 +176,9 @@ class Asked(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
-        """Drops fields that are null or have no effect. The validation context holds checks of the length of lists, by field name."""
+        """Drops fields that are null or have a value without effect. The validation context holds, by field name, checks of the
+        length of lists.
+        """
         if not isinstance(given, dict):
             return given
         for name, check in (info.context or {}).items():

@@ -19,7 +19,11 @@ from .turns import Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
-    """Submits a request's texts and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
+    """Submits a request's texts and returns the answer.
+
+    Raises:
+        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
+    """
     return Chat(service, body, *submitted(service, body, arrival, "chatcmpl-"))
 
 

@@ -44,10 +44,12 @@ class ClientSettings:
             raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that is out of bounds.
+        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that is outside of the
+        operator's limits.
 
         Args:
-            strategy: a name, or several joined by ``+``. Settings of strategies not named here are refused later.
+            strategy: a name, or several joined by ``+``. Settings of strategies not named here are refused later, when the strategy is
+                created.
         """
         for cls, values, place in _parts(strategy, config):
             for name, value in values.items():
@@ -93,7 +95,7 @@ def refuse_files(config: Any, place: str = "strategy_config") -> None:
 
 
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
-    """Yields each strategy with settings in `config`, these, and their place in the body."""
+    """Yields each strategy with settings in `config`, its settings, and their place in the body."""
     names = [name.strip() for name in strategy.split("+")]
     if len(names) == 1:
         yield registry().strategy(names[0]), config, "strategy_config"
@@ -132,6 +134,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
 
 
 def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:
+    """Whether a setting is a switch, a choice from a list, or a number with a minimum and a maximum."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         more = [

@@ -1,4 +1,6 @@
-"""Runs each piece of work of the :mod:`.workshop` in a forked process, killed if nobody waits for it or it exceeds its limits."""
+"""Runs each piece of work of the :mod:`.workshop` in a forked process, which is killed when nobody waits for the result or when
+it exceeds its limits.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,8 @@ Check = Callable[[], None]
 
 
 def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | None:
-    """The answer of a fork to a message; None if the fork was killed.
-
-    Args:
-        control: our end of the workshop's socket.
-        check: called while waiting; an error that it raises ends the wait.
+    """The answer of a fork to a message; None if the fork was killed. control: our end of the workshop's socket. check: is called
+    while waiting; an error that it raises ends the wait.
     """
     mine, theirs = Pipe()
     with mine, tempfile.TemporaryFile() as task:
@@ -52,7 +51,9 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without the vocabulary (both processes have it), and exceptions by attributes (constructors may refuse `args`)."""
+    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled by their attributes, because their
+    constructors may take other arguments.
+    """
 
     def persistent_id(self, value: Any) -> Any:
         return ("vocabulary", value.spelled) if isinstance(value, Vocabulary) else None
@@ -90,7 +91,7 @@ def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
     return _Unpickler(content, vocabulary).load()
 
 
-# All below runs in the workshop's process.
+# The functions below run in the workshop's process.
 
 
 def work(descriptor: int) -> None:
@@ -121,7 +122,7 @@ def work(descriptor: int) -> None:
                     )
                     running[client].start()
                     os.close(task)
-                # A process has ended, or a client has hung up: clients send nothing, and are readable only then.
+                # A process has ended, or a client has hung up: clients send nothing, so they become readable only then.
                 elif (process := running.pop(client := ends.get(ready, ready), None)) is not None:
                     _kill(process.pid)
                     process.join()
@@ -148,6 +149,7 @@ def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabu
 
 
 def _limit(seconds: int) -> None:
+    """Limits this process's processor time, and the memory beyond its present size."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

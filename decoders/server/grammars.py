@@ -1,4 +1,7 @@
-"""Grammars of answers, from a request's ``response_format`` and functions. Files that a client names are never read."""
+"""Grammars of answers, from a request's ``response_format`` and functions. Function calls are also parsed from the text here.
+
+Files that a client names are never read.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,11 @@ from .refusals import Refusal, refusal
 
 
 def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
-    """The grammar of a ``response_format``; None for free text. Raises Refusal: the format cannot be parsed."""
+    """The grammar of a ``response_format``; None for free text.
+
+    Raises:
+        Refusal: the format cannot be parsed.
+    """
     try:
         return _spec(wanted)
     except GrammarError as error:
@@ -67,7 +74,11 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
 
 
 def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
-    """The description from which an answer's grammar is compiled; None for free text. Raises Refusal: see :meth:`Calling.of`."""
+    """The description from which an answer's grammar is compiled; None for free text.
+
+    Raises:
+        Refusal: see :meth:`Calling.of`.
+    """
     calling = Calling.of(body, style) if isinstance(body, ChatBody) else None
     if calling is not None:
         return calling
@@ -79,7 +90,10 @@ class Calling:
     """Which function calls an answer may contain.
 
     Attributes:
+        tools: the tools that may be called.
+        style: how calls are written.
         required: whether the answer must be a call; otherwise it may be text.
+        several: whether the answer may contain more than one call.
         named: whether the request names one function, which must be called.
         format: the format of an answer that is no call; None: free text.
     """
@@ -131,7 +145,12 @@ class Calling:
         return self._calls.spec(text)
 
     def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> Written:
-        """Parses text and calls of a growing answer, see :meth:`FunctionCalls.read`."""
+        """Parses text and calls of a growing answer.
+
+        Args:
+            ended: whether the answer is complete.
+            known: see :meth:`FunctionCalls.read`.
+        """
         written = self._calls.read(text, ended, known)
         # With a format, the answer is either calls alone or text alone.
         if self.format is not None and written.text.strip() and written.calls:
@@ -140,7 +159,11 @@ class Calling:
 
 
 def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
-    """The mode of `choice` (``named``, ``auto`` or ``required``) and its names. Raises Refusal: a name is unknown, or none is given."""
+    """The mode of `choice` (``named``, ``auto`` or ``required``) and the names that it allows.
+
+    Raises:
+        Refusal: a name is not in `names`, or no name is given.
+    """
     param = f"tool_choice.{choice.type}"
     if choice.type == "function" and choice.function is not None:
         mode, chosen = "named", [choice.function.name]
@@ -156,7 +179,11 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """The format of an answer that may also be calls; None: free text. Raises Refusal: no grammar can combine the format with calls."""
+    """The format of an answer that may also be calls; None: free text.
+
+    Raises:
+        Refusal: no grammar can combine the format with calls.
+    """
     wanted = body.response_format
     if wanted is None or isinstance(wanted, TextFormat):
         return None

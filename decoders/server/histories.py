@@ -1,4 +1,4 @@
-"""Calls of earlier turns in the form that a chat template takes: arguments, ids, and the text and thoughts around them."""
+"""Converts calls of earlier turns to the form that a chat template takes: arguments, ids, and the text and thoughts around them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ JOINT = "\n\n"
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
     """A call in an assistant's message: its name, its arguments, their JSON text if they were given as text, and the call's id.
 
-    Imperfect calls of a model are accepted: an incomplete last member of cut arguments is dropped, numbers too large for JSON
-    parsers are clamped, lone surrogates are replaced.
+    Imperfect calls that a model wrote are accepted: an incomplete last member of cut arguments is dropped, numbers too large for
+    JSON parsers are clamped, and lone surrogates are replaced.
 
     Raises:
         Refusal: a field is missing, or the arguments are no object.
@@ -74,7 +74,7 @@ def _closed(text: str) -> str:
 
 
 def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` with only values that UTF-8 and JSON can hold: templates serialize them again. Raises ValueError for NaN."""
+    """`arguments` with only values that UTF-8 and JSON can hold, since templates serialize them again. Raises ValueError for NaN."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -85,7 +85,13 @@ def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Links:
-    """The ids of calls in the template's form, and the call of each answer; for one conversation, whose messages come in order."""
+    """The ids of calls in the template's form, and the call that each answer belongs to.
+
+    Each object serves one conversation and must get its messages in order.
+
+    Args:
+        style: which ids the template takes.
+    """
 
     def __init__(self, style: CallStyle) -> None:
         self.style = style
@@ -103,7 +109,7 @@ class Links:
         return own
 
     def answered(self, id: str | None) -> dict[str, str]:
-        """The call's id and function for a message that answers a call; without an `id`, the oldest unanswered call."""
+        """The call's id and function for a message that answers a call. Without an `id`, this is the oldest unanswered call."""
         own = next(iter(self._waiting), None) if id is None else self._own.get(id) or self.style.id_of(id)
         if own is None:
             return {}

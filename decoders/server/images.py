@@ -12,7 +12,7 @@ from .refusals import Refusal
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Limits of a request: number of images, and pixels of them all, since a small file may hold very many pixels.
+#: Limits of a request: number of images, and pixels of all images together, since a small file may hold very many pixels.
 MOST, PIXELS = 16, 1 << 24
 #: Formats that are decoded.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

@@ -18,13 +18,13 @@ from .refusals import Refusal, log
 #: Our entries in an ASGI scope: the digest of the request's key, a function that returns its token counts, and the seconds that
 #: threads spent on preparing it.
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
-#: Share of the time that answers without tokens may take while requests are decoded, and the longest burst in seconds.
+#: Share of the time that answers without tokens may take while other requests are decoded, and the longest burst in seconds.
 IDLE_SHARE, BURST = 0.1, 0.02
 #: Longest delay in seconds of an answer without tokens: for /health and /metrics, and for all others.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at a time.
 BODIES = 64
-#: Number of commas and opening brackets that a body may have beyond what its longest prompt needs.
+#: Number of commas and opening brackets that a body may have in addition to what its longest prompt needs.
 VALUES = 40_000
 CLOSE = {"Connection": "close"}
 #: Assumed number of seconds that the event loop spends on a request, and on each byte of its body.
@@ -61,7 +61,9 @@ class Arrival:
         return DeadlineError(f"the request was not finished within its {seconds:.3g} seconds")
 
     def salt(self, given: str | None) -> str:
-        """The salt that separates the request's cached texts from those of other keys and other values of ``cache_salt`` (`given`)."""
+        """The salt that separates the request's cached texts from texts of other keys and of other values of ``cache_salt``. given:
+        the request's ``cache_salt``.
+        """
         if not self.client and given is None:
             return ""
         return digest(f"{self.client}\0{given or ''}")
@@ -82,7 +84,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Pace:
     """Delays answers without tokens (refusals, /health, …), so that a flood of such requests does not slow down decoding.
 
-    A client waits for its answer before it asks again, so delays bound the time that it can take.
+    A client waits for its answer before it asks again, so delaying answers bounds the time that a client can take.
 
     Args:
         longest: longest delay in seconds.
@@ -147,7 +149,7 @@ class Limits:
         return VALUES + 8 * self.prompt_tokens
 
     def check_values(self, content: bytes) -> None:
-        """Raises Refusal for a body with more values than a request needs: a megabyte of brackets takes long to parse."""
+        """Raises Refusal for a body with more values than any request needs, since a megabyte of brackets takes long to parse."""
         count, most = values(content), self.most_values
         if count > most:
             message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
@@ -188,10 +190,11 @@ class Gate:
     """Refuses a request without a valid key, for a foreign host, with too large a body, or with a content type that web pages of
     other origins may send without permission (CORS).
 
-    While requests are decoded, answers without tokens are delayed (:class:`Pace`).
+    While other requests are decoded, answers without tokens are delayed (:class:`Pace`).
 
     Args:
-        keys: valid keys, sent as ``Authorization: Bearer …``; empty: no key is needed.
+        app: answers the requests that pass.
+        keys: valid keys, of which a client sends one as ``Authorization: Bearer …``; empty: no key is needed.
         hosts: names by which clients may address the server; None: any. On a loopback address the names keep out web pages whose
             domain resolves to that address (DNS rebinding).
         body: greatest number of bytes of a body.
@@ -240,7 +243,7 @@ class Gate:
                 )
 
     async def _hold(self, scope: Scope, status: int, seconds: float) -> None:
-        """Delays an answer without tokens, in proportion to the `seconds` that it took."""
+        """Delays an answer without tokens, in proportion to the `seconds` that it took to compute."""
         if status < 400 and scope["method"] == "POST":
             return
         delay = (self._looks if status < 400 else self._refusals).delay(seconds)
@@ -290,7 +293,7 @@ class Gate:
         if self.keys and scope["path"] not in OPEN:
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
             given = given.strip() if kind.lower() == b"bearer" else b""
-            # Compares with all keys: the time of the comparison must not reveal which key matched.
+            # Compares with all keys, so that the time of the comparison does not reveal which key matched.
             matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]
             if not matching:
                 wrong = "the API key is wrong" if given else "Authorization: Bearer KEY is missing"
@@ -319,13 +322,16 @@ class Gate:
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
-    """The names of a server at `host`: on loopback, loopback's and `more`; elsewhere `host` and `more`, None (any) without `more`."""
+    """The names that a server at `host` answers to: on a loopback address the loopback names and `more`; elsewhere `host` and
+    `more`, or None (any name) if `more` is empty.
+    """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))
     return frozenset((host, *more)) if more else None
 
 
 def _name_of(host: str) -> str:
+    """The name in a ``Host`` header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

@@ -10,7 +10,7 @@ from ..scheduling.generation import Generation
 from .pool import SchedulerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Greatest number of strategies with labels of their own: clients can merge a few in thousands of orders.
+#: Greatest number of strategies with labels of their own: clients can merge a few strategies in thousands of orders.
 NAMED = 32
 #: Number of positions in a draft with labels of their own.
 POSITIONS = 32
@@ -23,6 +23,7 @@ class Metrics:
     Args:
         pool: the schedulers whose queues and rows are reported.
         rows: number of rows of one scheduler.
+        model: the model's name.
     """
 
     def __init__(self, pool: SchedulerPool, rows: int, model: str) -> None:
@@ -119,6 +120,7 @@ class Metrics:
         self._recent = [*(each for each in self._recent if each[0] > now - 10), (now, before)][-10_000:]
 
     def _name(self, strategy: str) -> str:
+        """The label of a strategy."""
         if len(self._names) < NAMED:
             self._names.add(strategy)
         return strategy if strategy in self._names else "other"

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 class Offered:
-    """The strategies that run on this server."""
+    """The strategies that run on this server.
+
+    Args:
+        model: the served model.
+        pool: its schedulers.
+    """
 
     def __init__(self, model: PreTrainedModel, pool: SchedulerPool) -> None:
         self._model: Any = model
@@ -51,10 +56,11 @@ class Offered:
 
         Args:
             asked: the strategy's name, or several names joined by ``+``; None: the server's default strategy.
+            config: the strategy's settings.
             constrained: whether the request has a grammar.
 
         Raises:
-            Refusal: there is no such strategy, the server lacks something that it needs, or a setting names a file.
+            Refusal: there is no strategy of that name, the server lacks something that the strategy needs, or a setting names a file.
         """
         refuse_files(config)
         for name in map(str.strip, (asked or self._pool.default).split("+")):

@@ -27,9 +27,10 @@ class _Entry:
     """A scheduler and its requests.
 
     Attributes:
-        outstanding: unfinished requests, each with its turn in the queue.
+        key: its strategy and settings.
+        outstanding: its unfinished requests, each with its turn in the queue.
         leases: number of requests that are being submitted.
-        used: number of the pool's requests up to this scheduler's last.
+        used: number of requests that the pool had taken when this scheduler got its last request.
         turn: the greatest turn among the requests that have got a row.
         turns: the turn of each client's latest request.
     """
@@ -56,7 +57,9 @@ class SchedulerPool:
     """Submits requests to the scheduler of their strategy, which is created on first use.
 
     Args:
-        strategy, config: the default strategy and its settings, which also apply to requests that name it.
+        model, tokenizer: shared by all schedulers.
+        strategy, config: the default strategy, for requests that name no strategy, and its settings. The settings also apply to
+            requests that name the default strategy.
         most: greatest number of other schedulers at a time. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
         options: arguments of every :class:`~decoders.Scheduler`.
@@ -89,7 +92,7 @@ class SchedulerPool:
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
 
         Raises:
-            Refusal: all schedulers are busy with other strategies, or clients may not set a setting in `config`. Errors of
+            Refusal: all schedulers are busy with other strategies, or `config` has a setting that clients may not set. Errors of
                 :meth:`decoders.Scheduler.submit` are raised as they are.
         """
         entry = self._lease(strategy, config)
@@ -116,7 +119,7 @@ class SchedulerPool:
         key = _key(name, settings)
         with self._lock:
             entry = self._entries.get(key)
-            # An error outside of any request has ended this scheduler.
+            # An error outside of any request has ended the scheduler, so a new scheduler replaces it.
             if entry is not None and not entry.scheduler.alive:
                 del self._entries[key]
                 entry = None
@@ -135,8 +138,8 @@ class SchedulerPool:
         """The name and the settings of the strategy that a request runs with.
 
         Raises:
-            UnknownNameError, PluginError: the strategy was not found.
-            Refusal: a setting has a wrong value, or clients may not set it.
+            UnknownNameError, PluginError: the strategy was not found. Refusal: a setting has a wrong value, or clients may not set
+                it.
         """
         given = dict(config or {})
         if strategy is None and not given:
@@ -152,7 +155,7 @@ class SchedulerPool:
         return name, settings
 
     def _make_room(self) -> None:
-        """If the pool is full, closes the idle scheduler, except the default strategy's, that was used longest ago."""
+        """If the pool is full, closes the idle scheduler that was used longest ago, except the default strategy's."""
         others = [each for each in self._entries.values() if each.key != self._default_key]
         self._closing = [each for each in self._closing if each.is_alive()]
         if len(others) < self.most:
@@ -238,6 +241,6 @@ def _library() -> Any:
 
 
 def give_back() -> None:
-    """Returns freed memory to the system: glibc keeps the heap of each decoding thread that has ended."""
+    """Returns freed memory to the system, because glibc keeps the heap of each decoding thread that has ended."""
     if (library := _library()) is not None:
         library.malloc_trim(0)

@@ -112,12 +112,16 @@ class Conversations:
             raise Refusal(400, message, param="messages", code="chat_template_error") from error
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a rendered text, without special tokens of the tokenizer: the template has written them."""
+        """The tokens of a rendered text. The tokenizer adds no special tokens, because the template has written them."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
     def inputs(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
-        """The tokens of a rendered text, and the model's image inputs. Raises Refusal: the processor rejects the images."""
+        """The tokens of a rendered text, and the model's image inputs.
+
+        Raises:
+            Refusal: the processor rejects the images.
+        """
         if not images:
             return self.ids(text), {}
         processor: Any = self.processor
@@ -177,6 +181,7 @@ class Conversations:
 def _introduced(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], style: CallStyle
 ) -> list[dict[str, Any]]:  # fmt: skip
+    """The conversation with a system message that lists the functions."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     shape = style.format.written([("…", "{…}" if style.format.notation is None else '{"…": "…"}')])
     text = f"You may call functions. To call one, answer with nothing but {shape}. The functions:\n{listed}"
@@ -187,6 +192,7 @@ def _introduced(
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with each system message merged into the next user message."""
     conversation, waiting = list[dict[str, Any]](), list[str]()
     for message in messages:
         if message["role"] == "system":

@@ -22,6 +22,7 @@ class Part:
 
     Attributes:
         kind: a thought, an answer that may contain calls, or text without calls.
+        text: the part's text.
         begin: offset of the part in the whole text.
         first: offset of its begin marker.
     """
@@ -37,6 +38,7 @@ class Reasoning:
     """How thoughts are separated from the answer to a request.
 
     Attributes:
+        markers: the begin and end markers of thoughts.
         open: whether the prompt already opens a thought; None: the answer may open one.
         budget: greatest number of tokens in the thought; None: unlimited.
     """
@@ -52,7 +54,7 @@ class Reasoning:
         """The reasoning of a request; None if no markers are known, or if the prompt already ends the thought.
 
         Args:
-            most: greatest number of new tokens, of which a reasoning effort gives the thought a share.
+            most: greatest number of new tokens. A reasoning effort lets the thought take a share of them.
 
         Raises:
             Refusal: the request has a budget, but no markers are known.
@@ -78,7 +80,10 @@ class Reasoning:
         return {"tokens": self.budget, "begin": self.markers.begin, "end": self.markers.end}
 
     def parts(self, text: str, ended: bool) -> list[Part]:
-        """The thoughts and answers in a growing text, in order. Text that may become a marker is held back until `ended`."""
+        """The thoughts and answers in a growing text, in order.
+
+        Text that may become a marker is held back until `ended`.
+        """
         begin, end = str(self.markers.begin), str(self.markers.end)
         if self.markers.closing is not None:
             given = len(begin) if self.open else 0
@@ -106,7 +111,7 @@ _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
 def _messages(text: str, ended: bool) -> list[Part]:
-    """The messages of a text in the harmony format, as parts. The part of a call includes the message's head."""
+    """The messages of a text in the harmony format, as parts. The part of a call contains the message's head as well."""
     parts = list[Part]()
     if not ended and text in ("", "<"):
         return []

@@ -1,4 +1,7 @@
-"""Errors in OpenAI's form, for requests that are refused or fail. The status says whether the client or the server is at fault."""
+"""Errors in OpenAI's form, for requests that are refused or fail. The status says whether the client or the server is at fault.
+
+Errors in a body are explained here, too: the field, its value and the nearest valid value.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ class Refusal(Exception):
         message: what was wrong, what is allowed, and the nearest valid value.
         param: the wrong field, as a path with dots.
         code: error code for programs.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -151,9 +155,9 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error to explain; for a union that of the branch that validated furthest."""
+    """The error to explain. For a union it is the error of the branch that validated furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
-    # A missing field may be there under a wrong name, which then explains more.
+    # A missing field may be present under a wrong name. Then the wrong name explains more than the missing field.
     if unknown is not None:
         return unknown
     first = every[0]["loc"]

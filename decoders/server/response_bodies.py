@@ -312,7 +312,12 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
-    """The text of a content: a string, or a list of parts that are numbered from `first`; `read` names the allowed parts."""
+    """The text of a content, which is a string or a list of parts.
+
+    Args:
+        read: the part types that are allowed.
+        first: number of the first part.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -66,7 +66,7 @@ class Kept:
         return sum(self._sizes.values())
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keeps a response of `owner`, unless it alone exceeds the greatest total size."""
+        """Keeps a response of `owner`, unless this response alone exceeds the greatest total size."""
         kept = _Kept(json.dumps(response).encode(), json.dumps(_read(items)).encode())
         if kept.size > self.most:
             return
@@ -79,15 +79,27 @@ class Kept:
                 self._sizes[largest] -= self._kept[largest].popitem(last=False)[1].size
 
     def response(self, owner: Owner, id: str) -> bytes:
-        """The response of `owner` with this id, as JSON. Raises Refusal: the response was not found."""
+        """The response of `owner` with this id, as JSON.
+
+        Raises:
+            Refusal: the response was not found.
+        """
         return self._found(owner, id).response
 
     def items(self, owner: Owner, id: str) -> bytes:
-        """The items of a response's conversation, up to the response's own, as JSON. Raises Refusal: the response was not found."""
+        """The items of a response's conversation, up to the response's own, as JSON.
+
+        Raises:
+            Refusal: the response was not found.
+        """
         return self._found(owner, id, "previous_response_id", "previous_response_not_found").items
 
     def delete(self, owner: Owner, id: str) -> None:
-        """Deletes a response. Raises Refusal: the response was not found."""
+        """Deletes a response.
+
+        Raises:
+            Refusal: the response was not found.
+        """
         self._found(owner, id)
         client, salt = owner
         with self._lock:
@@ -110,7 +122,7 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drops thoughts that no other item of the assistant follows, because no later prompt contains them."""
+    """Drops thoughts that are not followed by another item of the assistant, because no later prompt contains them."""
     following = [*items[1:], {}]
     return [
         each
@@ -139,12 +151,19 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
 
 
 def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Response:
-    """Submits a request's text and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
+    """Submits a request's text and returns the answer.
+
+    Raises:
+        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
+    """
     return Response(kept, service, body, *submitted(service, body, arrival, "resp_"))
 
 
 class Response(Conversing):
     """The answer to a request for a response: items, which are streamed as events while they grow.
+
+    Args:
+        kept: the store in which the response is kept.
 
     Attributes:
         output: the items so far.
@@ -210,6 +229,7 @@ class Response(Conversing):
         return entries
 
     def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
+        """Adds a piece to the growing item, or begins a new item."""
         content = b""
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
@@ -262,6 +282,7 @@ class Response(Conversing):
         return content
 
     def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
+        """Ends the growing item."""
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None
@@ -285,6 +306,7 @@ class Response(Conversing):
         return content + self._event("output_item.done", output_index=index, item=item)
 
     def _finished(self) -> dict[str, Any]:
+        """The complete response. It is kept, unless the request has ``store: false``."""
         (choice,) = self.job.choices
         incomplete = self._turns[choice.index].finish_reason == "length"
         response = self._response("incomplete" if incomplete else "completed") | {"usage": self._usage()}
@@ -307,6 +329,7 @@ class Response(Conversing):
 
     @cached_property
     def _given(self) -> dict[str, Any]:
+        """The request's fields that a response repeats, without the input."""
         return self.body.asked.model_dump(by_alias=True, exclude={"input"})
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """uvicorn with limits for untrusted connections, and with a shutdown that lets running requests finish.
 
 The number of connections, the time in which a request must arrive and the size of its head are limited before any key is checked.
-During shutdown new requests are refused; running requests are cancelled after some time, with an error for their clients.
+During shutdown new requests are refused; running requests have some time to finish and are then cancelled, with an error for their
+clients.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Greatest size in bytes of a request's line and headers.
 HEAD_BYTES = 32 << 10
-#: Length of the system's accept queue. asyncio accepts up to this many connections at a time, each with a descriptor.
+#: Length of the system's accept queue. asyncio accepts up to this many connections at a time, and each takes a descriptor.
 BACKLOG = 64
 #: Descriptors reserved for everything but connections.
 SPARE_DESCRIPTORS = 32
@@ -67,7 +68,12 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
 
 
 class _Bounded(H11Protocol):
-    """uvicorn's protocol of h11, with at most `most` connections; a head, and again its body, must arrive within `seconds`."""
+    """uvicorn's protocol of h11 with limits.
+
+    Attributes:
+        most: greatest number of connections.
+        seconds: time in which a request's head has to arrive, and again its body.
+    """
 
     most: int
     seconds: float
@@ -98,7 +104,7 @@ class _Bounded(H11Protocol):
             self._wait()
 
     def _phase(self) -> object:
-        """The head or body that has yet to arrive, different for each request; None if nothing is missing."""
+        """Identifies the head or body that has yet to arrive, differently for each request; None if nothing is missing."""
         state = self.conn.their_state
         return state if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]) else None
 
@@ -115,7 +121,7 @@ class _Bounded(H11Protocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
-            self._wait()  # an earlier request is still being answered, and the next may wait for it
+            self._wait()  # an earlier request is still being answered, and the next one may wait for it
             return
         if self._phase() is None:  # not a byte has arrived
             self.transport.close()
@@ -123,6 +129,7 @@ class _Bounded(H11Protocol):
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
 
     def _end(self, status: bytes, message: str) -> None:
+        """Sends an error, unless an answer has begun, and closes the connection."""
         self._stop()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = message.encode()
@@ -180,6 +187,7 @@ class Server(uvicorn.Server):
     """uvicorn's server for a service.
 
     Args:
+        app: the application of :func:`~decoders.server.app.make_app`.
         grace: seconds that running requests have after SIGTERM or SIGINT.
         port: the port; 0 for a free one.
     """

@@ -36,12 +36,12 @@ from .workshop import Wanted, Workshop, judged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Number of threads that parse bodies, render prompts and submit requests, off the event loop.
+#: Number of threads that parse bodies, render prompts and submit requests, so that the event loop does not.
 THREADS = 4
-#: Number of threads for requests that take long (large ones, images, new grammars), so that others do not wait for them.
+#: Number of threads for requests that take long (large ones, images, new grammars), so that other requests do not wait for them.
 PATIENT_THREADS = 2
-#: Greatest number of seconds by which prefilling prompts may delay a step. Without it, a client could stop all decoding by sending
-#: one long prompt after another.
+#: Greatest number of seconds by which prefilling prompts may delay a step. Without it, a client that sends one long prompt after
+#: another would stop the decoding of all other requests.
 LONGEST_PAUSE = 0.02
 #: A body is large from this number of bytes on: tokenizing its prompt takes 10 ms or more.
 LARGE = 32 << 10
@@ -56,6 +56,7 @@ class Service:
         name: the model's name for clients.
         strategy, strategy_config: the default strategy and its settings.
         assistant: draft model for strategies that take one.
+        limits: limits of requests.
         chat_template: replaces the tokenizer's chat template.
         thinking: begin and end markers of thoughts, for models whose markers are not known.
         tool_format: name of the format in which the model writes function calls, if the chat template does not show it.
@@ -63,6 +64,7 @@ class Service:
         processor: the processor of a vision model.
 
     Attributes:
+        offered: the strategies that requests can name.
         pace: delays the answers to requests with large bodies.
         keys: number of API keys. With several keys, the requests of one key take turns as one client; otherwise each request does.
         draining: whether new requests are refused.
@@ -107,7 +109,11 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Sets a generation config with which every request can be decoded. Returns `config` with the checkpoint's drafting hints."""
+        """Sets a generation config with which every request can be decoded; logs a warning about fields that were left out.
+
+        Returns:
+            `config`, which holds settings of `strategy`, with the checkpoint's drafting hints added.
+        """
         defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
         self.model.generation_config = defaults.config
         if defaults.left_out:
@@ -197,7 +203,7 @@ class Service:
             self._long -= 1
 
     def check_length(self, text: str) -> None:
-        """Raises Refusal if `text` is too long for a prompt, whatever its tokens are; it is not tokenized."""
+        """Raises Refusal if `text` is too long for a prompt, whatever its tokens are. The text is not tokenized for this check."""
         with suppress(UnsupportedError):  # the tokens have no bytes
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
@@ -217,7 +223,7 @@ class Service:
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Submits all texts of a body; if one fails, all are cancelled. Too slow for the event loop: a millisecond or more.
+        """Submits all texts of a body; if one fails, all are cancelled. This takes too long for the event loop: a millisecond or more.
 
         Args:
             kind: prefix of the answer's id.
@@ -266,7 +272,7 @@ class Service:
     def _ended(self, generation: Generation) -> None:
         try:
             self.metrics.ended(generation)
-        except Exception as error:  # the decoding thread makes this call, and must not see an error
+        except Exception as error:  # an error here must not reach the decoding thread, which makes this call
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
@@ -313,5 +319,5 @@ class Service:
 
 @functools.lru_cache(2)
 def _workshop(vocabulary: Vocabulary, backend: type[Backend], seconds: float) -> Workshop:
-    """A cached workshop: starting one takes seconds."""
+    """A workshop for these arguments. It is cached, because starting a workshop takes seconds."""
     return Workshop(vocabulary, backend(), seconds)

@@ -1,4 +1,7 @@
-"""The texts of a request while they are generated: pieces never end within a character, or within what may become a stop string."""
+"""The texts of a request while they are generated.
+
+Texts are passed on in pieces. No piece ends within a character, or within what may become a stop string.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ class Choice:
     """One text that is being generated.
 
     Attributes:
+        index: its index in the answer.
         seed: seed of its sampling noise.
         generation: its request in the scheduler.
         prompt: token ids of the prompt.
@@ -59,8 +63,11 @@ class Job:
     """A client's request.
 
     Attributes:
+        id: the answer's id.
         created: Unix time of its creation.
+        choices: its texts.
         stops: stop strings of each text.
+        arrival: its arrival.
         seconds: seconds that it may take.
     """
 
@@ -113,7 +120,9 @@ class Job:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The ``metrics`` object: the acceptance of drafts in vLLM's form, for AIPerf. Empty without drafts, or for several texts."""
+        """The ``metrics`` object: the acceptance of drafts in vLLM's form, which AIPerf reads. Empty without drafts, or for several
+        texts.
+        """
         reports = self._reports
         if len(self.choices) != 1 or not reports or not reports[0].drafted:
             return {}
@@ -144,6 +153,7 @@ class Span:
     """A piece of text from one token, or from several tokens that share its characters.
 
     Attributes:
+        text: the piece.
         drafted: whether the token was drafted.
     """
 
@@ -178,7 +188,8 @@ class Spelling:
     def within(self, token: int, text: str) -> bytes:
         """The bytes of a token that produced, alone or with others, the characters `text`.
 
-        Bytes that the tokenizer's decoder drops are left out: a leading blank, the mark of a word's continuation, a special token.
+        Bytes that the tokenizer's decoder drops are left out: a leading blank, the marker of a word's continuation, or a special
+        token.
         """
         data = self.of(token)
         if token in self._special:  # `text` may be a character of other tokens, between whose bytes this token stands
@@ -197,14 +208,16 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token: its shown text, and the text searched for stop strings. A special token's name may be in either or both."""
+    """A held-back token: the text that is shown for it, and the text in which stop strings are searched. A special token's name may
+    be in one of these texts or in both.
+    """
 
     text: str
     matched: str
     drafted: bool
 
     def at(self, place: int) -> tuple[_Held, _Held | None]:
-        """Splits the token at a place in `matched`; the rest is None if it is empty."""
+        """Splits the token at a place in `matched`: the part in front, and the rest if there is any."""
         if place >= len(self.matched):
             return self, None
         return (
@@ -224,7 +237,8 @@ class ChoiceText:
         stopped: whether a stop string was found.
         shown: the text that was returned.
         written: the text of all tokens, including text behind a stop string.
-        places: begin and end in `written` of each token whose text is known; of tokens that share a character, the character's.
+        places: for each token whose text is known, its begin and end in `written`. Tokens that share a character have the
+            character's begin and end.
     """
 
     def __init__(
@@ -239,7 +253,12 @@ class ChoiceText:
         self._held: list[_Held] = []
 
     def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool = False) -> list[Span]:
-        """Adds tokens, and returns the text that may be shown now, in spans. ended: whether these are the last tokens."""
+        """Adds tokens, and returns the text that may be shown now, in spans.
+
+        Args:
+            drafted: whether each token was drafted.
+            ended: whether these are the last tokens.
+        """
         for token, flag in zip(tokens, drafted, strict=True):
             self._tokens.append(token)
             piece = self._pieces.next(self._tokens, False)
@@ -251,7 +270,11 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece`, the text of the unsettled tokens, among these in order. token: the last, which may be special."""
+        """Divides `piece`, the text of the unsettled tokens, among these tokens, in order.
+
+        Args:
+            token: the last of the unsettled tokens. A special token may be shown, or be matched with stop strings, by name.
+        """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)
         written, matched = (name if token in tokens else "" for tokens in (self.special, self.stops.special))

@@ -20,6 +20,7 @@ class Piece:
 
     Attributes:
         kind: whether the new text belongs to a thought, to text, or to the arguments of a call.
+        text: the new text.
         number: number of the call, or of the thought or text.
         first: whether the call, thought or text begins here.
     """
@@ -35,7 +36,10 @@ class TurnCall:
     """A call in a turn.
 
     Attributes:
+        name: the function's name.
+        id: the call's id.
         arguments: the arguments so far.
+        complete: whether the arguments are complete.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Turn:
 
     Attributes:
         thoughts, texts: the thoughts and texts so far, by part number. Empty thoughts and texts are left out.
+        calls: the calls so far.
         places: offsets of the texts in the whole text, by part number.
     """
 
@@ -122,7 +127,7 @@ class Turn:
         return [Piece(kind, text[len(before) :], number, not before)]
 
     def part_of(self, token: TextToken, ended: bool) -> int | None:
-        """The number of the text to which a token belongs; empty tokens at the end belong to the last text."""
+        """The number of the text to which a token belongs. Empty tokens at the end belong to the last text."""
         for number, (begin, end) in self.places.items():
             if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
                 return number

@@ -1,9 +1,9 @@
 """Compiles grammars and validates finished texts in processes that can be killed.
 
-A client's grammar may take exponential time and memory to compile, in code that cannot be interrupted or that holds the GIL and
+Compiling a client's grammar may take exponential time and memory, in code that cannot be interrupted or that holds the GIL and
 slows down decoding. So a separate process, the workshop, holds the compilers and the vocabulary, and forks a process for every
-piece of work, which is killed as soon as nobody waits for its result. On systems without fork (Windows) the calling thread does the
-work, within the bounds of :mod:`decoders.constraints`.
+piece of work. The fork is killed as soon as nobody waits for its result. On systems without fork (Windows) the calling thread
+does the work, within the bounds of :mod:`decoders.constraints`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Generates two random texts, to find grammars so ambiguous that a mask takes seconds, while all rows wait.
+    """Generates two random texts, to find grammars that are so ambiguous that a mask takes seconds, while all rows wait.
 
     Raises:
         GrammarError: a matcher of the grammar exceeded its time.
@@ -115,7 +115,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Remote:
-    """Validates a text in a fork of the workshop; does nothing in threads that must not wait, such as the decoding thread."""
+    """Validates a text in a fork of the workshop. In threads that must not wait, such as the decoding thread, it does nothing."""
 
     whole: Callable[[str], None]
     workshop: Workshop
@@ -145,6 +145,8 @@ class Workshop:
     """Compiles and caches grammars for one vocabulary. Thread-safe.
 
     Args:
+        vocabulary: the model's vocabulary.
+        backend: the grammar backend.
         seconds: processor seconds that compiling one grammar may take.
     """
 
@@ -186,6 +188,7 @@ class Workshop:
         return prepared
 
     def _judged(self, whole: Callable[[str], None], text: str, check: Check) -> str | None:
+        """Why a finished text is invalid; None if it is valid."""
         try:
             answer: str | None = self._done(Judging(whole, text), check)
         except GrammarError:
@@ -193,7 +196,7 @@ class Workshop:
         return answer
 
     def begin(self) -> None:
-        """Starts the workshop's process unless it runs. It is ready some seconds later; work waits until then."""
+        """Starts the workshop's process unless it runs. The process is ready some seconds later; work waits until then."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
@@ -238,7 +241,7 @@ class Workshop:
         return result
 
     def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
-        """The answer to a message; None if the fork was killed. again: a second try, made only if the workshop has ended."""
+        """The answer to a message; None if the fork was killed. again: a second try, which is made only if the workshop has ended."""
         process = self._process
         if again and process is not None and process.poll() is None:
             return None

@@ -15,8 +15,8 @@ from ..base import Backend, CompiledGrammar, Language, Matcher, Policy, mask_wor
 from ..vocabulary import Vocabulary
 from .source import compile_matcher, reason, source, tokenizer_for
 
-#: Bytes that occur in UTF-8 only for control characters (other than tabs and newlines) and for planes 4 to 16, which are unassigned
-#: or private. Tokenizers trained on little text lack tokens for some of them (SmolLM2's).
+#: Bytes that occur in UTF-8 only for control characters (other than tabs and newlines) and characters of planes 4 to 16, which are
+#: unassigned or private. Tokenizers trained on little text lack tokens for some of them (SmolLM2's).
 _SELDOM = {*range(0x20), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
 #: All other bytes of UTF-8.
 _NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
@@ -88,9 +88,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and the sum by which the queries of a text may exceed it: all rows of a batch wait for a
-#: query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. Others exceeded it by 0.05
-#: seconds in 400 tokens of a vocabulary of 49,152.
+#: CPU seconds that a query may take, and the sum by which the queries of a text may exceed it: all rows of a batch wait for a query.
+#: llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. Other grammars, counted patterns and
+#: classes of Unicode included, exceeded it by 0.05 seconds in 400 tokens of a vocabulary of 49,152.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -99,12 +99,14 @@ class _Broken(Exception):
 
 
 class LLGuidanceMatcher(Matcher):
-    """A position in a text. Only text tokens go to llguidance; whether the text has ended is tracked here.
+    """A position in a text.
+
+    Only text tokens go to llguidance; whether the text has ended is tracked here.
 
     An ``LLMatcher`` that has computed a mask must not be rolled back: its parser keeps rows that it looked ahead to, and its next
-    mask may be wrong after other tokens (1.9.1). So a second matcher is only advanced and rolled back, never queried, and a
-    rollback after a query continues with a copy of it. Copying takes longer for longer texts (50 µs at 4 kB), so it happens per
-    rollback, not per query.
+    mask may be wrong after other tokens (1.9.1). So there is a second matcher that is only advanced and rolled back, never queried;
+    a rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at 4 kB), so
+    it happens per rollback, not per query.
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
@@ -122,7 +124,11 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """As :meth:`Matcher.advance`. Raises GrammarError: llguidance hits a limit; the matcher stays where it was."""
+        """Takes `tokens` up to the first illegal one; returns how many it took.
+
+        Raises:
+            GrammarError: llguidance hits a limit. The matcher stays where it was.
+        """
         if self._ended:
             return 0
         known = self.grammar.vocabulary.tokens
@@ -176,7 +182,11 @@ class LLGuidanceMatcher(Matcher):
             self._renew()
 
     def fill_mask(self, out: Tensor) -> None:
-        """As :meth:`Matcher.fill_mask`. Raises GrammarError: a limit is hit, the text takes too much time, or there is a dead end."""
+        """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
+
+        Raises:
+            GrammarError: llguidance hits a limit, the text takes too much time, or the grammar has a dead end here.
+        """
         if self._ended:
             out.copy_(self.grammar.ends)
             return
@@ -193,6 +203,7 @@ class LLGuidanceMatcher(Matcher):
             row[only >> 5] = 1 << (only & 31)
 
     def _forced_token(self) -> int | None:
+        """The tokenizer's first token of the forced bytes; None without one."""
         vocabulary, policy = self.grammar.vocabulary, self.grammar.policy
         return next(iter(vocabulary.written(self.forced_bytes(), 1, policy)), None)
 
@@ -209,9 +220,13 @@ class LLGuidanceMatcher(Matcher):
         return self._ask(forced, copy=True)
 
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
-        """Queries the ``LLMatcher``, again with a new lexer after an error: the old one may have hit its limit of states.
+        """Queries the ``LLMatcher``.
+
+        An ``LLMatcher`` never recovers from an error. The query is repeated with a new lexer, because the old one may have hit its
+        limit of states.
 
         Args:
+            question: the query.
             moves: whether the query only takes tokens.
             copy: whether to query a copy, because a query for forced bytes moves an ``LLMatcher`` past them.
 
@@ -238,13 +253,13 @@ class LLGuidanceMatcher(Matcher):
         raise self._failure(message)
 
     def _renew(self) -> None:
-        """Replaces the ``LLMatcher`` by a new one at this position; if that refuses the tokens, the next query fails."""
+        """Replaces the ``LLMatcher`` by a new matcher at this position; if that refuses the tokens, the next query fails."""
         self._inner, self._generation = self.grammar.fresh(self._generation)
         self._inner.consume_tokens(self._taken)
         self._asked, self._unasked = False, None
 
     def _restore(self) -> None:
-        """Replaces the ``LLMatcher`` by a copy of the second matcher, at this position."""
+        """Replaces the ``LLMatcher`` by a copy of the second matcher, which was not queried, at this position."""
         ahead = self._taken[self._behind :]
         if not ahead or self._unasked.try_consume_tokens(ahead) == len(ahead):
             self._behind = len(self._taken)
@@ -261,7 +276,11 @@ class LLGuidanceMatcher(Matcher):
 
 
 def writable(out: Tensor) -> tuple[Any, int]:
-    """`out` as a numpy array of uint32, and its address. Raises ValueError: `out` has another dtype or layout."""
+    """`out` as a numpy array of uint32, and its address, for writing masks directly.
+
+    Raises:
+        ValueError: `out` has another dtype or layout.
+    """
     if out.dtype != torch.int32 or out.device.type != "cpu" or not out.is_contiguous():
         raise ValueError(f"masks are written to contiguous int32 on the CPU, not to {out.dtype} on {out.device}")
     return out.numpy().view("uint32"), out.data_ptr()

@@ -1,10 +1,11 @@
 """The source text for llguidance, compiling it within limits, and llguidance's error messages.
 
-The compiler recurses along chains of rules, and a stack overflow kills the process. So texts are bounded, and compiled in a thread
-whose stack no text of that length can fill (measured: 27 bytes of stack per byte of plain rules, 430 for negated terminals).
+The compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So texts are bounded,
+and compiled in a thread whose stack no text of that length can fill (measured: 27 bytes of stack per byte of plain rules, 430 for
+negated terminals).
 
-Nested terminals are expanded to one regular expression, which takes time cubic in the depth, without a limit of llguidance's own:
-0.1 seconds at 500, 6 at 2000, minutes at 20,000.
+Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
+at 2000, minutes at 20,000. llguidance does not limit the depth, so it is limited here.
 """
 
 from __future__ import annotations
@@ -98,7 +99,11 @@ def _refuse(name: str, lark: str) -> None:
 
 
 def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
-    """A new ``LLMatcher`` of `text`, which :func:`source` returned for `language`. Raises GrammarError: llguidance refuses `text`."""
+    """A new ``LLMatcher`` of `text`, which :func:`source` returned for `language`.
+
+    Raises:
+        GrammarError: llguidance refuses `text`; the error has llguidance's message.
+    """
     import llguidance
 
     limits = llguidance.LLParserLimits(**LIMITS)
@@ -132,6 +137,7 @@ def _invalid(language: Language, message: str) -> GrammarError:
 
 
 def _with_room(text: str, call: Callable[[], T]) -> T:
+    """The result of `call`, which reads `text`, run with a stack large enough for it."""
     results: list[T] = []
     _with_stack(max(STACK, len(text) * STACK_PER_CHARACTER), lambda: results.append(call()))
     return results[0]
@@ -198,7 +204,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition, the terminals that it uses, with their depths; "" is the depth of its own brackets."""
+    """For every definition, the terminals that it uses, with their depths; "" has the depth of the definition's own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0

@@ -1,8 +1,9 @@
 """Deterministic automata over characters, which check all conditions on a string at once.
 
-interegular's ``crawl`` walks the product of all conditions, within our limits, and its ``FSM`` holds the result. Not used are FSMs
-of single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for
-an FSM that returns to its first state; and ``reduce``, which may take exponential time.
+A condition is a regular tree, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the product of all
+conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not used: FSMs of single conditions,
+which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM that returns to its
+first state; and ``reduce``, which may take exponential time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from interegular.fsm import FSM, Alphabet
 
 
-#: The nodes reached in each condition's automaton, and the number of characters read, up to where counts are equivalent.
+#: The set of nodes of each condition's automaton, and the number of characters read, up to a number beyond which counts are equivalent.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
 #: Greatest number of nodes in the cached sets of one condition's automaton while strings are matched.
 _REMEMBERED = 50_000
@@ -81,7 +82,11 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
 
 
 def minimal(machine: FSM) -> FSM:
-    """`machine`, which has no unreachable states, without dead ends and with equivalent states merged. State 0 is the first of both."""
+    """`machine` without dead ends and with equivalent states merged. The first state of either is 0.
+
+    Args:
+        machine: an automaton without unreachable states.
+    """
     from interegular.fsm import FSM
 
     symbols, count = machine.alphabet.by_transition, len(machine.states)
@@ -125,6 +130,7 @@ class _ConditionAutomaton:
         return len(self.silent) - 1
 
     def build(self, tree: Pattern) -> tuple[int, int]:
+        """First and last node of `tree`."""
         first, last = self.node(), self.node()
         match tree:
             case Chars(ranges):
@@ -205,12 +211,14 @@ def refined(
 ) -> list[int]:
     """The coarsest partition, finer than `blocks`, in which all members of a block lead to the same blocks.
 
-    Each round visits only the predecessors of states that were just split off: rounds over all states would be quadratic for texts
-    of bounded length. A block's largest part keeps its number, so its predecessors need not be visited.
+    Each round visits only the predecessors of states that were just split off: rounds over all states would be quadratic for texts of
+    bounded length. A block's largest part keeps its number, so its predecessors need not be visited.
 
     Args:
         blocks: block of each state, -1 for states that are ignored.
+        states: the states that are not ignored.
         successors: each state's successors by symbol; states of a block have the same symbols.
+        predecessors: each state's predecessors.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)
@@ -246,9 +254,10 @@ def refined(
 
 
 class Symbols:
-    """Classes of characters that the trees do not tell apart, numbered from 0.
+    """Classes of characters that the trees do not tell apart, as numbers.
 
     Attributes:
+        count: number of symbols; they are numbered from 0.
         of: for each set in the trees, its symbols.
     """
 

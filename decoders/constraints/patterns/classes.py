@@ -38,7 +38,9 @@ class ClassReader:
     """The part of the reader that reads sets of characters.
 
     Attributes:
+        pattern: the text.
         place: index of the next character.
+        dialect: the pattern's dialect.
     """
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:
@@ -244,6 +246,7 @@ class ClassReader:
 
 
 def _point(one: Set) -> int | None:
+    """The only character of `one`; None if there are several."""
     if isinstance(one, Chars) and len(one.ranges) == 1 and one.ranges[0][0] == one.ranges[0][1]:
         return one.ranges[0][0]
     return None

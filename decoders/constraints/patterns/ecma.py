@@ -1,10 +1,10 @@
 """Patterns of JSON Schema (ECMA-262 expressions that are searched in a string) as trees for whole strings.
 
-Anchors mean "the string begins (ends) here"; look-ahead is read only at the very beginning of the pattern, as a condition on the
-whole string. Everything else outside regular languages is refused.
+Anchors are read where they mean "the string begins (ends) here", look-ahead only at the very beginning of the pattern, where it is a
+condition on the whole string. Everything else outside regular languages is refused.
 
-Texts are searched by an automaton in linear time where the pattern is regular, else by ``re`` in a child process, which can be
-killed: Python's ``re`` may take exponential time and blocks the interpreter meanwhile.
+Texts are searched by an automaton in linear time where the pattern is regular, else by ``re`` in a child process: Python's ``re``
+may take exponential time and blocks the interpreter meanwhile, but a child process can be killed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
     """Strings in which `pattern` is found: they match every tree marked True and no tree marked False. The trees are regular.
 
     Raises:
-        GrammarError: `pattern` is no expression of ECMA-262, or not regular.
+        GrammarError: `pattern` is no expression of ECMA-262, or cannot be read as a regular language.
     """
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
@@ -142,6 +142,7 @@ class _Reading:
 
     @property
     def whole(self) -> Pattern:
+        """The whole strings that match in this way."""
         return cat(*([] if self.begins else [ANYTHING]), self.tree, *([] if self.ends else [ANYTHING]))
 
 
@@ -162,7 +163,12 @@ class _Anchors:
         return ((searched, True), *self.looks)
 
     def readings(self, tree: Pattern, alternated: bool, nested: bool) -> _Readings:
-        """How `tree` may match: at most one reading for each of the four kinds of anchoring."""
+        """How `tree` may match: at most one reading for each of the four kinds of anchoring.
+
+        Args:
+            alternated: whether `tree` is one of several alternatives.
+            nested: whether `tree` is inside of a group.
+        """
         match tree:
             case Chars():
                 return (_Reading(False, tree, False),)
@@ -188,7 +194,7 @@ class _Anchors:
         raise irregular(tree)
 
     def look(self, look: Look, before: _Readings, alternated: bool, nested: bool) -> None:
-        """Adds the condition of `look` on the whole string; `before`, what precedes it, must be the string's beginning."""
+        """Adds the condition of `look` on the whole string. before: what comes before it, which must be the string's beginning."""
         if before != _AT_BEGINNING:
             reason = "look-ahead that does not stand right after ^ at the beginning"
             raise _refusal(self.pattern, reason, look.place)
@@ -235,8 +241,8 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
     return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)
 
 
-#: Reads lines of JSON with a pattern, a text and seconds of processor time; answers with 1 or 0, or an error, and the seconds
-#: taken. The process ends if its seconds do not suffice.
+#: Reads lines of JSON with a pattern, a text and seconds of processor time; answers with 1 or 0, or the error of the pattern, and the
+#: seconds that it took. The process ends if the given seconds do not suffice.
 _CHILD = (
     limits.BOUNDED
     + """
@@ -255,7 +261,7 @@ for line in sys.stdin:
 
 
 class Search:
-    """Searches patterns in texts; a context manager, because it may start a process."""
+    """Searches patterns in texts. A context manager, because it may start a process."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None

@@ -1,6 +1,6 @@
 """Bounds on size and on time. A pattern that exceeds a bound is refused with the bound's name.
 
-Time is CPU time of the thread, so that refusals do not depend on the machine's load.
+Time is CPU time of the thread, so that refusals do not depend on the machine's load. Loops of unknown length call :func:`check`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ INSTEAD = {
 def exceeded(
     limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
 ) -> NoReturn:
-    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` for the whole schema. Raises GrammarError: always."""
+    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` if `what` is the schema as a whole.
+
+    Raises:
+        GrammarError: always.
+    """
     remedy = "" if path == "$" else "; strict=False validates it afterwards in a schema"
     raise GrammarError(
         f"{what} exceeds the limit {limit} = {most:,} of {module}: {INSTEAD.get(limit, 'take a smaller one')}{remedy}",
@@ -115,7 +119,7 @@ def spend(seconds: float) -> None:
         current = current.outer
 
 
-#: The beginning of a child process's program: ``bounded(seconds)`` silently ends it after so much processor time.
+#: The beginning of a child process's program: ``bounded(seconds)`` silently ends the process after so much processor time.
 BOUNDED = """
 import time
 try:
@@ -124,7 +128,7 @@ try:
 except ImportError:
     def bounded(seconds): pass
 """
-#: The parent kills a child after this many times its seconds: on a busy machine a child waits for a processor.
+#: The parent kills the child after this many times its seconds, because on a busy machine a child waits for a processor.
 PATIENCE = 30
 
 

@@ -109,7 +109,7 @@ def whole_text(pattern: str) -> str:
 
 
 def _check_anchors(pattern: str, tree: Pattern) -> None:
-    """Raises GrammarError if an anchor of `tree` is not at an end of the text."""
+    """Checks that all anchors of `tree` are at the ends of the text. Raises GrammarError: an anchor is elsewhere."""
     # Parts to check, each with whether it comes first, and the place where text follows it.
     todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
     while todo:

@@ -1,4 +1,7 @@
-"""The one reader of regular expressions: a pattern in some dialect becomes a tree. It does not recurse."""
+"""The one reader of regular expressions: a pattern in some dialect becomes a tree.
+
+It does not recurse, so groups may be nested as deep as the dialect allows. A group around a single part becomes that part.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,16 @@ def read(pattern: str, dialect: Dialect) -> Pattern:
 
 @dataclass
 class _Group:
-    """An open group, or the pattern itself. `opening` begins a group of another kind than ``(?:``; `last` is the last part's kind."""
+    """An open group, or the pattern itself.
+
+    Attributes:
+        place: place of its parenthesis.
+        opening: the beginning of a group of another kind than ``(?:``.
+        alternatives: the complete alternatives.
+        parts: parts of the current alternative.
+        last: the last part's kind.
+        anchored: whether it contains anchors.
+    """
 
     place: int
     opening: str = ""
@@ -52,11 +64,14 @@ class _Group:
         self.parts, self.last = [], "nothing"
 
     def tree(self) -> Pattern:
+        """The group as a tree; its last alternative is complete."""
         several = len(self.alternatives) > 1
         return Or(tuple(self.alternatives), place=self.place) if several else self.alternatives[0]
 
 
 class _Reader(ClassReader):
+    """Reads one pattern from left to right."""
+
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         super().__init__(pattern, dialect)
         self.groups = [_Group(0)]
@@ -195,7 +210,7 @@ class _Reader(ClassReader):
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
-        """The bounds of the quantifier `text` in braces; too many digits become a large number."""
+        """The bounds of the quantifier `text` in braces; too many digits count as a large number."""
         least, comma, most = text[1:-1].partition(",")
         if max(len(least), len(most)) > self.dialect.most_digits:
             self.refuse("too often", shortened(text, 20), begin)

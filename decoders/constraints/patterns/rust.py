@@ -74,7 +74,9 @@ _ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
 
 
 def in_ecma(pattern: str) -> str:
-    """Rust's `pattern` as a pattern of ECMA-262 that matches the same texts or fewer; unchanged where neither dialect reads it.
+    """Rust's `pattern` as a pattern of ECMA-262 that matches the same texts or fewer.
+
+    Returns `pattern` unchanged where both dialects agree, or neither reads it.
 
     Raises:
         GrammarError: `pattern` has another meaning in ECMA-262 and cannot be translated.

@@ -1,7 +1,7 @@
 """Patterns as trees, the common form of all dialects, and writing them in the notation of backends.
 
-A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which
-automata can be built. Users of the tree resolve, drop or refuse the other nodes.
+A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which automata
+can be built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
 
 Rust's ``regex``, llguidance and outlines_core read the written text; Python's ``re``, too, except for :class:`Class`.
 """
@@ -20,7 +20,11 @@ from .characters import Ranges
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A part of a pattern. `place`, the index of its first character in the pattern, is for messages; equal nodes may differ in it."""
+    """A part of a pattern.
+
+    Attributes:
+        place: index of its first character in the pattern that was read, for messages; equal nodes may differ in it.
+    """
 
     place: int = field(default=0, compare=False, repr=False, kw_only=True)
 
@@ -173,7 +177,7 @@ def copies(pattern: Pattern) -> int:
             raise irregular(pattern)
 
 
-#: Slashes and newlines, escaped or not. Other escapes match, too, so that an escaped backslash is not read as half an escape.
+#: Matches slashes and newlines, escaped or not. Other escapes match, too, so that an escaped backslash is not read as half an escape.
 _SLASHED = re.compile(r"\\?[/\n]|\\.")
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 _MARKS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}

@@ -14,6 +14,7 @@ from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 
 
 def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
+    """The nodes of the schemas in a keyword's list. Raises GrammarError: the keyword's value is no list of schemas."""
     if not isinstance(place.schema[keyword], list):
         raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
     return [algebra.node(place, keyword, index) for index in range(len(place.schema[keyword]))]
@@ -29,7 +30,7 @@ def _any_of(algebra: SchemaAlgebra, place: Place, current: Shapes, keyword: str 
     union = NONE
     for node in _parts(algebra, place, keyword):
         part = algebra.intersect(current, node)
-        # Alternatives that hold together evaluate more parts of the value than each alone, so they are an alternative of their own.
+        # Every alternative that holds evaluates parts of the value, so two that hold together are an alternative of their own.
         together = shapes.intersection(union, part, algebra) if algebra.evaluation else NONE
         union = shapes.union(shapes.union(union, part), together)
     return union

@@ -51,7 +51,9 @@ def _plain(rules: Rules, array: Arrays) -> Expr:
 
 
 def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
-    """Arrays with counted kinds of items. A state is the position and the number of items of each kind, as far as it matters."""
+    """Arrays with counted kinds of items. A state holds the position and the number of items of each kind, up to the greatest count
+    that matters.
+    """
     nodes, counts = rules.normaliser.nodes, array.counts
     last = max(len(array.prefix), array.low, array.high or 0, *(count.start for count in counts), 1)
     loops = array.high is None
@@ -100,7 +102,11 @@ def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
-    """Arrays of unique items. A state is the position and which of the few possible values have occurred."""
+    """Arrays of unique items. A state holds the position and which of the few possible values have occurred.
+
+    Raises:
+        GrammarError: there are too many possible values.
+    """
     items = [*array.prefix, array.rest] if array.high is None or array.high > len(array.prefix) else [*array.prefix]
     possible: list[Node] = []
     for item in items:

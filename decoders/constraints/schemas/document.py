@@ -29,10 +29,11 @@ class Place:
     """A schema within the document.
 
     Attributes:
+        schema: an object of JSON.
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
         dynamic: whether the document has dynamic references, whose targets depend on the path to them.
-        subtracted: whether the schema is subtracted, as under ``not``: where a keyword is left out, it must then allow less.
+        subtracted: whether the schema is subtracted, as under ``not``: then it must allow less without a keyword that is left out.
     """
 
     schema: dict[str, Any]
@@ -59,7 +60,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The identifiers on the path to the schema where dynamic references depend on them: they tell apart places of one schema."""
+        """The identifiers on the path to the schema if dynamic references depend on them, to tell apart places that share a schema."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))

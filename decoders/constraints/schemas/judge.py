@@ -40,7 +40,7 @@ class Failure:
     path: tuple[str | int, ...] = ()
 
     def within(self, key: str | int) -> Failure:
-        """This failure, as seen from the container that holds the value under `key`."""
+        """This failure as a failure of the value that contains the present value under `key`."""
         return replace(self, path=(key, *self.path))
 
 
@@ -112,6 +112,7 @@ class Judge:
         return Judgement(evaluated=frozenset(evaluated))
 
     def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Judgement:
+        """The verdict on the parts of `value` under `keys`, which count as evaluated."""
         for key in keys:
             if (failure := self.verdict(place, value[key]).failure) is not None:
                 return Judgement(failure.within(key))
@@ -244,7 +245,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """The failure deepest inside the value; a failure of `keyword` if none is inside."""
+    """The failure deepest inside the value if all alternatives fail; a failure of `keyword` if none is inside."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
@@ -279,7 +280,7 @@ class Validation:
     schema: Any = field(repr=False)
 
     def __call__(self, text: str) -> None:
-        """Returns if `text` is valid JSON under the schema.
+        """Returns without an error if `text` is valid JSON under the schema.
 
         Raises:
             GrammarError: `text` is not valid (the error names the broken keyword and the place in the text), or cannot be judged.

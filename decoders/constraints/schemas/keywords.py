@@ -193,11 +193,13 @@ def _pattern_of_keys(place: Place, text: str) -> Strings:
 
 
 def _dropped(place: Place, schema: dict[str, Any]) -> frozenset[str]:
+    """Keywords of `place` that are left out of `schema`."""
     return frozenset(keyword for keyword in place.schema if keyword not in schema and known(keyword, place.year))
 
 
 @contextmanager
 def _blaming(keyword: str) -> Iterator[None]:
+    """Sets the keyword of errors without a path to `keyword`."""
     try:
         yield
     except GrammarError as problem:
@@ -261,6 +263,7 @@ _ANNOTATION_KEYWORDS = frozenset((
 _ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "directory-path")
 #: Least similarity of a misspelt keyword (:func:`difflib.get_close_matches`).
 _SIMILARITY = 0.8
+#: The warning about a misspelt keyword.
 MISSPELT = "is no keyword and says nothing"
 #: Greatest number of names that are compared with keywords; each takes 0.1 ms.
 _MOST_COMPARED = 500

@@ -1,4 +1,4 @@
-"""The types that the properties of an object may have, read from a schema's text: at least every allowed type."""
+"""The types that the properties of an object may have, read from a schema's text. The result contains at least every allowed type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def kind_of(value: Any) -> str:
 
 
 class Kinds:
-    """The types of each property of the objects that a schema, JSON `text`, allows.
+    """The types of each property of the objects that a schema allows.
+
+    Args:
+        text: the schema, as JSON.
 
     Attributes:
         names: names of properties; at least all declared names.
@@ -45,6 +48,7 @@ class Kinds:
         return self._of(self._root, name if name in self.names else UNDECLARED, _DEPTH) or KINDS
 
     def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
+        """The types of the values of `schema`, or of the property `name` of its objects. Each schema is read once."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or not depth:
@@ -83,7 +87,7 @@ class Kinds:
         return allowed
 
     def _parts(self, schema: dict[str, Any]) -> list[list[Any]]:
-        """Lists of schemas inside `schema`: its values are valid under at least one schema of each list."""
+        """Lists of schemas inside `schema`. A value of `schema` is valid under at least one schema of each list."""
         parts = [[each] for each in _listed(schema, "allOf")]
         return parts + [own for keyword in ("anyOf", "oneOf") if (own := _listed(schema, keyword))]
 
@@ -99,6 +103,7 @@ class Kinds:
 
 
 def _names(root: Any) -> Iterator[str]:
+    """Names of properties anywhere in a schema."""
     todo = [root]
     while todo:
         schema = todo.pop()

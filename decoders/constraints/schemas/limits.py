@@ -1,4 +1,7 @@
-"""Bounds on time and memory. A schema that exceeds a limit is refused with the limit's name; no partial result is left."""
+"""Bounds on time and memory. A schema that exceeds a limit is refused with the limit's name; no partial result is left.
+
+The limits of patterns and their automata are in :mod:`decoders.constraints.patterns.limits`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ SYMBOLS = 60_000
 PROPERTIES = 2_000
 #: Values of an enumeration.
 VALUES = 20_000
-#: Value of ``minLength``, ``minItems``, …; a greater upper bound is no bound: no text reaches it. Parsers count in 32 bits.
+#: Value of ``minLength``, ``minItems``, …; a greater upper bound counts as no bound, since no text reaches it. Parsers count in 32
+#: bits.
 COUNT = 2_000_000_000
 #: Value of ``multipleOf``, without its decimal point.
 STEP = 10_000

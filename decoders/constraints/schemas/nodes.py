@@ -1,4 +1,8 @@
-"""Boolean expressions over schemas or values, each known by a number: equal expressions have equal numbers."""
+"""Boolean expressions over schemas, each known by a number: equal expressions have equal numbers.
+
+A node describes the values at a place of the text: a schema, a value, or "all of", "any of", "not" other nodes.
+A node refers to a schema and does not contain it, so schemas may be recursive through ``$ref``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The shapes (:mod:`.shapes`) of schemas: a keyword is the set of values that it allows, a schema the intersection of these."""
+"""Computes the shapes (:mod:`.shapes`) of schemas: a keyword stands for the set of values that it allows, a schema for the
+intersection of these sets.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,9 @@ class Normaliser(SchemaAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
-        dropped: (path, keyword) of the keywords that are left out. They allow everything, or nothing under ``not``, so that the
-            schema as a whole allows more. A left-out ``oneOf`` is read as ``anyOf``.
-        evaluation: whether a keyword depends on what other keywords have evaluated (``unevaluatedItems``).
+        dropped: (path, keyword) of the keywords that are left out. A left-out keyword allows everything, or nothing under ``not``,
+            so that the schema as a whole allows more. A left-out ``oneOf`` is read as ``anyOf``.
+        evaluation: whether the schema has a keyword that depends on what other keywords have evaluated (``unevaluatedItems``).
     """
 
     def __init__(self, dropped: frozenset[tuple[str, str]] = frozenset(), evaluation: bool = True) -> None:
@@ -133,7 +135,9 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) to leave out: of the cause of `problem`, else of one near its place that has schemas, else None."""
+        """(path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword near its
+        place that has schemas; None if there is none.
+        """
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places
         for place in places:
@@ -256,6 +260,7 @@ class Normaliser(SchemaAlgebra):
             }
 
         def narrowed(type_name: str, names: tuple[str, ...], allowed: Callable[[], Any]) -> Shapes:
+            """`current` with the values of a type that its keywords `names` allow."""
             keyword = next((name for name in names if read(name)), None)
             if not getattr(current, type_name) or keyword is None:
                 return current

@@ -1,4 +1,7 @@
-"""A grammar as a tree, and writing it in two notations for the same texts: llguidance's Lark, and one regular expression."""
+"""A grammar as a tree, and writing it in two notations: llguidance's Lark, and one regular expression.
+
+Both notations of a tree denote the same texts.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,9 @@ def text(regex: str) -> Word:
 
 
 def inline(schema: dict[str, Any]) -> Word:
-    """The texts of a schema, as a ``%json`` terminal that llguidance compiles; no regular expression for them is known."""
+    """The texts of a schema, as a ``%json`` terminal that llguidance compiles; no regular expression for them is known
+    here.
+    """
     return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
 
 
@@ -131,6 +136,7 @@ def calls(expr: Expr) -> list[str]:
 
 
 def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
+    """For every rule, the rules that use it."""
     callers: dict[str, list[str]] = {}
     for name, rule in rules.items():
         for callee in calls(rule):
@@ -172,12 +178,13 @@ def lark(rules: dict[str, Expr]) -> str:
 
 
 def _size(regex: str) -> int:
-    """Estimated length of `regex` with repetitions expanded, as if each repeated a character of a JSON string."""
+    """Estimated length of `regex` with its repetitions expanded, as if each of them repeated a character of a JSON string."""
     counts = [int(high or low or 0) for low, high in _COUNT.findall(regex)]
     return len(regex) + _UNIT * sum(counts)
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
+    """Whether a rule uses itself, directly or through others: such a rule is left if rules that use no remaining rule are removed."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -249,7 +256,11 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 
 
 class _Productive:
-    """Finds the rules that have a text, in linear time: expressions count the parts that they still need."""
+    """Finds the rules that have a text.
+
+    Every expression counts the parts that it still needs and notifies the enclosing expression when the count is zero, so that the
+    work is linear in the size of the grammar.
+    """
 
     def __init__(self, rules: dict[str, Expr]) -> None:
         self.alive: set[str] = set()
@@ -271,6 +282,7 @@ class _Productive:
                 self.done.append(outer)
 
     def add(self, expr: Expr, outer: int | str) -> None:
+        """Counts the parts that `expr`, itself a part of `outer`, still needs to have a text."""
         number = len(self.needs)
         self.around.append(outer)
         needs, parts = 0, tuple[Expr, ...]()

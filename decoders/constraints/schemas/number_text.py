@@ -1,7 +1,7 @@
 """Sets of numbers as JSON text: exact regular expressions over decimal digits.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits: as floats they
-keep within the bounds, and fractions stay fractions.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few
+digits, so that they keep within the bounds as floats, and fractions stay fractions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The expression of simplified `numbers`; None if it would be too long, empty if no number can be written."""
+    """The expression of `numbers`, which are simplified; None if it would be too long, empty if no number can be written."""
     step = numbers.step
     if step is not None:
         return _multiples_between(numbers, step)
@@ -56,7 +56,7 @@ def expression(numbers: Numbers) -> str | None:
 
 
 def _rounds(bound: Fraction | None, is_open: bool) -> bool:
-    """Whether a decimal beyond `bound` may round to the bound or across it."""
+    """Whether a decimal beyond `bound`, however few its digits, may round to the bound or across it."""
     if bound is None or abs(bound) < _LARGE:
         return False
     return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
@@ -173,6 +173,7 @@ def _multiples(step: Fraction) -> str | None:
 
 
 def _plain(value: Fraction) -> str:
+    """The expression of one number."""
     text = str(value.numerator) if value.denominator == 1 else json.dumps(float(value))
     return text.replace(".", r"\.").replace("+", r"\+").replace("-", r"\-")
 
@@ -195,7 +196,7 @@ def integers(low: int | None, high: int | None) -> str:
 
 
 def _magnitudes(low: int, high: int | None) -> list[str]:
-    """Expressions that together match the integers from `low` (0 or more) to `high`; None for no bound."""
+    """Regular expressions that together match the integers from `low` (0 or more) to `high`; None for no bound."""
     if max(len(str(low)), len(str(high or 0))) > 400:
         limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
     if high is None:
@@ -214,7 +215,7 @@ def _magnitudes(low: int, high: int | None) -> list[str]:
 
 
 def _same_size(low: str, high: str) -> list[str]:
-    """Expressions that together match the equally long digit strings from `low` to `high`."""
+    """Regular expressions that together match the digit strings from `low` to `high`, which are equally long."""
     if not low:
         return [""]
     rest = len(low) - 1
@@ -276,7 +277,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """`integer` and a fraction. fractions: whether it may be absent, and alternatives for the digits after the point."""
+    """`integer` followed by a fraction. fractions: whether the fraction may be absent, and the digits after the point."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""
@@ -285,7 +286,11 @@ def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
 
 
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
-    """Whether digits may be absent, and alternatives for digits d with 0.d from 0.`low` to 0.`high` (None: below 1), at most `most`."""
+    """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them.
+
+    Returns:
+        whether there may be no digits, and the alternatives.
+    """
     none = low == "" and not open_low and not (high == "" and open_high)
     return none, [text for text in _following_digits(low, open_low, high, open_high, most, True) if text]
 

@@ -19,7 +19,8 @@ class Numbers:
     """The numbers between `low` and `high` (None: no bound) that are of a kind.
 
     Attributes:
-        open_low, open_high: whether the bound itself is excluded.
+        open_low: whether `low` itself is excluded.
+        open_high: whether `high` itself is excluded.
         kind: "integer" (1.0 is an integer), "fraction" (all numbers but integers), or "any".
         multiple: the number that all of them are multiples of; None: no such condition.
     """

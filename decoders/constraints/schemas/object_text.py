@@ -1,7 +1,7 @@
 """Objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
 
 A grammar does not remember which keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may
-repeat, and JSON readers keep the last value: so at most one counts, and conditions are met by the last members.
+occur twice, and JSON readers keep the last value: so only one occurrence is counted, and conditions are met by the last members.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ObjectWriter:
         return inside
 
     def declared(self, position: int, count: int) -> Expr:
-        """The rest of the object, from the property at `position` on, after `count` members (counted up to `last`)."""
+        """The rest of the object, from the property at `position` on, after `count` members (at most `last` are counted)."""
         if position == len(self.members):
             return self.undeclared_members(count, frozenset())
         if self.high is None and count == self.last:  # enough members: the count does not matter any more
@@ -113,7 +113,7 @@ class ObjectWriter:
         return alt(*alternatives)
 
     def named(self, state: str, expression: Callable[[], Expr]) -> Expr:
-        """A reference to the rule of `state`, which :meth:`write` makes of `expression`."""
+        """A reference to the rule of `state`, for which :meth:`write` calls `expression`."""
         rule = f"{self.name}{state}"
         if rule not in self.done:
             self.done.add(rule)
@@ -127,7 +127,7 @@ class ObjectWriter:
         return seq(self.rules.string(keys, self.rules.whitespace.colon), self.rules.place(value))
 
     def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members. fulfilled: indices of the met conditions of ``exists``."""
+        """Undeclared members. fulfilled: indices of the conditions of ``exists`` that are met already."""
         shape = self.shape
         if self.low - count > 1:
             return self.several_undeclared()
@@ -144,7 +144,7 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Writes nothing. ``minProperties`` may need at most one undeclared member, because two may have the same key.
+        """Writes nothing. Checks that ``minProperties`` needs at most one undeclared member, because two may have the same key.
 
         Raises:
             GrammarError: too few properties are declared.
@@ -160,7 +160,7 @@ class ObjectWriter:
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members: any that meet no condition, then members that meet conditions which no member before them met."""
+        """Undeclared members: first any that meet no condition, then members that meet conditions which no member before them met."""
         unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
@@ -178,7 +178,7 @@ class ObjectWriter:
         return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
-        """An undeclared member that meets the conditions `taken`, with a key that meets none of the conditions `fulfilled`."""
+        """An undeclared member that meets the conditions `taken`, and whose key meets none of the conditions `fulfilled`."""
         nodes, alternatives = self.rules.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (

@@ -34,8 +34,10 @@ class Objects:
     """Objects of `low` to `high` properties.
 
     Attributes:
-        rest: classes of other keys (no others occur) with the nodes of their values, which are equal for classes that share keys.
-        exists: per entry, there is an undeclared property with a key of its class and a value of its node.
+        properties: the declared properties.
+        rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
+            the same node.
+        exists: for each entry, there is an undeclared property with a key of the entry's class and a value of its node.
         evaluated: evaluated properties; does not affect the set.
     """
 
@@ -175,6 +177,7 @@ def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
 
 
 def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
+    """The strings in none of `classes`, as alternatives."""
     left = [strings.ALL]
     for keys in classes:
         left = [
@@ -187,6 +190,7 @@ def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
 
 
 def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> list[Objects]:
+    """`a` with all names of `order` declared."""
     known = a.names
     added = tuple(Property(name, a.value(name)) for name in order if name not in known)
     return _resolve_exists(replace(a, properties=(*a.properties, *added)), algebra) if added else [a]

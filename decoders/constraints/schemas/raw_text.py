@@ -47,7 +47,7 @@ _READ = {
     "null": "null", "boolean": "true, false", "number": "a number", "array": "what begins with [",
     "object": "what begins with {",
 }  # fmt: skip
-#: By type, the strings that a parameter of several types cannot have: readers would take them for values of the type.
+#: For each type, the strings that a parameter of several types cannot have, because readers would take them for values of the type.
 _ALIKE = {
     "null": "^null$", "boolean": "^(?:true|false)$", "array": r"^\[", "object": r"^\{",
     "number": r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?$",
@@ -78,7 +78,9 @@ def containing(mark: str) -> Pattern:
 
 
 def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: str = "") -> Expr:
-    """The texts of `strings` without escapes and without the texts of `never`, between the regular expressions `begin` and `end`."""
+    """The texts of `strings` without escapes and without the texts of `never`, between matches of the regular expressions `begin`
+    and `end`.
+    """
     written = strings.written
     if written is None:
         return NO_TEXT
@@ -178,6 +180,8 @@ def writer(notation: Notation, normaliser: Normaliser, closed: bool, kinds: Kind
 
 
 class _RawWriter(Writer):
+    """Writes objects whose names are unquoted."""
+
     def __init__(self, normaliser: Normaliser, closed: bool, notation: Notation, whitespace: Whitespace) -> None:
         super().__init__(normaliser, whitespace, closed)
         self.never, self.keys = [containing(notation.mark)], _tree(f"^{notation.name}$")
@@ -221,12 +225,12 @@ class _ParameterWriter(_RawWriter):
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """A string in JSON, without special tokens: readers would see their names."""
+        """A string in JSON, without special tokens, because readers would see the tokens' names."""
         within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
         return string_text.write_string(strings, behind, within)
 
     def value(self, node: Node, kinds: frozenset[str]) -> Expr:
-        """The texts of a parameter's value of the types `kinds`, each followed by the mark that ends it."""
+        """The texts of a parameter's value, restricted to the types `kinds`, each followed by the mark that ends it."""
         nodes, place = self.normaliser.nodes, self.normaliser.place
         if kinds != KINDS:
             node = nodes.intersection(node, place(_of_types(kinds)))
@@ -248,6 +252,8 @@ class _ParameterWriter(_RawWriter):
 
 
 class _ParametersWriter(ObjectWriter):
+    """Writes the objects of one shape as a sequence of parameters."""
+
     rules: _ParameterWriter
 
     def __init__(self, rules: _ParameterWriter, name: str, shape: Objects) -> None:
@@ -263,7 +269,7 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        """An undeclared member, whose name has the types that all branches together declare for it."""
+        """An undeclared member. A name has the types that all branches together declare for it."""
         notation, kinds = self.rules.notation, self.rules.kinds
         names: dict[frozenset[str], set[str]] = {}
         for name in kinds.names:

@@ -113,7 +113,7 @@ class SchemaAlgebra(NodeAlgebra):
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """All values of one type, and the operations on sets of them, which return alternatives."""
+    """The set of all values of one type, and the operations on sets of such values, which return lists of alternatives."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]

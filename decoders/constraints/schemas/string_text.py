@@ -1,7 +1,7 @@
 """Strings as JSON text: sets of characters, trees and automata as regular expressions over the text.
 
-A string under a condition has one spelling, that of ``json.dumps``: characters that JSON requires to escape have their escape of
-two characters, or else the one with their number in lower case.
+A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. If JSON requires an escape, the
+character has its escape of two characters, if there is one, or else the escape with its number in lower case.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def raw_chars(ranges: Ranges) -> str | None:
 def expression(machine: FSM, chars: Callable[[Ranges], str | None] = chars) -> str | None:
     """The text inside the quotes for the strings of `machine`; None if it is longer than the limit.
 
-    States are eliminated one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
-
     Args:
         chars: returns the text for one character of a set.
+
+    States are eliminated one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
     """
     edges: dict[int, dict[int, str]] = {}
     sets: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -231,6 +231,7 @@ def _regex(strings: Strings) -> str | None:
 
 
 def _lark(strings: Strings) -> str | None:
+    """The definition of a terminal; None if nothing can be written."""
     parts = [slashed(f'"{length(strings.low, strings.high)}"')]
     for pattern, good in sorted(strings.conditions, key=repr):
         text = inside(pattern)

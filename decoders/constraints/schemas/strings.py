@@ -22,8 +22,10 @@ class Strings:
 
     Attributes:
         conditions: trees, each to be met (True) or not.
-        formats: names of known formats. Written strings meet them, but no string is judged by them: some validators ignore formats.
-        low, high: least and greatest length in characters; None: no bound.
+        formats: names of known formats, which written strings meet. Since some validators check formats and others do not, a
+            format is never used to conclude that a string is valid or invalid.
+        low: least length in characters.
+        high: greatest length, None for no bound.
         values: the only strings, if given; they meet all other conditions.
         excluded: strings left out.
     """
@@ -66,7 +68,7 @@ class Strings:
             raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
     def automaton(self) -> FSM:
-        """The automaton of strings that are not enumerated, without regard to formats. Raises GrammarError: it is too large."""
+        """The strings as an automaton, without regard to formats; not for enumerated strings. Raises GrammarError: too large."""
         return _automaton(self)
 
     def simplified(self) -> Strings | None:
@@ -122,7 +124,11 @@ def complement(a: Strings) -> list[Strings]:
 
 
 def _nothing(strings: Strings) -> bool:
-    """Whether `strings` is empty, by its automaton, or by the lengths that the patterns allow if that is too large."""
+    """Whether `strings` is empty, by its automaton, or by the lengths that the patterns allow if the automaton is too large.
+
+    Raises:
+        GrammarError: the automaton of the patterns alone is too large, or the lengths are.
+    """
     try:
         return strings.automaton().empty()
     except GrammarError:

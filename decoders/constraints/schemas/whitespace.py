@@ -33,7 +33,7 @@ class Whitespace:
 
     @staticmethod
     def indented(depth: int, indent: int) -> Whitespace:
-        """White space inside of `depth` brackets, in texts with a line per member as of ``json.dumps(…, indent=…)``."""
+        """White space inside of `depth` brackets, in texts with a line per member as ``json.dumps(…, indent=…)`` writes them."""
         inside, outside = ("\\n" + " " * (indent * each) for each in (depth + 1, depth))
         return Whitespace(inside, outside, "," + inside, ": ")
 
@@ -53,9 +53,10 @@ class Rules:
 
     Args:
         whitespace: the white space of the texts; or the number of blanks per level, for texts with a line per member.
-        closed: whether objects that declare properties allow no others unless the schema mentions them.
+        closed: whether objects that declare properties allow no other properties unless the schema mentions them.
 
     Attributes:
+        rules: by their names.
         todo: places that a rule refers to and that have no rule yet, each with its depth.
         depth: number of brackets around the current place, if white space depends on it, else 0.
         warnings: how the texts differ from the schema, one sentence each.

@@ -30,7 +30,9 @@ class MaskedAutomaton:
         next: ``[S, C]`` int32.
         classes: ``[256]`` int64.
         mask_of: ``[S]`` int64.
-        start, stopped: see :class:`Tables`; `stopped` is the last state.
+        start: see :class:`Tables`.
+        stopped: see :class:`Tables`; the last state.
+        rows: the masks.
         accepting: ``[S]`` bool.
     """
 
@@ -198,6 +200,7 @@ class TableGrammar(Tabulated):
         return dumped(self.automaton)
 
     def step(self, state: int, token: int) -> int:
+        """The state after a token; 0 if it is illegal. From state 0 everything is illegal."""
         remembered = self._steps[state]
         after = remembered.get(token)
         if after is None:
@@ -210,6 +213,7 @@ class TableGrammar(Tabulated):
         return after
 
     def forced_bytes(self, state: int) -> bytes:
+        """See :meth:`Matcher.forced_bytes`."""
         text = self._forced.get(state)
         if text is None:
             forced, position = bytearray(), state
@@ -220,6 +224,7 @@ class TableGrammar(Tabulated):
         return text
 
     def _walk(self, state: int, token: int) -> int:
+        """The state after the bytes of a token, if the mask allows it."""
         if not state or state == self.stopped or not 0 <= token < len(self.vocabulary):
             return 0
         if not self.rows.each[self.mask_rows[state]].allows(token):
@@ -244,7 +249,7 @@ class TableGrammar(Tabulated):
         return forced
 
     def _canonical(self, automaton: MaskedAutomaton) -> tuple[MaskRows, NDArray[np.int64]]:
-        """The masks and each state's row for the policy ``canonical``: if bytes are forced, only the tokenizer's token is legal."""
+        """The masks, and each state's row, for the policy ``canonical``: if bytes are forced, only the tokenizer's token is legal."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
         for state in range(1, self.stopped):

@@ -1,8 +1,8 @@
 """A regular expression as a minimal byte automaton.
 
-outlines_core determinises it, which may take exponential time and memory and cannot be interrupted: so it runs in a child process
-with limits of memory and of processor time, which do not depend on the machine's load. The child imports only that extension (about
-6 ms).
+outlines_core determinises it in a child process: this may take exponential time and memory, and outlines_core cannot be interrupted.
+The child has limits of memory and of processor time, so that the result does not depend on the machine's load. It imports only that
+extension (about 6 ms).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ RAW_STATES = 16_384
 #: Limits of the child process.
 SECONDS, MEGABYTES = 5, 1024
 
-#: Appended to every text inside the automaton: an automaton of outlines_core ends with the first alternative that matches (``1|12``
-#: never yields ``12``), and with a common end only whole texts match. END is a noncharacter, which no text contains.
+#: Appended to every text inside the automaton, because an automaton of outlines_core ends with the first alternative that matches
+#: (``1|12`` never yields ``12``), and with a common end only whole texts match. END is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
 #: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. An empty alternative of
-#: lower priority ends matches that do not begin at once. It makes the first state final and removes that state's transitions, so
-#: two bytes stand in front of the text.
+#: lower priority ends all matches that do not begin at once. It makes the first state final, which removes that state's
+#: transitions; two bytes in front of the text keep our own states from being the first.
 BEGIN = "\0\0"
 
-# A program for a bare interpreter. Writes counts, states, transitions per state, targets, final states and bytes as raw arrays, and
+# A program for a bare interpreter. Writes the counts, states, transitions per state, targets, final states and bytes as raw arrays, and
 # in the last line of stderr the processor seconds that it took.
 _CHILD = (
     limits.BOUNDED
@@ -139,7 +139,7 @@ def determinise(regex: str) -> ByteAutomaton:
 
 
 def _parsed(raw: bytes) -> ByteAutomaton:
-    """The child's output as dense arrays; state 0 is dead, the others keep the child's order."""
+    """The child's output as dense arrays; state 0 is dead, the other states keep the child's order."""
     states, moves, finals = (int(n) for n in np.frombuffer(raw, np.uint64, 3))
     words = np.frombuffer(raw, np.uint32, 2 * states + moves + finals, offset=24)
     names, counts, targets, ends = np.split(words, np.cumsum([states, states, moves]))
@@ -159,9 +159,9 @@ def _parsed(raw: bytes) -> ByteAutomaton:
 
 
 def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
-    """`automaton` without :data:`END`: its accepting states are those where END may come next.
+    """`automaton` without :data:`END`: its accepting states are the states where END may come next.
 
-    Transitions by END's first bytes stay, because other characters may share the states that they lead to.
+    Transitions by END's first bytes are kept, because other characters may share the states that they lead to.
     """
     transitions = automaton.next.copy()
     reached = np.arange(len(transitions))
@@ -174,6 +174,7 @@ def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
 
 
 def _reason(regex: str, message: str) -> str:
+    """Why the child returned no automaton."""
     if message.startswith("states: "):
         return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):
@@ -249,6 +250,7 @@ def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], c
 
 
 def _reached(successors: list[list[int]], start: list[int]) -> NDArray[np.bool_]:
+    """``[S]``: the states reachable from `start`."""
     reached_states = {*start}
     todo = [*start]
     while todo:

@@ -1,8 +1,8 @@
 """A vocabulary sorted by spelling, as a trie, with the rests after the plain characters of tokens. Computed once per vocabulary.
 
-*Plain* characters need no escape in a JSON string. Inside a string nearly the whole vocabulary is legal, and few tokens are walked:
-where any n plain characters are legal, so are all tokens of up to n plain characters. Of other tokens, only the rest after their
-plain characters is walked, and many tokens have the same rest.
+*Plain* characters are those that need no escape in a JSON string. Inside a string nearly the whole vocabulary is legal, and its
+tokens need not be walked one by one: where any n plain characters are legal, all tokens of up to n plain characters are legal. Of
+other tokens, only the rest after their plain characters is walked, and many tokens have the same rest.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Trie:
         Args:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
-            strings: ``[S]``: states inside strings. The walk stops at these if only plain characters led there.
+            starts: states.
+            strings: ``[S]``: states inside strings. The walk stops at such a state if only plain characters led there.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()
@@ -157,9 +158,10 @@ class Lexicon:
         texts: the spellings in ascending order.
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
-        longest: most consecutive plain characters in a token, from its beginning or from after another character (a string may begin).
-        rests: the texts after the plain characters of spellings, and of their suffixes from a later character on; sorted, first the
-            empty.
+        longest: greatest number of consecutive plain characters in a token, from its beginning or from after another character on
+            (there, a string may begin). States inside strings differ by how many plain characters may follow, up to this number.
+        rests: the texts after the plain characters of spellings, and of their suffixes from any later character on; in
+            ascending order, the empty one first.
         rest: ``[T]`` int64, index of each spelling's rest.
         twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.
     """
@@ -183,7 +185,7 @@ class Lexicon:
             texts = sorted(ids)
             tokens = np.fromiter((ids[text] for text in texts), np.int64, len(texts))
             parts = [split(text) for text in texts]
-            # A string may begin within a token, at any character after its plain characters.
+            # A string may begin in the middle of a token, at any character after the token's plain characters.
             rests = {rest for _, rest in parts}
             later = [split(rest[i:]) for rest in rests for i in range(1, len(rest)) if rest[i] & 0xC0 != 0x80]
             ordered = sorted(rests | {rest for _, rest in later} | {b""})
@@ -307,7 +309,7 @@ class Room:
 def room(transitions: NDArray[np.int32], byte_class: NDArray[np.int64], longest: int) -> Room:
     """The room of the states of an automaton ``[S, C]``, counted up to `longest` plain characters.
 
-    Counting ends where plain characters lead to different states, as never within strings.
+    Counting ends where plain characters lead to different states, which never happens within strings.
     """
     low = np.full(len(transitions), len(transitions), np.int64)
     high = np.zeros(len(transitions), np.int64)

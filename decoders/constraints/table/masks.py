@@ -39,7 +39,7 @@ class Row:
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        """Equal for equal masks, and only for these."""
+        """Two masks have equal keys if they are equal, and only then."""
         return b"" if self.places is None else self.places.tobytes(), self.words.tobytes()
 
     @property
@@ -101,8 +101,8 @@ FIRST = 4
 class EquivalentStates:
     """The states of an automaton ``[S, C]`` by what up to `depth` bytes lead to: nowhere, into strings, or elsewhere.
 
-    Inside a string the legal texts depend only on the state's class. So states of one part take the same tokens, if these read at
-    most `depth` bytes outside of strings.
+    Inside a string the legal texts depend only on the state's class. So states of one part take the same tokens, as far as
+    these read at most `depth` bytes outside of strings.
 
     Attributes:
         strings: ``[S]`` int64, class of the states inside strings, -1 of the others.
@@ -193,15 +193,17 @@ class _Distinct:
 
 @dataclass(frozen=True)
 class _Automaton:
+    """A trimmed automaton with the tokens to walk; see :func:`masks`."""
+
     transitions: Ints
     byte_class: NDArray[np.int64]
     accepting: NDArray[np.bool_]
     lexicon: Lexicon
 
     def by_classes(self) -> StateMasks:
-        """The masks if every byte is a token: then a text can end from every state, so a token is legal if it leads to any.
+        """The masks if every byte is a token. Then a text can end from every state, so that a token is legal if it leads to any state.
 
-        Inside strings, masks are composed from those of classes. Elsewhere few tokens are legal; they are walked from one state of
+        Inside strings, masks are composed from the masks of classes. Elsewhere few tokens are legal; they are walked from one state of
         each group of states that take the same tokens.
         """
         states = len(self.transitions)
@@ -253,7 +255,7 @@ class _Automaton:
                 yield chunk, paths.deep[begin : begin + CHUNK], allowed
 
     def by_walking(self) -> StateMasks:
-        """The masks if some bytes are no tokens: a token is legal only if further tokens can lead to the end of a text."""
+        """Masks if some bytes are no tokens: a token is legal only if further tokens can lead from its state to the end of a text."""
         alive = self._alive()
         starts = np.flatnonzero(alive)
         rows = _Distinct(self.lexicon)

@@ -1,6 +1,7 @@
 """Legal tokens of states inside strings, by the number of plain characters that may follow.
 
-Inside a string, all plain characters lead to the same state: only how many a token begins with and the rest after them matter.
+Inside a string, all plain characters lead to the same state. So only the number of plain characters at a token's beginning and the
+rest after them matter. Only the rest is walked, and many tokens share it.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ class Calls(Structure):
     """Free text, then calls; the text ends after the calls.
 
     Attributes:
+        functions: the functions that may be called.
         format: how calls are written. It needs a mark unless calls are `required`.
         required: whether there must be a call, with at most a thought in front.
         several: whether there may be more than one call, if the format allows several.
-        budget: tokens after which the call or the answer must begin, in formats with separate messages; None: unlimited.
+        budget: number of tokens after which the call or the answer must begin, in formats with separate messages; None: unlimited.
     """
 
     functions: tuple[Called, ...]
@@ -64,6 +65,7 @@ class Calls(Structure):
         return self.format.mark if opening == self.format.opening else opening
 
     def _begun(self, opening: str, phases: Phases, behind: int) -> int:
+        """The phase that begins after the mark of the first call."""
         call, mark = self._call(opening, phases, behind), self._mark(opening)
         if not self.format.begin or not mark:
             return call
@@ -86,6 +88,7 @@ class Calls(Structure):
         return behind
 
     def _call(self, opening: str, phases: Phases, behind: int) -> int:
+        """The phase of a call, from after its mark."""
         format = self.format
         if format.notation is not None:
             return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)

@@ -1,7 +1,7 @@
 """Markers, and the automaton that finds them in free text (Aho and Corasick 1975).
 
-Its alphabet is bytes, and a symbol for each special token: other tokens never spell one. A marker of text is found however it is
-split into tokens, even if it begins or ends within a token.
+Its alphabet consists of bytes, and one symbol for each special token, because other tokens never spell a special token. A marker of
+text is found however it is split into tokens, even if it begins or ends within a token.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Markers:
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
     def found(self, node: int, token: int) -> Found:
-        """The effect of a token after a text at `node`, cached: drafts and steps ask for the same tokens repeatedly."""
+        """The effect of a token after a text at `node`. It is cached, because drafts and steps ask for the same tokens repeatedly."""
         known = self._found.get((node, token))
         if known is None:
             if len(self._found) >= REMEMBERED:

@@ -1,9 +1,9 @@
-"""The phases of a text (free text, where markers begin other phases, or text of a grammar), and the automaton of moves between them.
+"""The phases of a text (free text, where markers begin other phases, and text of a grammar), and the automaton that moves between them.
 
-In free text any token may be drawn, without a mask. Few tokens are illegal there: a token that completes a begin marker and goes on
-with bytes that the grammar after it forbids, and a stop token where the text may not end yet. An illegal token is replaced after the
-draw, by a token for its bytes of the marker, or by the marker's next token: the text before a marker is what the model would write
-without a grammar.
+In free text every token may be drawn, without a mask. Few tokens are illegal there: a token that completes a begin marker and goes on
+with bytes that the grammar after the marker forbids, and a stop token where the text may not end yet. An illegal token is replaced
+after it was drawn: by a token for its bytes of the marker, or by the marker's next token. So the text before a marker is the text
+that the model would write without a grammar.
 """
 
 from __future__ import annotations
@@ -57,15 +57,19 @@ class Inside:
     opens: tuple[int, int] | None = None
 
     def closed(self, inner: Matcher) -> bool:
-        """Whether the phase has ended: its text is complete, end marker included."""
+        """Whether the phase has ended, because its text is complete, end marker included."""
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token` leads to the phase of `opens`: only where nothing of the grammar's text is written at `place`."""
+        """Whether `token` leads to the phase of `opens`: only if nothing of the grammar's text is written at `place`."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
-        """Judges a finished text if the grammar's language is wider than its specification. Raises GrammarError if it breaks that."""
+        """Judges a finished text of the grammar if its language is wider than the specification.
+
+        Raises:
+            GrammarError: the text breaks the specification.
+        """
         if self.grammar.language.whole is not None:
             self.grammar.language.whole(text.decode())
 
@@ -99,10 +103,11 @@ ENDED = -1
 
 
 class PhaseAutomaton:
-    """Places, and how a token leads from a place to the next.
+    """Places, and how a token leads from a place to the next place.
 
     Attributes:
         markers: the automaton of each phase's markers, None for text of a grammar.
+        stops: tokens that end a text.
 
     Raises:
         GrammarError: a marker that has to be written has a stop token in it.
@@ -137,19 +142,19 @@ class PhaseAutomaton:
                     )
 
     def _stop_in(self, marker: Symbols, target: int) -> int | None:
-        """The first stop token in `marker`, apart from a last symbol after which the text may end; None if there is none."""
+        """The first stop token in `marker`; a last symbol after which the text may end does not count. None if there is none."""
         behind = self.phases[target]
         whole = isinstance(behind, Free) and (behind.ends or behind.over)
         inner = marker[:-1] if whole else marker
         return next((symbol - TOKEN for symbol in inner if symbol - TOKEN in self.stops), None)
 
     def _ended(self, phase: Free, found: Found) -> bool:
-        """Whether a stop token with this effect ends the text, instead of completing a marker."""
+        """Whether a stop token with this effect ends the text, instead of being the last part of a marker."""
         target = phase.markers[found.marker][1] if found.marker is not None else None
         return target is None or self._stop_in(phase.markers[found.marker or 0][0], target) is not None
 
     def enter(self, number: int | None, rest: bytes = b"") -> Place | None:
-        """The beginning of a phase whose text begins with `rest`, already written; None if that is illegal."""
+        """The beginning of a phase whose text begins with `rest`, which is written already; None if that is illegal."""
         if number is None:
             return None
         phase, markers = self.phases[number], self.markers[number]
@@ -187,7 +192,7 @@ class PhaseAutomaton:
         return Place(place.phase, found.node, place.count + 1)
 
     def only(self, place: Place) -> Collection[int] | None:
-        """The legal tokens where free text is restricted: its budget is used up, or only markers or the end may follow; else None."""
+        """The legal tokens if free text is restricted (its budget is used up, or only markers or the end may follow), else None."""
         phase = self.phases[place.phase] if place.phase != ENDED else None
         if not isinstance(phase, Free):
             return None
@@ -233,6 +238,7 @@ class PhaseAutomaton:
         return known
 
     def _toward(self, number: int, marker: Symbols, begin: int) -> int:
+        """The token that continues `marker` after its first `begin` symbols."""
         rest = marker[begin:]
         if rest[0] >= TOKEN:
             return rest[0] - TOKEN

@@ -45,7 +45,7 @@ class Phases:
         return symbols_of(marker, self.vocabulary)
 
     def of(self, grammar: Inner | None) -> int:
-        """Adds phases for `grammar` (None: free text), after which the text ends; returns the number of the first phase."""
+        """Adds phases for `grammar`, after which the text ends; returns the number of the first phase. None is free text."""
         if grammar is None:
             return self.add(Free())
         if isinstance(grammar, Structure):
@@ -56,7 +56,7 @@ class Phases:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
     def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
-        """The phase of `grammar` up to an end marker, then `behind`; without a marker, the text ends with the grammar.
+        """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the grammar.
 
         Raises:
             GrammarError: the marker cannot be found after the grammar.
@@ -110,7 +110,7 @@ class After(Structure):
         grammar: grammar of the text after the marker; None for free text.
         budget: tokens of free text after which the marker is forced; None for any number.
         closing: the text that is forced then, if it is more than the marker; it ends with the marker.
-        begin: the marker that free text begins with, if it is not in the prompt. Texts that begin otherwise are of the grammar.
+        begin: the marker that free text begins with, if the prompt does not contain it. A text that begins otherwise is of the grammar.
     """
 
     marker: Marker
@@ -160,6 +160,7 @@ class After(Structure):
 
     @staticmethod
     def _token(symbols: Symbols, vocabulary: Vocabulary) -> int | None:
+        """The token that is the whole marker, or None."""
         if symbols[0] >= TOKEN:
             return symbols[0] - TOKEN if len(symbols) == 1 else None
         return vocabulary.ids.get(bytes(symbols)) if max(symbols) < TOKEN else None
@@ -244,6 +245,7 @@ _START = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?<![\w-]
 
 
 def _as_rule(lark: str) -> str:
+    """`lark` with its first rule renamed to ``tagged``."""
     return _START.sub(lambda match: "tagged" if match[1] else match[0], lark)
 
 
@@ -283,7 +285,8 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
     """Free text in which markers begin grammars (tool calls, for example), for ``generate(grammar=…)``.
 
     Args:
-        tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers: texts or ids of tokens.
+        tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
+            tokens.
         required: whether the text must have a tag.
         several: whether there may be several tags; else the text ends after the first.
 

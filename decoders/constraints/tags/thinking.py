@@ -36,7 +36,7 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers for which `tokenizer` has tokens, else those in the chat template; None without any."""
+        """The known markers for which `tokenizer` has tokens, else the known markers in the chat template; None without any."""
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
@@ -101,7 +101,11 @@ class Thinking:
 
     @staticmethod
     def of(value: Any) -> Thinking:
-        """Reads `value`: a number of tokens, or a dict with ``tokens``, ``begin`` and ``end``. Raises SettingsError: another value."""
+        """Reads `value`: a number of tokens, or a dict with ``tokens``, ``begin`` and ``end``.
+
+        Raises:
+            SettingsError: another value.
+        """
         given = dict(value) if isinstance(value, Mapping) else {"tokens": value}
         names = ("tokens", "begin", "end")
         for name in given:
@@ -122,7 +126,11 @@ class Thinking:
         return Thinking(count, given.get("begin"), given.get("end"))
 
     def markers(self, tokenizer: PreTrainedTokenizerBase | None) -> ThinkingMarkers:
-        """How a thought begins and ends. Raises UnsupportedError: no markers are given, and the tokenizer's markers are not known."""
+        """How a thought begins and ends.
+
+        Raises:
+            UnsupportedError: no markers are given, and the tokenizer's markers are not known.
+        """
         known = ThinkingMarkers.of(tokenizer)
         if self.end is not None:
             own = next((each for each in KNOWN if each.end == self.end), ThinkingMarkers("", self.end))
@@ -147,7 +155,7 @@ class Thinking:
         """The grammar of a text that may begin with a thought, or continues a thought of the prompt.
 
         Args:
-            grammar: grammar of the answer; if it has a marker of its own (`after`), that ends the thought.
+            grammar: grammar of the answer; if it has a marker of its own (`after`), this marker ends the thought.
         """
         if isinstance(grammar, After) and self.end is None:
             return replace(grammar, budget=self.tokens)
@@ -164,7 +172,7 @@ class Thinking:
 
 
 def _last(symbols: list[int], marker: tuple[int, ...]) -> int:
-    """The index after the last `marker` in `symbols`; -1 without one."""
+    """The index after the last `marker` in `symbols`; -1 if there is none."""
     size = len(marker)
     places = range(len(symbols) - size, -1, -1)
     return next((place + size for place in places if tuple(symbols[place : place + size]) == marker), -1)
