@@ -165,10 +165,7 @@ def stored_path(directory: Path, language: Language, vocabulary: Vocabulary, pol
 
 
 def store(grammar: CompiledGrammar, path: Path) -> bool:
-    """Stores `grammar` as `path`, atomically; returns whether it can be stored.
-
-    Only warns if the file cannot be written.
-    """
+    """Stores `grammar` as `path`, atomically; returns whether it was stored. Only warns if the file cannot be written."""
     content = grammar.dump()
     if content is None:
         return False
