@@ -222,12 +222,12 @@ def config(
         for item in settings:
             style = "dim" if item["from"] == "default" else ""
             value, meaning = item["value"], item["meaning"]
-            shown = (
+            cells = (
                 (shown_value(value, meaning), item["from"])
                 if strategy is None
                 else (repr(value), item["from"], meaning)
             )
-            table.add_row(item["setting"], *map(Text, shown), style=style)
+            table.add_row(item["setting"], *map(Text, cells), style=style)
         console.print(table)
 
 
