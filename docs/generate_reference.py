@@ -20,7 +20,6 @@ from typing import Any
 
 import typer
 from pydantic import BaseModel
-from rich.text import Text
 
 import decoders
 from decoders import (
@@ -556,7 +555,7 @@ def command_entry(function: Callable[..., Any], path: str) -> Iterator[str]:
             raise UndocumentedError(f"{path}: {name} has no help")
         default = parameter.default
         shown = "" if default is parameter.empty or default is None or default is False else f"`{default}`"
-        yield f"| {spelt(name, annotated, info)} | {shown} | {Text.from_markup(info.help)} |"
+        yield f"| {spelt(name, annotated, info)} | {shown} | {info.help} |"
     yield ""
 
 

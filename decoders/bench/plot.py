@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..errors import DecodersError, installing
+from ..errors import DecodersError, UnknownNameError, installing
 from .methods import BASELINE
 from .records import Record
 from .tables import subject
@@ -28,6 +28,13 @@ def figure_class() -> Any:
     except ImportError as error:
         raise PlotError(f"--plot needs matplotlib: {installing('bench')}") from error
     return Figure
+
+
+def check_format(path: Path) -> None:
+    """Raises an error before minutes of measuring: PlotError without matplotlib, UnknownNameError for a format that it cannot write."""
+    formats = figure_class()().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise UnknownNameError("format of a plot", path.suffix[1:], formats)
 
 
 def plot(records: Sequence[Record], path: Path) -> None:

@@ -25,6 +25,11 @@ INSTEAD = {
     "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
 }
+#: What to do instead of a further argument, by command.
+FURTHER = {
+    "generate": "Put a prompt of several words in quotes",
+    "strategies": "`decoders config STRATEGY` explains the settings of a strategy",
+}
 #: Click's ``UsageError``, which typer does not export: the base of ``typer.BadParameter``.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -44,6 +49,11 @@ class Group(catalogue.ExtensibleGroup):
             if (hint := INSTEAD.get(getattr(error, "option_name", ""))) is not None:
                 error.message += f". {hint}"
                 error.possibilities = ()
+            elif (
+                "extra argument" in error.message
+                and (hint := FURTHER.get(getattr(error.ctx, "info_name", ""))) is not None
+            ):
+                error.message += f". {hint}"
             raise
         except DecodersError as error:
             if ctx.params.get("debug"):

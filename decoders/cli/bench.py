@@ -14,6 +14,7 @@ from .benches import (
     Acceptance,
     JsonFile,
     by_strategy,
+    check_writable,
     consoles,
     footnote,
     importing,
@@ -167,9 +168,10 @@ def measure(
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")
     progress_console, console = consoles(json_file)
     if plot_file is not None:
-        from ..bench.plot import figure_class
+        from ..bench.plot import check_format
 
-        figure_class()  # a missing matplotlib is reported before minutes of measuring
+        check_format(plot_file)
+        check_writable("--plot", plot_file)
     if model is not None and shapes is not None:
         raise SettingsError("give --model or --shape, not both")
     for name, texts in (("prompts", prompts), ("suite", suite)):
@@ -206,7 +208,7 @@ def measure(
         questions=[] if suite is None else read_suite(suite, data, limit, seed),
         samplings=(None, Sampling(seed=seed)) if suite is not None and temperature is None and sampling is None else (sampling,),
         prompt_lengths=(lengths or [64]) if of_shapes else lengths, limit=limit, batches=batches,
-        dtypes=[name.strip() for name in dtype.split(",") if name.strip()], new_tokens=new_tokens,
+        dtypes=[models.known_dtype(name.strip()) for name in dtype.split(",") if name.strip()], new_tokens=new_tokens,
         repeats=repeats or (5 if suite is None else 1), seconds=seconds,
     )  # fmt: skip
     run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())

@@ -14,7 +14,7 @@ import typer
 from ..errors import UnknownNameError
 from .benches import Acceptance, JsonFile, conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
-from .models import Device, Threads, set_aside
+from .models import Device, Threads, known_strategies, set_aside
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
@@ -72,6 +72,7 @@ def measure_load(
     for method in chosen:
         if method not in (*METHODS, *others):
             raise UnknownNameError("method", method, (*METHODS, *others))
+    known_strategies(named)
 
     import decoders
 

@@ -21,6 +21,7 @@ from ..bench.records import comparable
 from ..bench.shapes import SHAPES
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
 from ..bench.timed_call import vocabulary_size, written
+from ..bench.variants import parse
 from ..bench.verdict import Verdict, pooled, verdicts
 from ..errors import SettingsError, UnknownNameError
 from ..prompts.reading import Content, Texts, read_prompts
@@ -109,8 +110,14 @@ def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[st
 
 
 def checked_strategies(strategies: Sequence[str] | None, of_shapes: bool, tiers: bool) -> list[str] | None:
-    """Names of strategies; None for all. tiers: whether to measure each strategy uncompiled, too."""
+    """Names of strategies; None for all. tiers: whether to measure each strategy uncompiled, too.
+
+    Raises:
+        UnknownNameError, PluginError, SettingsError: a name is misspelt, or its brackets are.
+    """
     names = pieces(strategies)
+    for name in names or ():
+        models.known_strategy("+".join(parse(name).parts))
     if of_shapes:
         names = names or ["autoregressive", "prompt_lookup"]
     return in_both_tiers(names) if tiers else names

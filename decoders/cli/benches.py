@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -125,8 +126,25 @@ def interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def check_writable(option: str, path: Path | None) -> None:
+    """Raises SettingsError if the file that `option` names is a folder, or in no folder, or may not be written."""
+    if path is None or str(path) == "-":
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise SettingsError(
+            f"{option} {path}: " + ("is a folder" if path.is_dir() else f"there is no folder {path.parent}")
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SettingsError(f"{option} {path} may not be written")
+
+
 def consoles(json_file: Path | None) -> tuple[Console, Console]:
-    """The consoles for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-")."""
+    """The consoles for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-").
+
+    Raises:
+        SettingsError: `json_file` cannot be written, which would else be told after minutes of measuring.
+    """
+    check_writable("--json", json_file)
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
 
 

@@ -89,9 +89,9 @@ def taken(kind: str) -> Items:
     return cast(Items, json.loads(json.dumps(items, default=str)))  # converted to the types that JSON returns
 
 
-def added_commands() -> dict[str, Callable[..., None]]:
-    """The commands of plugins, by name. torch is not imported if there are none."""
-    return _commands_of_plugins() if catalogue("commands") else {}
+def added_commands() -> list[str]:
+    """The names of the commands of plugins, which torch is not imported for."""
+    return [item["name"] for item in catalogue("commands")]
 
 
 def _commands_of_plugins() -> dict[str, Callable[..., None]]:
@@ -156,7 +156,7 @@ class ExtensibleGroup(TyperGroup):
         if command is not None:
             return command
         added, name = added_commands(), self._prefix() + cmd_name
-        if (function := added.get(name)) is not None:
+        if name in added and (function := _commands_of_plugins().get(name)) is not None:
             try:
                 return as_command(function, cmd_name)
             except PluginError as error:

@@ -29,6 +29,8 @@ def strategies(as_json: Json = False) -> None:
         what_it_does=lambda item: item["summary"],
         settings=lambda item: "\n".join(f"{s['name']} = {shown_value(s['default'], s['description'])}" for s in item["settings"]),
     )  # fmt: skip
+    if not as_json:
+        plain_console().print("decoders config STRATEGY explains the settings", style="dim")
 
 
 def shown_value(value: Any, description: str) -> str:
@@ -160,7 +162,7 @@ def _provided(info: dict[str, Any]) -> Iterator[str]:
 
 
 def config(
-    strategy: Annotated[str | None, typer.Argument(help="Show all settings of this strategy instead.")] = None,
+    strategy: Annotated[str | None, typer.Argument(help="Explain all settings of this strategy instead.")] = None,
     as_json: Json = False,
 ) -> None:
     """Print the default settings of calls in this folder, each with its value and origin."""
@@ -215,9 +217,17 @@ def config(
             title_justify="left",
             title_style="bold",
         )
+        if strategy is not None:
+            table.add_column("meaning")
         for item in settings:
             style = "dim" if item["from"] == "default" else ""
-            table.add_row(item["setting"], Text(shown_value(item["value"], item["meaning"])), item["from"], style=style)
+            value, meaning = item["value"], item["meaning"]
+            cells = (
+                (shown_value(value, meaning), item["from"])
+                if strategy is None
+                else (repr(value), item["from"], meaning)
+            )
+            table.add_row(item["setting"], *map(Text, cells), style=style)
         console.print(table)
 
 

@@ -286,7 +286,10 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise SettingsError("give the prompt or --prompt-file, not both")
     try:
         text = prompt_file.read_text(encoding="utf-8") if prompt_file else prompt
-        text = sys.stdin.read() if text is None or text == "-" else text
+        if text is None or text == "-":
+            if sys.stdin.isatty():
+                typer.echo("the prompt, and then Ctrl-D:", err=True)
+            text = sys.stdin.read()
         text.encode()  # in arguments, bytes that are not UTF-8 appear as lone surrogates
     except UnicodeError as error:
         raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error

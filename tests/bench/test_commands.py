@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from decoders import bench
 from decoders.bench.plot import PlotError, plot
 from decoders.bench.shapes import SHAPES, RandomShape
-from decoders.cli import app, live
+from decoders.cli import app, live, models
 from decoders.cli.live import ACCEPTED, ColouredStream, show
 from decoders.errors import SettingsError
 from decoders.prompts.reading import INSTRUCTIONS, encode, instructions, read_prompts
@@ -155,6 +155,21 @@ def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
     assert "synthetic" not in result["verdicts"][0]["text"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bench -s prompt_lokup", "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
+        "bench load -s prompt_lokup", "bench load --json no/such/file", "advise demo --json no/such/file",
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_a_model_is_loaded(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(models, "load", None)
+    done = run(*arguments.split())
+    assert done.exit_code == 2, done.output
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
 @pytest.mark.usefixtures("tiny_demo")
 def test_bench_takes_several_kinds_of_prompt() -> None:
     done = run(*BENCH, "-s", "autoregressive", "--prompts", "code,predictable,random", "--limit", "2", "--json", "-")
@@ -189,7 +204,11 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--acceptance", "0.8,0.9"), "none is larger than the one before"),
         (("--temperature", "0", "--top-k", "3"), "temperature 0 is greedy"),
         (("--dtype", "float23"), "float32"),
-        (("--json", "no/such/directory.json", "-s", "prompt_lookup", "--prompts", "copy"), "directory.json"),
+        (
+            ("--json", "no/such/directory.json", "-s", "prompt_lookup", "--prompts", "copy"),
+            "there is no folder no/such",
+        ),
+        (("--plot", "speed.pgn"), "Did you mean 'png'?"),
     ],
 )
 def test_bench_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -> None:

@@ -268,7 +268,7 @@ def test_what_none_means_is_said_of_every_setting_and_listed() -> None:
             assert "None: " in (field.description or ""), name
     assert "None (the call's assistant_model)" in run("strategies").stdout
     loop, own = run("config").stdout, run("config", "speculative").stdout
-    assert "None (512)" in loop and "None (the call's assistant_model)" in own
+    assert "None (512)" in loop and "None: the call's assistant_model." in " ".join(own.split())
 
 
 def test_grammars_are_listed_and_printed() -> None:
@@ -565,6 +565,12 @@ def test_assignments_are_json_or_text(items: list[str], settings: dict[str, Any]
 def test_malformed_assignment_is_refused(items: list[str]) -> None:
     with pytest.raises(SettingsError, match="--set"):
         parse_assignments(items)
+
+
+def test_what_an_argument_too_many_was_meant_for_is_said() -> None:
+    assert "`decoders config STRATEGY` explains" in run("strategies", "auto").stderr
+    assert "Longest suffix, in tokens" in run("config", "prompt_lookup").stdout
+    assert "Put a prompt of several words in quotes" in run("generate", "demo", "once", "upon").stderr
 
 
 def test_config_says_where_each_setting_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

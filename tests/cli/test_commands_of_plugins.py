@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 import decoders
-from decoders.cli import app
+from decoders.cli import app, catalogue
 from decoders.errors import PluginError, SettingsError
 from decoders.registry import registry, reset_registry
 
@@ -45,6 +45,13 @@ def _fresh_registry() -> Iterator[None]:
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
+
+
+def test_an_unknown_command_loads_no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "catalogue", lambda kind: [{"name": "weigh"}])
+    monkeypatch.setattr(catalogue, "_commands_of_plugins", None)
+    done = run("wei")
+    assert done.exit_code == 2 and "Did you mean 'weigh'?" in done.stderr, done.output
 
 
 def test_a_command_is_found_at_the_top_and_in_a_group() -> None:
