@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -207,6 +208,13 @@ def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bo
     if options:
         return ModelLoadError(
             f"{kind} {name!r} cannot be loaded: it is no folder here, {_hub()} cannot be reached, and the hub's cache does not have it"
+        )
+    folder = Path(name)
+    if (folder / _CONFIGS[0]).is_file() and not any(
+        re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir()
+    ):
+        return ModelLoadError(
+            f"{kind} {name!r} cannot be loaded: the folder has no tokenizer; tokenizer.save_pretrained writes one"
         )
     return ModelLoadError(f"{kind} {name!r} cannot be loaded: {error}")
 

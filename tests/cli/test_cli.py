@@ -368,6 +368,11 @@ def test_a_hub_that_is_not_to_be_asked_is_not(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    from decoders.testing import tiny_model
+
+    tiny_model("llama").save_pretrained(tmp_path / "bare")
+    with pytest.raises(models.ModelLoadError, match="the folder has no tokenizer"):
+        models.load(str(tmp_path / "bare"))
     with pytest.raises(models.ModelLoadError, match="the folder has no config.json$"):
         models.load(str(tmp_path))
     (tmp_path / "a.gguf").touch()
