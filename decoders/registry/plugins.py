@@ -6,6 +6,7 @@ Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-se
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import traceback
@@ -247,6 +248,8 @@ class Registry:
                 raise PluginError(f"there is no hook {caller.name!r}. {suggest(caller.name, known)}")
         trial.check_pending()
         hooks = tuple(sorted(caller.name for caller in trial.get_hookcallers(plugin) or ()))
+        if isinstance(plugin, type) and any(inspect.signature(getattr(plugin, hook)).parameters for hook in hooks):
+            raise PluginError(f"{plugin.__name__} is a class: give an object of it, {plugin.__name__}()")
         if not hooks:
             raise PluginError("it has no function marked @decoders.hookimpl")
         classes: dict[Kind[Any], dict[str, type]] = {}

@@ -15,7 +15,7 @@ from ..settings import Settings, load_settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .builtin import MERGED
-from .kinds import is_maker
+from .kinds import BACKEND, STRATEGY, VERIFIER, is_maker
 from .plugins import registry
 
 
@@ -35,6 +35,7 @@ def resolve_strategy(
         chosen.compose(resolve_strategy, {name: entry.cls for name, entry in registry().strategies().items()})
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
+        STRATEGY.check(chosen)
         for given in (call, configured):
             for name, value in (given or {}).items():
                 if isinstance(value, Mapping) and name not in chosen.settings_class.model_fields:
@@ -126,6 +127,7 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
     if isinstance(chosen, str):
         chosen = registry().verifier(chosen)
     if inspect.isclass(chosen) and issubclass(chosen, Verifier):
+        VERIFIER.check(chosen)
         if config and not chosen.settings_class.model_fields:
             raise SettingsError(f"verifier {chosen.name!r} has no settings: leave verifier_config out")
         return chosen(chosen.settings_class.parse(dict(config))) if config else chosen()
@@ -145,6 +147,7 @@ def resolve_backend(chosen: Any) -> Backend:
     if chosen is None or isinstance(chosen, str):
         chosen = registry().grammar_backend(chosen or "auto")
     if inspect.isclass(chosen) and issubclass(chosen, Backend):
+        BACKEND.check(chosen)
         chosen = chosen()
     if not isinstance(chosen, Backend):
         raise SettingsError(f"backend must be a name, a Backend class or a Backend, not {type(chosen).__name__}")
