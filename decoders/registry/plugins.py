@@ -331,6 +331,10 @@ def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, PluginError | pluggy.PluginValidationError):
         return text
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
+    if isinstance(error, SyntaxError):  # its own place is the mistake's; the last frame only imports it
+        text, place = error.msg, f"{error.filename}:{error.lineno}"
+    else:
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    where = f" ({place})" if place else ""
     return f"{type(error).__name__}: {text}{where}"

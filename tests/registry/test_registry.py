@@ -220,6 +220,26 @@ def _hook_broke(self: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def f(:", r"SyntaxError: invalid syntax \(.*broken_plugin.py:1\)"),
+        ("import nothing_like_it", r"ModuleNotFoundError: .* 'nothing_like_it' \(.*broken_plugin.py:1\)"),
+        (None, "ModuleNotFoundError: No module named 'broken_plugin'"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_names_its_own_line(
+    monkeypatch, tmp_path, source: str | None, reason: str
+) -> None:
+    if source is not None:
+        (tmp_path / "broken_plugin.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("broken_plugin", None)
+    point = metadata.EntryPoint("broken", "broken_plugin", "decoders")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+    assert re.fullmatch(reason, str(status_of("broken", registry()).error))
+
+
+@pytest.mark.parametrize(
     ("plugin", "reason"),
     [
         (fail_to_import, r"ImportError: libmissing.so: cannot open \(.*test_registry.py:\d+\)"),
