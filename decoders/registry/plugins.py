@@ -10,7 +10,9 @@ import inspect
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -118,14 +120,7 @@ class Registry:
         if name in names.conflicts:
             raise PluginError(names.conflicts[name])
         function: Any = names.usable[name].cls
-        try:
-            grammar = function(value)
-        except DecodersError:
-            raise
-        except Exception as error:
-            raise GrammarError(
-                f"the plugin's function for {name.rpartition('.')[2]} objects failed: {_reason(error)}"
-            ) from error
+        grammar = made_by(partial(function, value), f"{name.rpartition('.')[2]} objects")
         if grammar is None:
             raise GrammarError(
                 f"the plugin's function for {name.rpartition('.')[2]} objects made no grammar of {shortened(repr(value))}"
@@ -277,6 +272,16 @@ class Registry:
             self._plugins[key] = replace(self._plugins[key], status="conflict" if problem else "loaded", error=problem)
         self._listening = tuple(self._observers[entry.cls] for entry in names[OBSERVER].usable.values())
         self._names = names  # replaced as a whole, because readers take no lock
+
+
+def made_by(function: Callable[[], Any], what: str) -> Any:
+    """What a plugin's `function` for `what` returns. Raises GrammarError if it fails."""
+    try:
+        return function()
+    except DecodersError:
+        raise
+    except Exception as error:
+        raise GrammarError(f"the plugin's function for {what} failed: {_reason(error)}") from error
 
 
 _lock = threading.RLock()

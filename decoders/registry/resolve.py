@@ -16,7 +16,7 @@ from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .builtin import MERGED
 from .kinds import BACKEND, STRATEGY, VERIFIER, is_maker
-from .plugins import registry
+from .plugins import made_by, registry
 
 
 def resolve_strategy(
@@ -172,7 +172,7 @@ def _named(name: str) -> Spec | CompiledGrammar:
             return spec_of_library(name)  # the name may have a suffix
         except UnknownNameError:
             raise unknown_grammar(name, error.choices) from None
-    grammar = resolve_grammar(value() if is_maker(value) else value)
+    grammar = resolve_grammar(made_by(value, f"grammar {name!r}") if is_maker(value) else value)
     if grammar is None:
         raise GrammarError(
             f"the plugin's function for grammar {name!r} returned None: it must return a value that grammar= takes"
