@@ -200,7 +200,14 @@ class Draft:
             tokens: the draft tokens of every row, as many in each.
             parents: parents of every row's nodes, root included, as in :meth:`TreeTensors.from_parents`; None: chains.
             depth, grades: see :class:`Draft`.
+
+        Raises:
+            DraftError: the rows have different numbers of tokens.
         """
+        if len({len(row) for row in tokens}) > 1:
+            raise DraftError(
+                f"rows have equally many draft tokens, not {[len(row) for row in tokens]}: fill up with -1"
+            )
         own = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         topology = (
             Topology.chain(own.shape[1])

@@ -98,7 +98,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     spelt = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: a client may have sent it
     hint = f"Did you mean {spelt[near[0]]!r}? " if near else ""
-    return f"{hint}Choose from: {', '.join(choices) or '(nothing is registered)'}."
+    return f"{hint}Choose from: {', '.join(choices) or '(there are none)'}."
 
 
 def shortened(text: str, limit: int = 60) -> str:

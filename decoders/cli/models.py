@@ -300,11 +300,11 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
             text = sys.stdin.read()
         text.encode()  # in arguments, bytes that are not UTF-8 appear as lone surrogates
     except UnicodeError as error:
-        raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error
+        raise SettingsError(f"{prompt_file or 'the prompt'} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise SettingsError(f"{prompt_file} cannot be read: {error.strerror}") from error
     if not text:
-        raise SettingsError("the prompt is empty")
+        raise SettingsError(f"{prompt_file or 'the prompt'} is empty")
     return text
 
 

@@ -47,9 +47,7 @@ FORMATS = ("speculators", "authors")
 def medusa(
     model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the heads, or "demo".')],
     data: Data = None,
-    out: Annotated[Path, typer.Option(help="Folder to write to; continued if a run was interrupted.")] = Path(
-        "medusa-heads"
-    ),
+    out: Output = Path("medusa-heads"),
     held: Annotated[
         list[Path] | None,
         typer.Option(help="Held-out text (early stop, tree); may be repeated. Default: a twentieth of the data."),

@@ -6,10 +6,13 @@ Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-se
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -117,14 +120,7 @@ class Registry:
         if name in names.conflicts:
             raise PluginError(names.conflicts[name])
         function: Any = names.usable[name].cls
-        try:
-            grammar = function(value)
-        except DecodersError:
-            raise
-        except Exception as error:
-            raise GrammarError(
-                f"the plugin's function for {name.rpartition('.')[2]} objects failed: {_reason(error)}"
-            ) from error
+        grammar = made_by(partial(function, value), f"{name.rpartition('.')[2]} objects")
         if grammar is None:
             raise GrammarError(
                 f"the plugin's function for {name.rpartition('.')[2]} objects made no grammar of {shortened(repr(value))}"
@@ -247,6 +243,8 @@ class Registry:
                 raise PluginError(f"there is no hook {caller.name!r}. {suggest(caller.name, known)}")
         trial.check_pending()
         hooks = tuple(sorted(caller.name for caller in trial.get_hookcallers(plugin) or ()))
+        if isinstance(plugin, type) and any(inspect.signature(getattr(plugin, hook)).parameters for hook in hooks):
+            raise PluginError(f"{plugin.__name__} is a class: give an object of it, {plugin.__name__}()")
         if not hooks:
             raise PluginError("it has no function marked @decoders.hookimpl")
         classes: dict[Kind[Any], dict[str, type]] = {}
@@ -274,6 +272,16 @@ class Registry:
             self._plugins[key] = replace(self._plugins[key], status="conflict" if problem else "loaded", error=problem)
         self._listening = tuple(self._observers[entry.cls] for entry in names[OBSERVER].usable.values())
         self._names = names  # replaced as a whole, because readers take no lock
+
+
+def made_by(function: Callable[[], Any], what: str) -> Any:
+    """What a plugin's `function` for `what` returns. Raises GrammarError if it fails."""
+    try:
+        return function()
+    except DecodersError:
+        raise
+    except Exception as error:
+        raise GrammarError(f"the plugin's function for {what} failed: {_reason(error)}") from error
 
 
 _lock = threading.RLock()
@@ -328,6 +336,10 @@ def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, PluginError | pluggy.PluginValidationError):
         return text
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
+    if isinstance(error, SyntaxError):  # its own place is the mistake's; the last frame only imports it
+        text, place = error.msg, f"{error.filename}:{error.lineno}"
+    else:
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    where = f" ({place})" if place else ""
     return f"{type(error).__name__}: {text}{where}"

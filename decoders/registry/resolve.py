@@ -15,8 +15,8 @@ from ..settings import Settings, load_settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .builtin import MERGED
-from .kinds import is_maker
-from .plugins import registry
+from .kinds import BACKEND, STRATEGY, VERIFIER, is_maker
+from .plugins import made_by, registry
 
 
 def resolve_strategy(
@@ -35,6 +35,7 @@ def resolve_strategy(
         chosen.compose(resolve_strategy, {name: entry.cls for name, entry in registry().strategies().items()})
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
+        STRATEGY.check(chosen)
         for given in (call, configured):
             for name, value in (given or {}).items():
                 if isinstance(value, Mapping) and name not in chosen.settings_class.model_fields:
@@ -126,6 +127,7 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
     if isinstance(chosen, str):
         chosen = registry().verifier(chosen)
     if inspect.isclass(chosen) and issubclass(chosen, Verifier):
+        VERIFIER.check(chosen)
         if config and not chosen.settings_class.model_fields:
             raise SettingsError(f"verifier {chosen.name!r} has no settings: leave verifier_config out")
         return chosen(chosen.settings_class.parse(dict(config))) if config else chosen()
@@ -145,6 +147,7 @@ def resolve_backend(chosen: Any) -> Backend:
     if chosen is None or isinstance(chosen, str):
         chosen = registry().grammar_backend(chosen or "auto")
     if inspect.isclass(chosen) and issubclass(chosen, Backend):
+        BACKEND.check(chosen)
         chosen = chosen()
     if not isinstance(chosen, Backend):
         raise SettingsError(f"backend must be a name, a Backend class or a Backend, not {type(chosen).__name__}")
@@ -169,7 +172,7 @@ def _named(name: str) -> Spec | CompiledGrammar:
             return spec_of_library(name)  # the name may have a suffix
         except UnknownNameError:
             raise unknown_grammar(name, error.choices) from None
-    grammar = resolve_grammar(value() if is_maker(value) else value)
+    grammar = resolve_grammar(made_by(value, f"grammar {name!r}") if is_maker(value) else value)
     if grammar is None:
         raise GrammarError(
             f"the plugin's function for grammar {name!r} returned None: it must return a value that grammar= takes"

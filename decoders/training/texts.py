@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import cache_of
 from ..drafters import cache_keyword
-from ..errors import TrainingError
+from ..errors import SettingsError, TrainingError
 from .progress import progress_bar
 from .recipes import Recipe
 
@@ -33,6 +34,8 @@ HELD_OUT_SHARE = 0.05
 PROMPT_SHARE = 0.25
 #: Least number of rows that are held out or tested.
 LEAST_ROWS = 4
+#: Names of the files in which a run keeps its state.
+OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|json)")
 Progress = Callable[[int], None]
 
 
@@ -167,12 +170,27 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def workplace(out: Path, resume: bool) -> Path:
-    """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed."""
+def workplace(out: Path, resume: bool, model: PreTrainedModel) -> Path:
+    """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed.
+
+    Raises:
+        SettingsError: `out` is the folder of the target `model`, cannot be written, or has other files in a folder of this name.
+    """
     work = out / "training"
+    if model.name_or_path and Path(model.name_or_path).resolve() == out.resolve():
+        raise SettingsError(f"{out} is the folder of the model itself, whose files would be replaced: name another one")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be written: {error.strerror}") from error
+    others = sorted(file.name for file in work.iterdir() if not OWN_FILES.fullmatch(file.name))
+    if others:
+        raise SettingsError(
+            f"{work} is where a run keeps its state, and has other files ({others[0]}): name another folder than {out}"
+        )
     if not resume:
-        shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work)
+        work.mkdir()
     return work
 
 

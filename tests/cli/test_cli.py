@@ -499,7 +499,7 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
     [
         (["nowhere/t.safetensors", "--prompts", "a.txt"], "there is no folder"),
         (["t.safetensors"], "has no token that begins a text: give files with --prompts"),
-        (["t.safetensors", "--prompts", "empty.txt"], "is empty"),
+        (["t.safetensors", "--prompts", "empty.txt"], "empty.txt is empty"),
         (["t.safetensors", "--prompts", "none.txt"], "none.txt cannot be read: No such file"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0, and finite, not 0"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0, and finite, not nan"),

@@ -96,3 +96,14 @@ def test_the_command_lists_and_prints_them() -> None:
     listed = json.loads(CliRunner().invoke(app, ["grammars", "--json"]).stdout)
     assert next(each for each in listed if each["name"] == "digits")["provider"] == "(this process)"
     assert "[0-9]+" in CliRunner().invoke(app, ["grammars", "digits"]).stdout
+
+
+def test_a_function_that_fails_names_its_grammar_and_its_line() -> None:
+    def fails() -> object:
+        raise KeyError("form")
+
+    registry().register(Grammars(form=fails), "house")
+    with pytest.raises(
+        GrammarError, match=r"function for grammar 'form' failed: KeyError: 'form' \(.*test_grammars.py:\d+\)"
+    ):
+        resolve_grammar("form")

@@ -14,13 +14,13 @@ import pytest
 from pydantic import Field
 
 import decoders
-from decoders import constraints, verifiers
+from decoders import Draft, constraints, hookimpl, verifiers
 from decoders import registry as plugins
 from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import PluginError, SettingsError, UnknownNameError
 from decoders.registry import Registry, registry, reset_registry
-from decoders.registry.resolve import resolve_backend
+from decoders.registry.resolve import resolve_backend, resolve_strategy, resolve_verifier
 from decoders.settings import Settings
 from decoders.strategies import PromptLookup
 from decoders.strategy import Strategy
@@ -220,6 +220,26 @@ def _hook_broke(self: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def f(:", r"SyntaxError: invalid syntax \(.*broken_plugin.py:1\)"),
+        ("import nothing_like_it", r"ModuleNotFoundError: .* 'nothing_like_it' \(.*broken_plugin.py:1\)"),
+        (None, "ModuleNotFoundError: No module named 'broken_plugin'"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_names_its_own_line(
+    monkeypatch, tmp_path, source: str | None, reason: str
+) -> None:
+    if source is not None:
+        (tmp_path / "broken_plugin.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("broken_plugin", None)
+    point = metadata.EntryPoint("broken", "broken_plugin", "decoders")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+    assert re.fullmatch(reason, str(status_of("broken", registry()).error))
+
+
+@pytest.mark.parametrize(
     ("plugin", "reason"),
     [
         (fail_to_import, r"ImportError: libmissing.so: cannot open \(.*test_registry.py:\d+\)"),
@@ -408,3 +428,36 @@ def test_plugin_that_needs_the_registry_while_loading_fails_alone(install: Calla
     install(("eager", "decoders-eager", registry))
     assert "while it is being loaded" in str(status_of("eager", registry()).error)
     assert registry().strategy("autoregressive")
+
+
+def test_a_class_given_itself_is_checked_as_a_plugin_s_is():
+    class Nameless(Strategy):
+        def propose(self, state, sequences):
+            return Draft.nothing(1, sequences.tokens.device)
+
+    class Unfinished(Strategy):
+        name = "unfinished"
+
+    class NamelessVerifier(Verifier):
+        def outcomes(self, block):
+            raise NotImplementedError
+
+    for resolve, cls, said in (
+        (resolve_strategy, Nameless, "Nameless.name must be a snake_case string"),
+        (resolve_strategy, Unfinished, "does not implement: propose"),
+        (resolve_strategy, type("Dict", (Nameless,), {"name": "a", "settings_class": dict}), "settings_class must be"),
+        (resolve_verifier, NamelessVerifier, "NamelessVerifier.name must be"),
+        (resolve_backend, type("Bare", (Backend,), {}), "does not implement: compile"),
+    ):
+        with pytest.raises(PluginError, match=said):
+            resolve(cls)
+
+
+def test_a_class_registered_as_a_plugin_is_told_from_an_object():
+    class House:
+        @hookimpl
+        def decoders_strategies(self):
+            return []
+
+    with pytest.raises(PluginError, match=r"House is a class: give an object of it, House\(\)"):
+        registry().register(House, "house")

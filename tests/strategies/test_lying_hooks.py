@@ -99,6 +99,7 @@ WRONG_SHAPES: dict[str, tuple[Callable[[Sequences, Tensor], Any], str]] = {
     "a list": (lambda s, t: Draft(t.tolist(), Topology.chain(3)), "must be int64"),
     "no topology": (lambda s, t: Draft(t, None), "topology is a Topology or TreeTensors"),
     "too many": (lambda s, t: Draft.chain(s.last.expand(-1, MAX_NODES)), f"{MAX_NODES - 1} tokens per row at most"),
+    "uneven lists": (lambda s, t: Draft.listed([[1, 2], [1]]), r"equally many draft tokens, not \[2, 1\]"),
     "chain of a list": (lambda s, t: Draft.chain([1, 2]), "a chain is made of a tensor"),
     "chain of a row": (lambda s, t: Draft.chain(t[0]), r"not torch.int64 \[3\]"),
     "branches of a chain": (lambda s, t: Draft.branches(t), "branches are made of a tensor"),

@@ -12,7 +12,7 @@ from decoders.errors import SettingsError, TrainingError
 from decoders.testing import tiny_model
 from decoders.training.draft_model import DraftLearner, cut, measure, new_draft, train_draft
 from decoders.training.recipes import DraftTraining, Measurement
-from decoders.training.texts import Texts
+from decoders.training.texts import Texts, workplace
 from decoders.training.trainer import soft_cross_entropy
 
 SMALL = DraftTraining(
@@ -149,3 +149,29 @@ def test_low_precision_trains(model) -> None:
         DraftLearner(run(bf16=bf16), cut(model, (0,)), model, rows, rows).learn(0).item() for bf16 in (False, True)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_a_run_destroys_no_files_but_its_own(tmp_path, tokenizer) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    before = (tmp_path / "target" / "model.safetensors").read_bytes()
+    with pytest.raises(SettingsError, match="target is the folder of the model itself"):
+        workplace(tmp_path / "target", True, model)
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before
+
+    notes = tmp_path / "training" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    for resume in (True, False):
+        with pytest.raises(SettingsError, match=r"has other files \(notes.txt\): name another folder"):
+            workplace(tmp_path, resume, model)
+    assert notes.read_text() == "mine"
+
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="file cannot be written: Not a directory"):
+        workplace(tmp_path / "file", True, model)
+    (workplace(tmp_path / "own", True, model) / "checkpoint.pt").touch()
+    assert list(workplace(tmp_path / "own", True, model).iterdir())
+    assert not list(workplace(tmp_path / "own", False, model).iterdir())
