@@ -14,6 +14,7 @@ from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
+from decoders.report import Report
 from decoders.testing import tiny_model
 from decoders.tree import Topology
 
@@ -86,16 +87,30 @@ def test_an_int8_cache_takes_the_parts() -> None:
     assert not target.runs_whole_layers
 
 
-@pytest.mark.parametrize("design, begins", [("llama", False), ("gptj", True)])
-def test_passes_that_gain_little_are_compiled_later(design: str, begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of the test's: passes have taken three times the seconds of compiling."""
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tiers.PassKind]:
+    """The kinds of passes that began to be compiled; compiling takes a second."""
+    kinds: list[tiers.PassKind] = []
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 1.0)
-    target = target_of(tiny_model(design))
-    compiled = tiers.Tiers(target)
-    kind = tiers.PassKind(several_rows=False)
-    begun: list[tiers.PassKind] = []
-    monkeypatch.setattr(compiled, "_begin", begun.append)
+    monkeypatch.setattr(tiers.Tiers, "_begin", lambda _, kind: kinds.append(kind))
+    return kinds
+
+
+@pytest.mark.parametrize("design, begins", [("llama", False), ("gptj", True)])
+def test_passes_that_gain_little_are_compiled_later(design: str, begins: bool, begun: list[tiers.PassKind]) -> None:
+    compiled, kind = tiers.Tiers(target_of(tiny_model(design))), tiers.PassKind(several_rows=False)
+    with compiled.during("auto", Report("")):
+        compiled.kinds[kind].seconds = 3.0
+        assert not compiled.runs_compiled(several=False) and begun == ([kind] if begins else [])
+        compiled.kinds[kind].seconds *= tiers.PATIENCE
+        assert not compiled.runs_compiled(several=False) and begun[-1:] == [kind]
+
+
+@pytest.mark.parametrize("kind", [tiers.PassKind(False, True), tiers.PassKind(True, False, True)], ids=str)
+def test_what_compiled_passes_lack_is_compiled_as_soon_as_ever(
+    kind: tiers.PassKind, begun: list[tiers.PassKind]
+) -> None:
+    """Without these graphs compiled passes have more nodes than they need, and prompts passes of their own."""
+    compiled = tiers.Tiers(target_of(tiny_model("llama")))
     compiled._spend(kind, 3.0)
-    assert begun == ([kind] if begins else [])
-    compiled._spend(kind, 3.0 * tiers.PATIENCE)
-    assert begun[-1:] == [kind]
+    assert begun == [kind]

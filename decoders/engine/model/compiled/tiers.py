@@ -176,15 +176,12 @@ class Tiers:
         if tier.job is None or not (tier.job.ready or tier.job.failed):
             if self.mode is True:
                 return self.compile(several, self.report)
-            if tier.job is None and not devices.recorded() and self._pays(tier):
+            seconds = FORWARD_SECONDS * (PATIENCE if self.target.runs_whole_layers else 1)
+            if tier.job is None and not devices.recorded() and worth_compiling(tier.seconds, seconds):
                 self._begin(kind)
             return False
         self._book(tier)
         return tier.job.poll() and self.allows(kind)
-
-    def _pays(self, tier: _Tier) -> bool:
-        """Whether passes have run long enough uncompiled to compile them."""
-        return worth_compiling(tier.seconds, FORWARD_SECONDS * (PATIENCE if self.target.runs_whole_layers else 1))
 
     def allows(self, kind: Hashable) -> bool:
         return self._allowed is None or kind in self._allowed
@@ -249,7 +246,7 @@ class Tiers:
         """Books seconds that a graph for `kind` would save in part, and begins to compile it when that is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
-        if self._pays(tier):
+        if worth_compiling(tier.seconds, FORWARD_SECONDS):
             self._begin(kind)
         if tier.job is not None and tier.job.ready:
             self._book(tier)
