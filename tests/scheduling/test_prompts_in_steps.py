@@ -20,8 +20,9 @@ from .conftest import scheduler_of, text_of, write_alone
 
 
 @pytest.fixture
-def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+def pieces(in_pieces: Callable[[int, int], Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Rows, nodes and prompt tokens of every mixed pass."""
+    assert in_pieces(4, 1).engine.forward_pass.tiers._can_mix  # the check makes such a pass, once for an engine
     made: list[tuple[int, int, int]] = []
     plain = mixed.forward
 
