@@ -133,21 +133,22 @@ std::tuple<Tensor, Tensor> decoder_layer(
     Tensor mask, std::optional<Tensor> sinks, int64_t window, int64_t chunk, double scale, double softcap, int64_t kind, bool gate_first) {
     constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
     STD_TORCH_CHECK(matrices.size() == MATRICES && (scales.empty() || scales.size() == MATRICES), "seven matrices, and as many scales or none");
-    size_t bias = 0, norm = 0;
+    size_t matrix = 0, bias = 0, norm = 0;  // the next of each list
     auto part = [](const Tensors& from, size_t first, size_t count) {
         STD_TORCH_CHECK(first + count <= from.size(), "a tensor for every bit is needed");
         return Tensors(from.begin() + first, from.begin() + first + count);
     };
     struct Factors { Tensors matrices, scales, biases; };
-    auto factors = [&](int product) {
-        size_t first = 0, count = OF_PRODUCTS[product], with_bias = biased >> product & 1 ? count : 0;
-        for (int i = 0; i < product; i++) first += OF_PRODUCTS[i];
+    auto next_factors = [&](int product) {
+        size_t count = OF_PRODUCTS[product], with_bias = biased >> product & 1 ? count : 0;
+        Factors next = {part(matrices, matrix, count), scales.empty() ? Tensors() : part(scales, matrix, count), part(biases, bias, with_bias)};
+        matrix += count;
         bias += with_bias;
-        return Factors{part(matrices, first, count), scales.empty() ? Tensors() : part(scales, first, count), part(biases, bias - with_bias, with_bias)};
+        return next;
     };
     auto next_norm = [&](int place) { return normed >> place & 1 ? std::optional(part(norms, norm++, 1)[0]) : std::nullopt; };
 
-    auto [m, s, b] = factors(0);
+    auto [m, s, b] = next_factors(0);
     std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1);
     Tensor queries = linear_to_cache(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, slots, keys, values);
     int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), width = queries.size(3);
@@ -160,10 +161,10 @@ std::tuple<Tensor, Tensor> decoder_layer(
     Tensor inner = viewed(attended, {rows, nodes, heads * width}, {nodes * heads * width, heads * width, 1}), residual = x;
     for (int step = 0; step < 2; step++) {
         if (step == 1) {
-            auto [m, s, b] = factors(2);
+            auto [m, s, b] = next_factors(2);
             inner = gated_linear(reads, m, s, b, digits, kind, gate_first);
         }
-        auto [m, s, b] = factors(2 * step + 1);
+        auto [m, s, b] = next_factors(2 * step + 1);
         std::optional<Tensor> before = next_norm(2 + 2 * step), after = next_norm(3 + 2 * step);
         auto [sum, next] = linear_to_residual(inner, m, s, b, digits, residual, before, epsilon, one_added, rounded_first, after, epsilon, one_added, rounded_first);
         residual = sum;
