@@ -99,6 +99,8 @@ def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptan
         chosen: ``[B, N]`` int64, the target's token after each node.
     """
     n = nodes.shape[1]
+    if n == 1:
+        return Acceptance(torch.zeros_like(nodes), torch.zeros_like(nodes[:, 0]))
     index = torch.arange(n, device=nodes.device)
     match = nodes == chosen.gather(1, tree.parents)
     match = match | (index == 0)
@@ -177,8 +179,7 @@ def append(
     first_stop = torch.where(is_stop, index, n).amin(-1)
     emitted = torch.minimum(emitted, first_stop + 1)
     # Rejected tokens are written behind the new length, where the next step overwrites them.
-    row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
-    tokens[row, length[:, None] + index] = new
+    tokens.scatter_(1, length[:, None] + index, new)
     length.add_(emitted)
     finished.logical_or_((first_stop < n) | (length >= limit))
     accepted = torch.minimum(acceptance.depth, emitted)  # an accepted stop token has no bonus token after it
