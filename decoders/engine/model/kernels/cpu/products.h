@@ -133,7 +133,8 @@ inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
     }
 }
 
-// N rows of x times R outputs of a matrix, from `output` on. FIRST: these weights come from memory, so the next outputs' are prefetched.
+// N rows of x times R outputs of a matrix, from `output` on. FIRST: these weights come from memory, so the next outputs' are prefetched, in
+// the order in which they lie there: in the order in which they are used, it takes a fifth longer on a Zen 5.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     using T = typename S::Weight;
@@ -143,11 +144,12 @@ inline void multiply_dense_tile(const Matrix& matrix, long output, const typenam
     const long stride = matrix.stride;
     const T* w[R];
     for (int r = 0; r < R; r++) w[r] = (const T*)matrix.weights + (output + r) * stride;
+    const T* next = w[0] + R * stride;
     long whole = inputs - inputs % S::STEP, k = 0;
     for (; k < whole; k += S::STEP) {
         S::template add<R, N>(w, x + k, ldx, sums);
-        for (int r = 0; r < R; r++) {
-            if constexpr (FIRST) prefetch(w[r] + R * stride);
+        for (int r = 0; r < R; r++, next += S::STEP) {
+            if constexpr (FIRST) prefetch(next);
             w[r] += S::STEP;
         }
     }

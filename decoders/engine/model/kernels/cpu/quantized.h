@@ -82,9 +82,9 @@ struct Bytes {
     static constexpr bool HAS_OFFSETS = false;
     static constexpr long MOST = 256 * LANES;  // most inputs whose products fit into sums of 32 bits: 256 in a lane
 
-    // This is a separate function, so that the sums stay in registers. inputs: whole steps; next: bytes to the weights of the next outputs.
+    // This is a separate function, so that the sums stay in registers. inputs: whole steps; next: weights to prefetch.
     template <int R, int N, bool FIRST>
-    __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], long next, const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
+    __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], const int8_t* next, const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
         Sums sums[R][N];
         for (int r = 0; r < R; r++)
             for (int n = 0; n < N; n++) sums[r][n] = no_sums();
@@ -93,7 +93,7 @@ struct Bytes {
             for (int n = 0; n < N; n++) rows[n] = load_shorts(x + n * ldx + k);
             for (int r = 0; r < R; r++) {
                 Shorts weights = widen(w[r] + k);
-                if constexpr (FIRST) prefetch(w[r] + k + next);
+                if constexpr (FIRST) prefetch(next + R * k + r * STEP);
                 for (int n = 0; n < N; n++) sums[r][n] = add_products(weights, rows[n], sums[r][n]);
             }
         }
@@ -108,13 +108,15 @@ struct Bytes {
             for (int n = 0; n < N; n++) sums[r][n] = zeros();
         const int8_t* w[R];
         for (int r = 0; r < R; r++) w[r] = (const int8_t*)matrix.weights + (output + r) * matrix.stride;
+        const int8_t* next = w[0] + R * matrix.stride;
         const float* scales = (const float*)matrix.scales + output * matrix.groups;
         const int16_t* row = x + HEADER;
         for (long g = 0, group = inputs / matrix.groups; g < matrix.groups; g++) {
             for (long left = group; left > 0;) {
                 Sums part[R][N];
                 long some = std::min(left, MOST), whole = some / STEP * STEP;
-                add_chunk<R, N, FIRST>(w, R * matrix.stride, row, ldx, whole, part);
+                add_chunk<R, N, FIRST>(w, next, row, ldx, whole, part);
+                next += R * whole;
                 for (int r = 0; r < R; r++) {
                     if (whole < some) {  // the rest, without reading beyond the end; x has zeros there
                         int8_t rest[STEP] = {};
@@ -200,7 +202,7 @@ struct Fours {
         for (long b = 0; b < blocks; b++) {
             for (int r = 0; r < R; r++) {
                 const Scale* of_block = steps[r] + (b * 4 >> shift);
-                if constexpr (FIRST) prefetch(w[r] + b * 64 + R * matrix.stride);
+                if constexpr (FIRST) prefetch(w[0] + R * matrix.stride + (b * R + r) * 64);
                 for (int part = 0; part < PARTS; part++) {
                     Shorts packed = load_shorts(w[r] + b * 64 + part * 2 * SHORTS);
                     Shorts first = four_bits<0>(packed), second = four_bits<1>(packed), third = four_bits<2>(packed), fourth = four_bits<3>(packed);
