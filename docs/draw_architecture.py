@@ -46,7 +46,7 @@ STATIONS = (
     ("engine.decode.core", "Core.forward_verify_commit"),
     ("engine.model.compiled.forward_pass", "ForwardPass.__call__"),
     ("engine.model.target", "Target.forward"),
-    ("engine.model.kernels.products", "decoder_layer"),
+    ("engine.model.kernels.products", "decoder_layers"),
     ("engine.decode.core", "CoupledRule.verify"),
     ("sampling.choice", "candidates"),
     ("sampling.choice", "Candidates.choose"),

@@ -353,13 +353,23 @@ MUTATIONS = (
     ),
     Mutation(
         "a-whole-layer-looks-back-without-end", "decoders/engine/model/weights/layers.py",
-        "            kind.window or 0,\n            kind.chunk or 0,",
-        "            0,\n            kind.chunk or 0,",
+        "        [kind.window or 0 for kind in kinds],\n",
+        "        [0 for kind in kinds],\n",
         ("engine/model/test_whole_layers.py",),
     ),
     Mutation(
         "a-whole-layer-adds-to-what-attention-got", "decoders/engine/model/kernels/cpu/elementwise.cpp",
-        "        residual = sum;\n", "        residual = step ? sum : x;\n",
+        "            x = sum;\n", "            if (step) x = sum;\n",
+        ("engine/model/test_whole_layers.py",),
+    ),
+    Mutation(
+        "a-result-computed-ahead-is-taken-for-another-input", "decoders/engine/model/weights/layers.py",
+        "expected is layer and self.source is x and all(", "expected is layer and all(",
+        ("engine/model/test_whole_layers.py",),
+    ),
+    Mutation(
+        "layers-behind-a-hook-are-computed-ahead", "decoders/engine/model/weights/layers.py",
+        "hooks_of(layers[-1])[0] or hooks_of(following.layer)[1]", "hooks_of(following.layer)[1]",
         ("engine/model/test_whole_layers.py",),
     ),
     Mutation(

@@ -197,7 +197,7 @@ def _new_tensors(result: Any, given: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 
 def _flat(value: Any) -> list:
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return [own for entry in value for own in _flat(entry)] if isinstance(value, list | tuple) else [value]
 
 
 class TapeRecorder(Recorder):

@@ -88,9 +88,9 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(replaced, "product_or_none", counted(replaced.product_or_none))
     for name in ("gated_linear", "linear_to_residual", "linear_to_cache"):
         monkeypatch.setitem(products.on_cpu, name, counted(products.on_cpu[name]))
-    whole = products.on_cpu["decoder_layer"]
+    whole = products.on_cpu["decoder_layers"]
     monkeypatch.setitem(
-        products.on_cpu, "decoder_layer", lambda x, reads, *given: counted(partial(whole, x))(reads, *given)
+        products.on_cpu, "decoder_layers", lambda x, reads, *given: counted(partial(whole, x))(reads, *given)
     )
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
     target.forward(

@@ -42,7 +42,7 @@ plain_narrow, plain_mask, plain_bits, plain_attend, plain_layer = (
     attention.build_mask,
     kernel.pack_mask,
     kernel.attend,
-    products.decoder_layer,
+    products.decoder_layers,
 )
 
 
@@ -90,8 +90,8 @@ def reaching_further(query: Any, key: Any, value: Any, mask: Any, sinks: Any, ki
 
 
 def layer_reaching_further(*given: Any) -> Any:
-    *first, window, chunk, scale, softcap, kind, gate_first = given
-    return plain_layer(*first, window and window + 1, chunk, scale, softcap, kind, gate_first)
+    *first, windows, chunks, scale, softcap, kind, gate_first = given
+    return plain_layer(*first, [window and window + 1 for window in windows], chunks, scale, softcap, kind, gate_first)
 
 
 def with_bits_of_a_sibling(base: Any, offsets: Any, visible: Any) -> Any:
@@ -108,7 +108,7 @@ def with_bits_of_the_first_row(base: Any, offsets: Any, visible: Any) -> Any:
 @pytest.mark.parametrize(
     "model, module, name, fault",
     [
-        ("gemma3", products, "decoder_layer", layer_reaching_further),
+        ("gemma3", products, "decoder_layers", layer_reaching_further),
         ("llama4", kernel, "attend", reaching_further),
         ("llama", kernel, "pack_mask", with_bits_of_a_sibling),
         ("llama", kernel, "pack_mask", with_bits_of_the_first_row),

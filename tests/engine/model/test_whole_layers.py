@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from decoders.engine.model.attention import KIND_ATTRIBUTE, LayerKind
 from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.compiled import tiers
 from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
+from decoders.engine.model.weights import layers
 from decoders.engine.model.weights.quantization import Precision
 from decoders.report import Report
 from decoders.testing import tiny_model
@@ -38,34 +41,122 @@ def results(target: Target) -> list[Tensor]:
 
 def of_parts(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     with monkeypatch.context() as patched:
-        patched.setattr(products, "decoder_layer", lambda *_: None)
+        patched.setattr(products, "decoder_layers", lambda *_: None)
         return results(target)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of the operator has computed."""
+    counts: list[int] = []
+    whole = products.decoder_layers
+
+    def counted(*given: Any) -> Any:
+        both = whole(*given)
+        counts.append(0 if both is None else len(both[0]))
+        return both
+
+    monkeypatch.setattr(products, "decoder_layers", counted)
+    return counts
+
+
+def equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("design", slow_but(["llama", "gemma3"], ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]))
-def test_a_whole_layer_has_the_bits_of_its_parts(
-    design: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_whole_layers_have_the_bits_of_their_parts(
+    design: str, dtype: torch.dtype, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = target_of(tiny_model(design).to(dtype))
     assert target.runs_whole_layers
-    calls: list[Any] = []
-    whole = products.decoder_layer
-    monkeypatch.setattr(products, "decoder_layer", lambda *given: calls.append(whole(*given)) or calls[-1])
+    computed.clear()
     ours = results(target)
-    assert len(calls) == 3 * target.decoder_layers and None not in calls
-    for one, other in zip(ours, of_parts(target, monkeypatch), strict=True):
-        assert torch.equal(one, other)
+    assert sum(computed) == 3 * target.decoder_layers and 0 not in computed
+    assert equal(ours, of_parts(target, monkeypatch))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_whole_layer_of_quantized_weights_has_the_bits_of_its_parts(
+def test_whole_layers_of_quantized_weights_have_the_bits_of_their_parts(
     weights: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = target_of(tiny_model("qwen2"), precision=Precision(weights=weights))
     assert target.runs_whole_layers
-    for one, other in zip(results(target), of_parts(target, monkeypatch), strict=True):
-        assert torch.equal(one, other)
+    assert equal(results(target), of_parts(target, monkeypatch))
+
+
+# Layers that one operator computes together.
+
+
+def four_layers() -> Target:
+    return target_of(tiny_model("llama", num_hidden_layers=4))
+
+
+def test_layers_of_one_kind_are_computed_together(computed: list[int]) -> None:
+    target = four_layers()
+    computed.clear()
+    results(target)
+    assert computed == [4, 4, 4]  # three passes
+
+
+def test_layers_of_many_tokens_are_computed_one_by_one(computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = four_layers()
+    monkeypatch.setattr(layers, "MOST_AHEAD", 8)
+    computed.clear()
+    results(target)
+    assert computed == [1] * 4 + [4] + [4]  # 27, 3 and 8 tokens
+
+
+def test_layers_with_other_rotary_positions_are_computed_by_themselves(computed: list[int]) -> None:
+    """Gemma 3's sliding and full attention have other cos and sin."""
+    target = target_of(tiny_model("gemma3"))
+    kinds = target.model.config.get_text_config().layer_types
+    computed.clear()
+    results(target)
+    assert computed == 3 * [len(list(same)) for _, same in itertools.groupby(kinds)]
+
+
+def doubled_in_place(module: Any, given: tuple, out: Any = None) -> None:
+    (given[0] if out is None else out).mul_(2)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["behind a layer", "before a layer"])
+def test_a_hook_that_writes_in_place_ends_the_layers_computed_together(before: bool, computed: list[int]) -> None:
+    """The hook comes after the trial of the layers, as the one of :class:`Taps` does."""
+    target = four_layers()
+    layer = target.model.model.layers[2 if before else 1]
+    register = layer.register_forward_pre_hook if before else layer.register_forward_hook
+    handle = register(doubled_in_place)
+    computed.clear()
+    ours = results(target)
+    assert computed == [2, 2] * 3
+    handle.remove()
+    model = tiny_model("llama", num_hidden_layers=4)
+    layer = model.model.layers[2 if before else 1]
+    (layer.register_forward_pre_hook if before else layer.register_forward_hook)(doubled_in_place)
+    assert equal(ours, results(target_of(model)))
+
+
+def test_a_result_computed_ahead_is_only_for_its_input(computed: list[int]) -> None:
+    """Something between two layers replaces the first one's result, in some passes only."""
+    target, model = four_layers(), tiny_model("llama", num_hidden_layers=4)
+    second = target.model.model.layers[1]
+    second.forward = lambda x, *given, plain=second.forward, **options: plain(2 * x, *given, **options)
+    model.model.layers[1].register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
+    computed.clear()
+    ours = results(target)
+    assert computed == [4, 3] * 3  # what the first call computed ahead is dropped
+    assert equal(ours, results(target_of(model)))
+
+
+def test_a_changed_window_counts_in_layers_computed_together() -> None:
+    """The self-check shortens the windows of layers between two passes."""
+    target = target_of(tiny_model("gemma2"))
+    before = results(target)[0]
+    for layer in target.model.model.layers:
+        setattr(layer.self_attn, KIND_ATTRIBUTE, LayerKind(window=2))
+    assert not torch.equal(before, results(target)[0])
 
 
 def test_a_changed_weight_counts() -> None:

@@ -185,9 +185,9 @@ def linear_rotated(
     return rotated(*given) if compiled else (to_cache(*given, slots, keys, values), None, None)
 
 
-def decoder_layer(x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | None:
-    """A whole layer by the operator of the CPU (``elementwise.cpp``), which writes to the cache; None if it does not compute it."""
-    return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layer", x, *given)
+def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:
+    """Whole layers by the operator of the CPU (``elementwise.cpp``), which writes to the cache; None if it does not compute them."""
+    return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layers", x, *given)
 
 
 def _on_cpu(name: str, *given: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -20,7 +21,20 @@ from ..modules_compat import hooks_of, own_parameters
 from ..slot_cache import SlotCache
 from .fused import outputs_of
 from .fused_layers import LOUD, close
-from .layers import NO_NORM, Attention, Joint, Layer, NormOf, Step, Whole, attend, attention_class, layer_class, taken
+from .layers import (
+    NO_NORM,
+    Attention,
+    Following,
+    Joint,
+    Layer,
+    NormOf,
+    Step,
+    Whole,
+    attend,
+    attention_class,
+    layer_class,
+    taken,
+)  # fmt: skip
 from .noted_calls import ORDER, Call, Name, noted_calls, once
 
 _log = logging.getLogger("decoders")
@@ -56,20 +70,30 @@ def fuse_blocks(
         chosen, call = _tried(_layer, layer, calls) or (None, None)
         kind = layer_class(cast(Hashable, type(layer)))
         compute = kind.compute  # type: ignore[attr-defined]
+        inputs = [] if chosen is None or call is None else taken(call.given, call.options, chosen.names)
         if chosen is not None and call is not None and chosen.whole is not None:
-            alone = _tried(compute, chosen._replace(steps=()), call.given, call.options)
+            alone = _tried(compute, chosen._replace(steps=()), *inputs)
             if alone is None or not close(alone, call.result):
                 chosen = chosen._replace(whole=None)
-        tried = None if chosen is None or call is None else _tried(compute, chosen, call.given, call.options)
+        tried = None if chosen is None or call is None else _tried(compute, chosen, *inputs)
         computes = tried is not None and call is not None and close(tried, call.result)
         if computes:
-            layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, chosen, NO_NORM
+            layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, chosen, None
         fused.append(call if computes else None)
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
             # Stored separately, because a compiled region would take another layer's values as inputs.
-            vars(one.module)["decoders_following"] = vars(other.module)["decoders_block"].first
+            vars(one.module)["decoders_following"] = Following(other.module, _alike(one, other))
     return sum(call is not None for call in fused)
+
+
+def _alike(one: Call, other: Call) -> bool:
+    """Whether an operator can compute both layers together."""
+    plans = [vars(call.module)["decoders_block"] for call in (one, other)]
+    rest = [taken(call.given, call.options, plan.names)[1:] for call, plan in zip((one, other), plans, strict=True)]
+    wholes, formulas = [plan.whole for plan in plans], [plan.first[1] for plan in plans]
+    kinds = None not in wholes and wholes[0].kind == wholes[1].kind and formulas[0] == formulas[1]
+    return kinds and all(map(operator.is_, *rest))
 
 
 def is_whole(layer: nn.Module) -> bool:

@@ -7,8 +7,9 @@ The kernels read the model's own weights, so changes of weights take effect at o
 from __future__ import annotations
 
 import functools
+import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from ..attention import KIND_ATTRIBUTE, LayerKind
 from ..kernels import Norm, Operands, attention, products
 from ..kernels.products import product_or_none
-from ..modules_compat import own_parameters, writes_counted
+from ..modules_compat import hooks_of, own_parameters, writes_counted
 from ..slot_cache import SlotCache
 from .noted_calls import Name
 
@@ -86,6 +87,15 @@ class Joint:
         return joint.narrow(-1, begin, end - begin)
 
 
+def biases_of(layers: tuple[Any, ...]) -> list[Tensor]:
+    """The biases of `layers`, of which all have one or none."""
+    own = own_parameters(layers[0])
+    if "bias" in own and own["bias"] is None:  # asked first, because layer.bias takes ten times as long
+        return []
+    biases = [layer.bias for layer in layers]
+    return [] if biases[0] is None else biases
+
+
 class FewRows(Joint):
     """Base of the layers below.
 
@@ -97,15 +107,12 @@ class FewRows(Joint):
 
     def matrix(self) -> Tensor:
         """The matrix ``[out, in]``, with any strides."""
-        narrow = getattr(self, "decoders_narrow", None)
-        if narrow is not None:
-            return narrow
-        return cast(Tensor, own_parameters(cast(nn.Module, self))["weight"])  # self.weight takes ten times as long
+        narrow = getattr(self, "decoders_narrow", None)  # asked of layers before they get this class, too
+        return own_parameters(self)["weight"] if narrow is None else narrow  # type: ignore[arg-type, return-value]
 
     @staticmethod
     def operands(layers: tuple[Any, ...]) -> Operands:
-        biases = [] if layers[0].bias is None else [layer.bias for layer in layers]
-        return Operands([layer.matrix() for layer in layers], [], biases)
+        return Operands([layer.matrix() for layer in layers], [], biases_of(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x, product_of)
@@ -240,7 +247,7 @@ class Step(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """An attention module and the gated feed-forward layer behind it, as one operator of the CPU computes them.
+    """An attention module and the gated feed-forward layer behind it, as an operator of the CPU computes them.
 
     Attributes:
         attention: the attention module; `plan` is its structure.
@@ -271,42 +278,69 @@ class Whole(NamedTuple):
         activation = cast(Any, type(steps[1].module)).decoders_activation
         return cls(attention, plan, products, norms, next(iter(formulas), None), activation)
 
-    def __call__(
-        self, x: Tensor, reads: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any, following: NormOf
-    ) -> tuple[Tensor, Tensor] | None:
-        """The layer's result, and its norm `following`; None if the operator does not compute it. reads: the first norm of `x`."""
-        plan, formula = self.plan, self.formula or following[1] or Formula(0.0, False, False)
-        if type(cache) is not SlotCache or cache.buffers.key_scales or following[1] not in (None, formula):
-            return None
-        operands = [layers[0].operands(layers) for layers in self.products]
-        if None in operands or len({by.digits for by in operands}) > 1:
-            return None
-        keys, norms = cache.buffers.keys[plan.layer], [module for module, _ in (*self.norms, following)]
-        kind = getattr(self.attention, KIND_ATTRIBUTE, LayerKind())  # read now, because the self-check shortens windows
-        return products.decoder_layer(
-            x,
-            reads,
-            [matrix for by in operands for matrix in by.matrices],
-            [scale for by in operands for scale in by.scales],
-            [bias for by in operands for bias in by.biases],
-            sum(bool(by.biases) << place for place, by in enumerate(operands)),
-            operands[0].digits,
-            [own_parameters(module)["weight"] for module in norms if module is not None],
-            sum((module is not None) << place for place, module in enumerate(norms)),
-            *formula,
-            *turns,
-            cache.slots,
-            keys,
-            cache.buffers.values[plan.layer],
-            cache.view,
-            mask,
-            None if plan.sinks is None else own_parameters(self.attention)[plan.sinks],
-            kind.window or 0,
-            kind.chunk or 0,
-            keys.shape[3] ** -0.5 if plan.scaling is None else plan.scaling,
-            plan.softcap or 0.0,
-            *self.activation,
+    @property
+    def kind(self) -> Hashable:
+        """What an operator takes once for all layers that it computes together."""
+        plan, biased = self.plan, tuple(bool(layers[0].bias is not None) for layers in self.products)
+        numbers = (
+            plan.scaling,
+            plan.softcap,
+            plan.sinks is None,
+            biased,
+            tuple(module is None for module, _ in self.norms),
         )
+        return self.formula, self.activation, *numbers
+
+
+def whole_layers(
+    layers: Sequence[Whole], firsts: Sequence[NormOf], x: Tensor, reads: Tensor, turns: tuple[Tensor, Tensor],
+    mask: Tensor, cache: Any,
+) -> tuple[list[Tensor], Tensor] | None:  # fmt: skip
+    """The result of each of the `layers`, which follow each other and are of one :attr:`Whole.kind`, and the norm of the last result.
+
+    None if the operator does not compute them.
+
+    Args:
+        firsts: the first norm of the layer behind each layer; the last may be :data:`NO_NORM`.
+        reads: the first norm of `x`.
+    """
+    one = layers[0]
+    formula = one.formula or firsts[0][1] or Formula(0.0, False, False)
+    if type(cache) is not SlotCache or cache.buffers.key_scales or any(own not in (None, formula) for _, own in firsts):
+        return None
+    operands = [group[0].operands(group) for layer in layers for group in layer.products]
+    if None in operands or len({by.digits for by in operands}) > 1:
+        return None
+    keys, values = (
+        [buffers[layer.plan.layer] for layer in layers] for buffers in (cache.buffers.keys, cache.buffers.values)
+    )
+    norms = [module for layer, first in zip(layers, firsts, strict=True) for module, _ in (*layer.norms, first)]
+    # Read now, because the self-check shortens windows.
+    kinds = [getattr(layer.attention, KIND_ATTRIBUTE, LayerKind()) for layer in layers]
+    return products.decoder_layers(
+        x,
+        reads,
+        [matrix for by in operands for matrix in by.matrices],
+        [scale for by in operands for scale in by.scales],
+        [bias for by in operands for bias in by.biases],
+        sum(bool(by.biases) << place for place, by in enumerate(operands[: len(one.products)])),
+        operands[0].digits,
+        [own_parameters(module)["weight"] for module in norms if module is not None],
+        sum((module is not None) << place for place, module in enumerate(norms[: len(one.norms) + 1])),
+        *formula,
+        *turns,
+        cache.slots,
+        keys,
+        values,
+        cache.view,
+        mask,
+        [own_parameters(layer.attention)[layer.plan.sinks] for layer in layers if layer.plan.sinks is not None],
+        [kind.window or 0 for kind in kinds],
+        [kind.chunk or 0 for kind in kinds],
+        keys[0].shape[3] ** -0.5 if one.plan.scaling is None else one.plan.scaling,
+        one.plan.softcap or 0.0,
+        *one.activation,
+    )
 
 
 class Layer(NamedTuple):
@@ -325,8 +359,48 @@ class Layer(NamedTuple):
     whole: Whole | None = None
 
 
+class Following(NamedTuple):
+    """The decoder layer that reads another layer's result.
+
+    Attributes:
+        layer: the decoder layer.
+        alike: whether an operator can compute both layers together: they are of one :attr:`Whole.kind`, and get the same arguments.
+    """
+
+    layer: nn.Module
+    alike: bool
+
+
+class Ahead(threading.local):
+    """Results that an operator has computed together with those of a layer in front of them, in the order in which layers are called.
+
+    Attributes:
+        source, rest: the input of the next layer, and the other arguments that all layers were computed with.
+        results: the layers and their results, the next one last.
+    """
+
+    source: Tensor | None = None
+    rest: Sequence[Any] = ()
+    results: Sequence[tuple[nn.Module, Tensor]] = ()
+
+    def keep(self, source: Tensor | None, rest: Sequence[Any], results: list[tuple[nn.Module, Tensor]]) -> None:
+        self.source, self.rest, self.results = (source, rest, results) if results else (None, (), ())
+
+    def of(self, layer: nn.Module, x: Any, rest: Sequence[Any]) -> Tensor | None:
+        """The result of `layer` for `x` and `rest`; None if it was not computed."""
+        if not self.results:
+            return None
+        *others, (expected, result) = self.results
+        fits = expected is layer and self.source is x and all(map(operator.is_, self.rest, rest))
+        self.keep(result if fits else None, rest, others if fits else [])
+        return result if fits else None
+
+
+#: Layers of more tokens than this are computed one by one: they take long themselves, and all results at once would take memory.
+MOST_AHEAD = 64
 #: The result of a layer's first norm, which the layer before it has computed.
 _normed = Latest()
+_ahead = Ahead()
 
 
 def attend(
@@ -383,28 +457,59 @@ def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tupl
     return attend(module, plan, x, turns, mask, cache), plan.out
 
 
+def _block(layer: nn.Module) -> Layer:
+    return cast(Layer, vars(layer)["decoders_block"])
+
+
+def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
+    """The layers behind `layer` that an operator computes together with it, and the first norm behind these. A hook ends them, because
+    it may change a result in place.
+    """
+    layers = [layer]
+    while True:
+        following: Following | None = vars(layers[-1])["decoders_following"]
+        if following is None or hooks_of(layers[-1])[0] or hooks_of(following.layer)[1]:
+            return layers[1:], NO_NORM
+        if not following.alike or tokens > MOST_AHEAD:
+            return layers[1:], _block(following.layer).first
+        layers.append(following.layer)
+
+
 @functools.cache
 def layer_class(plain: Any) -> type[nn.Module]:
     """The class that replaces the class `plain` of a decoder layer. Its objects have a :class:`Layer`."""
 
-    def compute(plan: Layer, given: tuple, options: dict[str, Any], following: NormOf = NO_NORM) -> Tensor | None:
-        x, turns, mask, cache = taken(given, options, plan.names)
-        if x is None or turns is None or mask is None:
+    def compute(
+        plan: Layer, x: Tensor, *rest: Any, behind: Sequence[nn.Module] = (), following: NormOf = NO_NORM
+    ) -> Tensor | None:
+        """The layer's result; None if it cannot be computed.
+
+        Args:
+            rest: cos and sin, the mask and the cache.
+            behind: layers that may be computed, too, so that they have their results when they are called.
+            following: the first norm behind all these layers.
+        """
+        if x is None or None in rest[:2]:
             return None
         traced = torch.compiler.is_dynamo_compiling()
         first: Any = plan.first[0]
         reads = x if first is None else first(x) if traced else _normed.of(x, first, first)
+        firsts = *(_block(layer).first for layer in behind), following
         if not traced:
             _normed.forget()  # the stored tensor may belong to a recording
-            if plan.whole is not None and (both := plan.whole(x, reads, turns, mask, cache, following)) is not None:
-                if following[0] is not None:
-                    _normed.keep(both[0], following[0], both[1])
-                return both[0]
+            if plan.whole is not None:
+                wholes = [plan.whole, *(cast(Whole, _block(layer).whole) for layer in behind)]
+                if (computed := whole_layers(wholes, firsts, x, reads, *rest)) is not None:
+                    results, reads = computed
+                    if following[0] is not None:
+                        _normed.keep(results[-1], following[0], reads)
+                    _ahead.keep(results[0], rest, list(zip(behind, results[1:], strict=True))[::-1])
+                    return results[0]
         for step in plan.steps:
-            inner, last = _inner(step.module, reads, turns, mask, cache)
+            inner, last = _inner(step.module, reads, *rest)
             if inner is None:
                 return None
-            after = following if step is plan.steps[-1] else step.after
+            after = firsts[0] if step is plan.steps[-1] else step.after
             norms = _as_norm(step.before), _as_norm(after)
             by = last.operands((last,))
             both = None if by is None else products.linear_to_residual(inner, by, x, *norms)
@@ -412,13 +517,19 @@ def layer_class(plain: Any) -> type[nn.Module]:
                 return None
             x, normed = both
             reads = x if after[0] is None else normed
-        if following[0] is not None:
-            _normed.keep(x, following[0], reads)
-        return cast(Tensor, x)
+        if firsts[0][0] is not None:
+            _normed.keep(x, firsts[0][0], reads)
+        return x
 
     def forward(self: Any, *given: Any, **options: Any) -> Any:
-        following = NO_NORM if torch.compiler.is_dynamo_compiling() else self.decoders_following
-        out = compute(self.decoders_block, given, options, following)
+        x, *rest = taken(given, options, self.decoders_block.names)
+        if torch.compiler.is_dynamo_compiling():
+            out = compute(self.decoders_block, x, *rest)
+        elif (out := _ahead.of(self, x, rest)) is None:
+            if hooks_of(self)[1]:  # they may have changed the input in place
+                _normed.forget()
+            behind, following = _behind(self, x.numel() // x.shape[-1])
+            out = compute(self.decoders_block, x, *rest, behind=behind, following=following)
         return plain.forward(self, *given, **options) if out is None else out
 
     namespace = {"forward": forward, "compute": staticmethod(compute), "__module__": plain.__module__}

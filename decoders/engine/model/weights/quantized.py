@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from ..kernels import Operands, cpu
 from ..kernels.cpu import four_bits
 from ..kernels.products import on_cpu, take_cpu_kernels
-from .layers import Joint
+from .layers import Joint, biases_of
 
 #: How many weights of a row share a step and an offset in this package's int4. It is the smallest number that the kernels support.
 GROUP = 32
@@ -64,7 +64,7 @@ class _Quantized(Joint):
 
 def _operands(layers: tuple[Any, ...]) -> Operands:
     first = layers[0]
-    biases = [] if first.bias is None or first.after is not None else [layer.bias for layer in layers]
+    biases = [] if first.after is not None else biases_of(layers)
     return Operands([layer.levels for layer in layers], [layer.scales for layer in layers], biases, first.digits)
 
 

@@ -44,7 +44,7 @@ class Kernels:
         path: the shared object.
         few_rows_linear, rms_norm, gated_linear, linear_to_residual, linear_rotated, linear_to_cache: see
             :mod:`~decoders.engine.model.kernels.products`.
-        decoder_layer: a layer as a whole, which writes to the cache; used where layers are not traced.
+        decoder_layers: layers as a whole, which write to the cache; used where layers are not traced.
         write_to_cache: writes keys and values to their slots.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
@@ -59,7 +59,7 @@ class Kernels:
     linear_to_residual: Callable[..., tuple[Tensor, Tensor]]
     linear_rotated: Callable[..., tuple[Tensor, Tensor, Tensor]]
     linear_to_cache: Callable[..., Tensor]
-    decoder_layer: Callable[..., tuple[Tensor, Tensor]]
+    decoder_layers: Callable[..., tuple[list[Tensor], Tensor]]
     write_to_cache: Callable[..., None]
     slot_attention: Callable[..., Tensor]
     quantized_linear: Callable[..., Tensor]
@@ -98,7 +98,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "linear_to_cache": lambda x, matrices, *more: x.new_empty(
         (*x.shape[:2], len(matrices[0]) // more[-1].shape[3], more[-1].shape[3])
     ),
-    "decoder_layer": lambda x, reads, *_: (x.new_empty(x.shape), reads.new_empty(reads.shape)),
+    "decoder_layers": lambda x, reads, *more: (
+        [x.new_empty(x.shape) for _ in more[13]],  # the layers' keys
+        reads.new_empty(reads.shape),
+    ),
     "write_to_cache": lambda *_: None,
     "slot_attention": lambda query, _, value, *more: query.new_empty(
         *[query.shape[i] for i in (0, 2, 1)], value.shape[3]

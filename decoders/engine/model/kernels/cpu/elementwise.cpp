@@ -122,17 +122,22 @@ Tensor linear_to_cache(
     return split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, data<int64_t>(slots), own, others);
 }
 
-// A decoder layer: attention over the first `view` slots of the cache, then a gated feed-forward layer. Computes with the operators above.
-// x: [B, N, H]; reads: the first norm of x. matrices: of queries, keys, values, the attention's output, gate and up (as in gated_linear),
-// and down; scales: likewise, or none. `biased` has a bit for each of these four products that has biases. norms: of queries and keys, of
-// the attention's output, of the first sum, of the feed-forward layer's output, and of the second sum; `normed` has a bit for each.
-// Returns the second sum, and its norm.
-std::tuple<Tensor, Tensor> decoder_layer(
+// Decoder layers, each attention over the first `view` slots of the cache and then a gated feed-forward layer. Computes with the operators
+// above. x: [B, N, H]; reads: the first norm of x. There is one tensor of keys, of values, a window and a chunk per layer, and sinks or
+// none. The other lists have a layer's tensors behind those of the layer before. matrices: of queries, keys, values, the attention's
+// output, gate and up (as in gated_linear), and down; scales: likewise, or none. `biased` has a bit for each of these four products that
+// has biases. norms: of queries and keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of the
+// second sum, which is the next layer's first norm and may be missing in the last layer; `normed` has a bit for each.
+// Returns the second sum of each layer, and the norm of the last.
+std::tuple<Tensors, Tensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
-    double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor keys, Tensor values, int64_t view,
-    Tensor mask, std::optional<Tensor> sinks, int64_t window, int64_t chunk, double scale, double softcap, int64_t kind, bool gate_first) {
+    double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, int64_t view,
+    Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale, double softcap, int64_t kind, bool gate_first) {
     constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
-    STD_TORCH_CHECK(matrices.size() == MATRICES && (scales.empty() || scales.size() == MATRICES), "seven matrices, and as many scales or none");
+    const size_t layers = keys.size();
+    STD_TORCH_CHECK(matrices.size() == MATRICES * layers && (scales.empty() || scales.size() == matrices.size()), "seven matrices, and as many scales or none");
+    STD_TORCH_CHECK(values.size() == layers && windows.size() == layers && chunks.size() == layers && (sinks.empty() || sinks.size() == layers),
+                    "every layer has keys, values, a window and a chunk, and sinks or none");
     size_t matrix = 0, bias = 0, norm = 0;  // the next of each list
     auto part = [](const Tensors& from, size_t first, size_t count) {
         STD_TORCH_CHECK(first + count <= from.size(), "a tensor for every bit is needed");
@@ -146,31 +151,39 @@ std::tuple<Tensor, Tensor> decoder_layer(
         bias += with_bias;
         return next;
     };
-    auto next_norm = [&](int place) { return normed >> place & 1 ? std::optional(part(norms, norm++, 1)[0]) : std::nullopt; };
-
-    auto [m, s, b] = next_factors(0);
-    std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1);
-    Tensor queries = linear_to_cache(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, slots, keys, values);
-    int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), width = queries.size(3);
-    STD_TORCH_CHECK(0 < view && view <= keys.size(2), "the cache has the slots of the view");
-    auto seen = [&](const Tensor& all) {
-        return viewed(all, {all.size(0), all.size(1), view, all.size(3)}, {all.stride(0), all.stride(1), all.stride(2), all.stride(3)});
+    auto next_norm = [&](int place, bool needed = true) {
+        bool given = normed >> place & 1 && (needed || norm < norms.size());
+        return given ? std::optional(part(norms, norm++, 1)[0]) : std::nullopt;
     };
-    Tensor turned = viewed(queries, {rows, heads, nodes, width}, {nodes * heads * width, width, heads * width, 1});
-    Tensor attended = slot_attention(turned, seen(keys), seen(values), mask, sinks, {}, {}, window, chunk, scale, softcap);
-    Tensor inner = viewed(attended, {rows, nodes, heads * width}, {nodes * heads * width, heads * width, 1}), residual = x;
-    for (int step = 0; step < 2; step++) {
-        if (step == 1) {
-            auto [m, s, b] = next_factors(2);
-            inner = gated_linear(reads, m, s, b, digits, kind, gate_first);
+
+    Tensors sums;
+    for (size_t layer = 0; layer < layers; layer++) {
+        auto [m, s, b] = next_factors(0);
+        std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1), own_sinks;
+        Tensor queries = linear_to_cache(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, slots, keys[layer], values[layer]);
+        int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), width = queries.size(3);
+        STD_TORCH_CHECK(0 < view && view <= keys[layer].size(2), "the cache has the slots of the view");
+        auto seen = [&](const Tensor& all) {
+            return viewed(all, {all.size(0), all.size(1), view, all.size(3)}, {all.stride(0), all.stride(1), all.stride(2), all.stride(3)});
+        };
+        if (!sinks.empty()) own_sinks = sinks[layer];
+        Tensor turned = viewed(queries, {rows, heads, nodes, width}, {nodes * heads * width, width, heads * width, 1});
+        Tensor attended = slot_attention(turned, seen(keys[layer]), seen(values[layer]), mask, own_sinks, {}, {}, windows[layer], chunks[layer], scale, softcap);
+        Tensor inner = viewed(attended, {rows, nodes, heads * width}, {nodes * heads * width, heads * width, 1});
+        for (int step = 0; step < 2; step++) {
+            if (step == 1) {
+                auto [m, s, b] = next_factors(2);
+                inner = gated_linear(reads, m, s, b, digits, kind, gate_first);
+            }
+            auto [m, s, b] = next_factors(2 * step + 1);
+            std::optional<Tensor> before = next_norm(2 + 2 * step), after = next_norm(3 + 2 * step, step == 0 || layer + 1 < layers);
+            auto [sum, next] = linear_to_residual(inner, m, s, b, digits, x, before, epsilon, one_added, rounded_first, after, epsilon, one_added, rounded_first);
+            x = sum;
+            reads = after ? next : sum;
         }
-        auto [m, s, b] = next_factors(2 * step + 1);
-        std::optional<Tensor> before = next_norm(2 + 2 * step), after = next_norm(3 + 2 * step);
-        auto [sum, next] = linear_to_residual(inner, m, s, b, digits, residual, before, epsilon, one_added, rounded_first, after, epsilon, one_added, rounded_first);
-        residual = sum;
-        reads = after ? next : sum;
+        sums.push_back(x);
     }
-    return {residual, reads};
+    return {sums, reads};
 }
 
 // keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
@@ -199,9 +212,9 @@ DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
           "bool before_rounded_first, Tensor? after, float after_epsilon, bool after_one_added, bool after_rounded_first) -> (Tensor, Tensor)");
     m.def("linear_rotated(" OPERANDS ", " TURNS ", int heads, int width) -> (Tensor, Tensor, Tensor)");
     m.def("linear_to_cache(" OPERANDS ", " TURNS ", Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor");
-    m.def("decoder_layer(Tensor x, Tensor reads, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int biased, int digits, Tensor[] norms, "
-          "int normed, float epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values, "
-          "int view, Tensor mask, Tensor? sinks, int window, int chunk, float scale, float softcap, int kind, bool gate_first) -> (Tensor, Tensor)");
+    m.def("decoder_layers(Tensor x, Tensor reads, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int biased, int digits, Tensor[] norms, "
+          "int normed, float epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor(a!)[] keys, Tensor(b!)[] values, "
+          "int view, Tensor mask, Tensor[] sinks, int[] windows, int[] chunks, float scale, float softcap, int kind, bool gate_first) -> (Tensor[], Tensor)");
     m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values) -> ()");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
@@ -210,6 +223,6 @@ DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("linear_to_residual", TORCH_BOX(&linear_to_residual));
     m.impl("linear_rotated", TORCH_BOX(&linear_rotated));
     m.impl("linear_to_cache", TORCH_BOX(&linear_to_cache));
-    m.impl("decoder_layer", TORCH_BOX(&decoder_layer));
+    m.impl("decoder_layers", TORCH_BOX(&decoder_layers));
     m.impl("write_to_cache", TORCH_BOX(&write_to_cache));
 }
