@@ -95,7 +95,7 @@ struct Steps<bfloat16, bfloat16> {
 
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int MOST_ROWS = 6;  // rows of x in a tile of four outputs, so that all sums are in registers
-constexpr int FEW_ROWS = 3;   // rows of x in a tile of eight outputs, which loads more weights at a time
+constexpr int FEW_ROWS = 3;   // rows of x in a tile of MANY_OUTPUTS, which loads more weights at a time, and each of them once
 constexpr int COLUMNS = 4;    // vectors of outputs in a tile of four rows
 #elif defined(__AVX2__)
 constexpr int MOST_ROWS = 3;
@@ -106,6 +106,7 @@ constexpr int MOST_ROWS = 2;
 constexpr int FEW_ROWS = 1;
 constexpr int COLUMNS = 1;
 #endif
+constexpr int MANY_OUTPUTS = 8;  // outputs in a tile of FEW_ROWS
 constexpr long MOST_ROWS_AT_ONCE = 192;
 constexpr long CACHE = 512 << 10;  // most bytes of rows of x, so that they stay in the L2 cache while all weights are read
 
@@ -149,7 +150,7 @@ inline void multiply_dense_tile(const Matrix& matrix, long output, const typenam
     for (; k < whole; k += S::STEP) {
         S::template add<R, N>(w, x + k, ldx, sums);
         for (int r = 0; r < R; r++, next += S::STEP) {
-            if constexpr (FIRST) prefetch(next);
+            if constexpr (FIRST) prefetch<R == MANY_OUTPUTS>(next);
             w[r] += S::STEP;
         }
     }
@@ -218,7 +219,7 @@ inline void multiply_columns(const T* weights, long stride, const float* x, long
     for (int v = 0; v < V; v++)
         for (int n = 0; n < N; n++) sums[v][n] = zeros();
     for (long k = 0; k < inputs; k++, weights += stride) {
-        prefetch(weights + 16 * stride);
+        prefetch<false>(weights + 16 * stride);
         for (int v = 0; v < V; v++) {
             Vec column = load(weights + v * LANES);
             for (int n = 0; n < N; n++) sums[v][n] = multiply_add(column, broadcast(x[n * ldx + k]), sums[v][n]);
@@ -273,9 +274,9 @@ struct VectorPanels {
     void end() const {}
     // Computes up to WIDE of the `left` outputs from `o` on, and returns how many. y: [rows, WIDE].
     long operator()(const Matrix& matrix, long o, long left, float* y) const {
-        if (left >= 8 && rows <= FEW_ROWS) {
-            multiply_rows<S, 8, FEW_ROWS, true>(matrix, o, x, ldx, rows, inputs, y, WIDE);
-            return 8;
+        if (left >= MANY_OUTPUTS && rows <= FEW_ROWS) {
+            multiply_rows<S, MANY_OUTPUTS, FEW_ROWS, true>(matrix, o, x, ldx, rows, inputs, y, WIDE);
+            return MANY_OUTPUTS;
         }
         long wide = left >= WIDE ? WIDE : left >= 8 ? 8 : left >= 4 ? 4 : 1;
         if (wide >= 4) multiply_outputs<S, 4>(matrix, o, x, ldx, rows, inputs, wide, y, WIDE);

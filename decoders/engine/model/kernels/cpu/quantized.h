@@ -93,7 +93,7 @@ struct Bytes {
             for (int n = 0; n < N; n++) rows[n] = load_shorts(x + n * ldx + k);
             for (int r = 0; r < R; r++) {
                 Shorts weights = widen(w[r] + k);
-                if constexpr (FIRST) prefetch(next + R * k + r * STEP);
+                if constexpr (FIRST) prefetch<R == MANY_OUTPUTS>(next + R * k + r * STEP);
                 for (int n = 0; n < N; n++) sums[r][n] = add_products(weights, rows[n], sums[r][n]);
             }
         }
@@ -202,7 +202,7 @@ struct Fours {
         for (long b = 0; b < blocks; b++) {
             for (int r = 0; r < R; r++) {
                 const Scale* of_block = steps[r] + (b * 4 >> shift);
-                if constexpr (FIRST) prefetch(w[0] + R * matrix.stride + (b * R + r) * 64);
+                if constexpr (FIRST) prefetch<R == MANY_OUTPUTS>(w[0] + R * matrix.stride + (b * R + r) * 64);
                 for (int part = 0; part < PARTS; part++) {
                     Shorts packed = load_shorts(w[r] + b * 64 + part * 2 * SHORTS);
                     Shorts first = four_bits<0>(packed), second = four_bits<1>(packed), third = four_bits<2>(packed), fourth = four_bits<3>(packed);

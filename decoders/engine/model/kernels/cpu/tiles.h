@@ -61,7 +61,7 @@ struct Tiles {
         for (long step = 0; step < steps; step++, w += INPUTS, x += PAIRS * columns) {
             if (long left = std::min(inputs - step * INPUTS, INPUTS); left == INPUTS && outputs == OUTPUTS) {
                 _tile_loadd(4, w, stride * sizeof *w);
-                if (first) for (long o = OUTPUTS; o < 2 * OUTPUTS; o++) prefetch(w + o * stride);
+                if (first) for (long o = OUTPUTS; o < 2 * OUTPUTS; o++) prefetch<false>(w + o * stride);
             } else {  // the rest, without reading beyond the end
                 memset(rest, 0, sizeof rest);
                 for (long o = 0; o < outputs; o++) memcpy(rest[o], w + o * stride, left * sizeof *w);

@@ -184,9 +184,11 @@ inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
 #endif
 }
 
+// ONCE: what is there is read once, so it need not replace what the caches hold.
+template <bool ONCE>
 inline void prefetch(const void* address) {
 #if defined(__GNUC__)
-    __builtin_prefetch(address);
+    __builtin_prefetch(address, 0, ONCE ? 0 : 3);
 #endif
 }
 
