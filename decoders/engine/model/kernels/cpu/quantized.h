@@ -78,7 +78,7 @@ struct Bytes {
     using Row = int16_t;
     static constexpr bool QUANTIZED = true;
     static constexpr long STEP = SHORTS;
-    static constexpr int MOST_ROWS = LANES == 16 ? 4 : 2;
+    static constexpr int MOST_ROWS = LANES == 16 ? 6 : 2;
     static constexpr bool HAS_OFFSETS = false;
     static constexpr long MOST = 256 * LANES;  // most inputs whose products fit into sums of 32 bits: 256 in a lane
 
