@@ -13,6 +13,7 @@ import json
 import os
 import tomllib
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -220,9 +221,12 @@ ENABLED = "given to enable()"
 
 def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str, str]) -> str:
     """The text of `error`. origin: where each setting's value comes from ("" for the call)."""
-    problems = []
-    for item in error.errors():
-        field = ".".join(map(str, item["loc"]))
+    problems, alternatives = [], defaultdict(list)
+    for item in error.errors():  # each type of a union refuses the same value: one problem
+        whole = item["loc"][:1] + tuple(part for part in item["loc"][1:] if isinstance(part, int))
+        alternatives[whole, id(item["input"])].append(item)
+    for (whole, _), (item, *others) in alternatives.items():
+        field = ".".join(map(str, whole if others else item["loc"]))
         place = origin.get(str(item["loc"][0]) if item["loc"] else "", "")
         if not item["loc"]:  # a rule about several settings, any of which may be wrong
             place = ", ".join(f"{name} {where}" for name, where in origin.items() if where)
@@ -235,7 +239,8 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
             problems.append(f"unknown setting {field!r}{where}. {hint}")
         else:
             where = f" ({place})" if place else ""
-            problems.append(f"{field}: {item['msg']} (got {item.get('input')!r}){where}".removeprefix(": "))
+            said = ", or ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in (item, *others)))
+            problems.append(f"{field}: {said} (got {item['input']!r}){where}".removeprefix(": "))
     return f"{cls.__name__}: " + "; ".join(problems)
 
 

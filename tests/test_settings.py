@@ -154,6 +154,15 @@ def test_mistake_in_the_environment_names_the_variable(
         lookup()
 
 
+def test_the_types_of_a_union_are_one_problem() -> None:
+    with pytest.raises(SettingsError) as error:
+        RuntimeSettings.parse({"compile": "maybe"})
+    assert str(error.value) == (
+        "RuntimeSettings: compile: Input should be 'auto', or Input should be a valid boolean, unable to interpret input "
+        "(got 'maybe')"
+    )
+
+
 def test_misspelt_runtime_variable_is_an_error_and_a_foreign_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DECODERS_OF_MY_OWN", "1")
     monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "x")

@@ -44,8 +44,7 @@ class Record:
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
-        baseline: the method that the tokens were compared with: transformers; or, when sampling or with a grammar, our plain decoding
-            if it was measured.
+        baseline: the method that the tokens were compared with: transformers; or, when sampling or with a grammar, our plain decoding.
         difference: where the tokens first differ from the baseline's.
         leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
         compared: number of the baseline's new tokens.
@@ -185,7 +184,7 @@ def summarise(
         speed_baseline = _entry_of(entry, entries, BASELINE)
         token_baseline = _entry_of(entry, entries, PLAIN) if method.sampling is not None else speed_baseline
         if method.grammar:
-            token_baseline = _entry_of(entry, entries, PLAIN, method.grammar) or token_baseline
+            token_baseline = _entry_of(entry, entries, PLAIN, method.grammar)
         plain = _entry_of(entry, entries, PLAIN)
         for kind in dict.fromkeys(entry.kind_of.values()):
             record = _record(entry, kind, speed_baseline, token_baseline, bandwidth)

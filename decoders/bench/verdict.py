@@ -96,12 +96,13 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
 
 
 def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
-    """A verdict for every group in which at least one of our methods was measured. near: see :data:`NEAR`."""
+    """A verdict for every group in which at least one of our methods was measured without a grammar. near: see :data:`NEAR`."""
     result = []
     for group, methods in pooled(records).items():
         usable = [
             r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r) and not _made_up(r)
-        ]
+            and not parse(r.method).grammar  # it writes other texts than the baseline
+        ]  # fmt: skip
         if not usable:
             continue
         best = chosen(usable, near)

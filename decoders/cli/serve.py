@@ -256,9 +256,9 @@ def _corpus(path: Path) -> list[Content]:
 
     try:
         contents = [content for _, content in read_file(path) if content]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingsError(
-            f"--suffix-corpus {path} is neither text nor JSON lines with text or messages: {type(error).__name__}: {error}"
+            f"--suffix-corpus {path} is neither text nor JSON lines with text or messages: {error}"
         ) from error
     if not contents:
         raise SettingsError(f"--suffix-corpus {path}: there is no text in it")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.devices import refuse_meta
 from ..engine.model.layout import context_length, embeddings_of
@@ -123,10 +125,19 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, (str, list, tuple)) and all(isinstance(text, str) and text for text in v or [" "]) and v != "",
         "a text or a list of texts, none of them empty"),
     "streamer": (
-        lambda v: callable(getattr(v, "put", None)) and callable(getattr(v, "end", None)),
+        lambda v: not isinstance(v, type) and callable(getattr(v, "put", None)) and callable(getattr(v, "end", None)),
         "an object with put() and end(), such as TextStreamer(tokenizer)"),
-    "logits_processor": (lambda v: isinstance(v, (list, tuple)), "a list of LogitsProcessor objects"),
-    "stopping_criteria": (lambda v: isinstance(v, (list, tuple)), "a list of StoppingCriteria objects"),
+    "logits_processor": (lambda v: _are(v, callable), "a list of LogitsProcessor objects"),
+    "stopping_criteria": (lambda v: _are(v, callable), "a list of StoppingCriteria objects"),
+    "assistant_tokenizer": (lambda v: isinstance(v, PreTrainedTokenizerBase), "a tokenizer of transformers"),
+    "temperature": (lambda v: _is_number(v), "a number above 0"),
+    "top_p": (lambda v: _is_number(v) and v <= 1, "a number from 0 to 1"),  # transformers leaves out what is above 1
+    "min_p": (lambda v: _is_number(v), "a number from 0 to 1"),
+    "typical_p": (lambda v: _is_number(v), "a number from 0 to 1"),
+    "repetition_penalty": (lambda v: _is_number(v), "a number above 0"),
+    "max_time": (lambda v: _is_number(v), "a number of seconds"),
+    "suppress_tokens": (lambda v: isinstance(v, Tensor) or _are(v, _is_whole), "a list of token ids"),
+    "begin_suppress_tokens": (lambda v: isinstance(v, Tensor) or _are(v, _is_whole), "a list of token ids"),
 }  # fmt: skip
 
 
@@ -237,13 +248,19 @@ def _is_whole(value: Any) -> bool:
     return True
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _are(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(fits, value))
+
+
 def _are_ids(value: Any, several: bool) -> bool:
     if isinstance(value, Tensor):
         whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
         return whole and value.dim() <= several and value.numel() > 0
-    if isinstance(value, (list, tuple)):
-        return several and all(map(_is_whole, value))
-    return _is_whole(value)
+    return _is_whole(value) or (several and _are(value, _is_whole))
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
@@ -256,7 +273,7 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
         if not _is_whole(seed):
             raise SettingsError(f"seed must be a whole number, not {shown(seed)}")
         if not -(2**63) <= seed < 2**63:
-            raise SettingsError(f"seed {seed} does not fit 64 bits")
+            raise SettingsError(f"seed must be from -2**63 to 2**63 - 1, not {seed}")
         return int(seed)
     if not sample:
         return 0

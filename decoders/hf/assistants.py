@@ -144,7 +144,7 @@ class CallAssistants:
         kept: all draft models of the target.
         target: the enabled model.
         engine, tokenizer: the target's engine and tokenizer.
-        assistant_tokenizer: the tokenizer of a draft model that the caller passes as an object.
+        assistant_tokenizer: the tokenizer of a draft model that the caller passes as an object, or of a folder without one.
         runtime: settings of the call.
     """
 
@@ -204,8 +204,9 @@ class CallAssistants:
         return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
 
     def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer."""
-        return self.kept.load(model, self.target) if isinstance(model, str) else (model, self.assistant_tokenizer)
+        """A draft model and its tokenizer: the caller's `assistant_tokenizer` if the model is an object or its folder has none."""
+        loaded, own = self.kept.load(model, self.target) if isinstance(model, str) else (model, None)
+        return loaded, self.assistant_tokenizer if own is None else own
 
 
 def draft_scheme(runtime: RuntimeSettings) -> Scheme | None:

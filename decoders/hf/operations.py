@@ -161,6 +161,7 @@ def _repetition(x: Any, prompts: PaddedPrompts) -> list[Operation] | None:
 
 def _biases(biases: Mapping[tuple[int, ...], float], prompts: PaddedPrompts) -> list[Operation] | None:
     """`biases` as operations; None if the model lacks a token (transformers raises), or the order of additions would change a sum."""
+    biases = {tokens: bias for tokens, bias in biases.items() if tokens}  # transformers passes over empty ones
     ends = Counter(tokens[-1] for tokens, bias in biases.items() if bias != REMOVED)
     if not prompts.have(biases.items()) or max(ends.values(), default=0) > 2:
         return None

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingsError, installing
+from ..errors import SettingsError, installing, shortened, suggest
 from .templates import prompt_text
 
 if TYPE_CHECKING:
@@ -38,7 +38,18 @@ def instructions(kind: str) -> Texts:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """The tokens of a prompt: messages go through the chat template, or become bare text if the tokenizer has none."""
+    """The tokens of a prompt: messages go through the chat template, or become bare text if the tokenizer has none.
+
+    Raises:
+        SettingsError: `content` is neither a text nor messages, or has no tokens.
+    """
+    tokens = _encode(tokenizer, _checked(content))
+    if not tokens:
+        raise SettingsError("a prompt is empty: give every prompt at least one token")
+    return tokens
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
     if isinstance(content, str) or not tokenizer.chat_template:
         return list(tokenizer(bare(content))["input_ids"])
     # The template writes the special tokens itself.
@@ -88,9 +99,11 @@ def read_prompts(chosen: str, limit: int | None) -> Texts:
 def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
     try:
         prompts = read_file(Path(chosen))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        kinds = ", ".join(known)
-        raise SettingsError(f"--prompts {chosen!r} is neither one of {kinds} nor a readable file: {error}") from error
+    except FileNotFoundError as error:
+        odd = next((piece.strip() for piece in chosen.split(",") if piece.strip() not in known), chosen)
+        raise SettingsError(f"--prompts {chosen!r} is no file, and {odd!r} no kind. {suggest(odd, known)}") from error
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--prompts {chosen!r} cannot be read: {error}") from error
     if not any(text for _, text in prompts):
         raise SettingsError(f"--prompts {chosen}: there is no text in it")
     texts: Texts = []
@@ -104,7 +117,7 @@ def read_file(path: Path) -> list[tuple[str, Content]]:
     """Kind and content of the prompts in a file: the file is one text, or has objects with a text or messages (:func:`read_rows`).
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: the file has another format.
+        OSError, ValueError: the file has another format.
     """
     if path.suffix.lower() in (".jsonl", ".gz", ".parquet"):
         return [_prompt(item, path.name.partition(".")[0]) for item in read_rows(path)]
@@ -132,13 +145,25 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
-def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:
+def _prompt(item: Any, kind: str) -> tuple[str, Content]:
     """Kind (by default the file's name) and content of a line: a text, or messages with role and content.
 
     Raises:
-        KeyError, TypeError: the line has neither.
+        SettingsError: the line has neither.
     """
-    if "messages" not in item:
-        return item.get("kind", kind), item["text"]
-    messages = [{"role": message["role"], "content": message["content"]} for message in item["messages"]]
-    return item.get("kind", kind), messages
+    if not isinstance(item, dict) or not ("messages" in item or "text" in item):
+        raise SettingsError(f"a line has a text, or messages, unlike {shortened(repr(item))}")
+    return item.get("kind", kind), _checked(item.get("messages", item.get("text")))
+
+
+def _checked(content: Any) -> Content:
+    """The text, or role and content of the messages. Raises SettingsError if `content` is neither."""
+    if isinstance(content, str):
+        return content
+    try:
+        messages = [{"role": message["role"], "content": message["content"]} for message in content]
+        if all(isinstance(text, str) for message in messages for text in message.values()):
+            return messages
+    except (KeyError, TypeError):
+        pass
+    raise SettingsError(f"a prompt is a text, or messages with role and content, not {shortened(repr(content))}")

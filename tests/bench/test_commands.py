@@ -190,13 +190,14 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--set", "prefill_chunk=0"), "prefill_chunk"),
         (("-s", "prompt_lookup[compile=maybe]"), "true, false or auto"),
         (("--batch", "0"), "batch sizes such as 1,4"),
-        (("--prompts", "nowhere.txt"), "neither one of"),
+        (("--prompts", "nowhere.txt"), "'nowhere.txt' is no file, and 'nowhere.txt' no kind"),
         (("--set", "length=3"), "name the strategy too"),
         (("-s", "prompt_lokup"), "prompt_lookup"),
         (("-s", "prompt_lookup[length=3"), "a closing ']' is missing"),
         (("-s", "prompt_lookup[lenght=3]"), "Did you mean 'length'?"),
         (("--baseline", "transformers-static[3]"), "only transformers-assisted takes"),
         (("--prompts", "code,random,poem"), "predictable, random"),
+        (("--prompts", "cpy,code"), "'cpy' no kind. Did you mean 'copy'?"),
         (("--suite", "specbench", "--data", "."), "Did you mean 'spec-bench'"),
         (("--suite", "gsm8k", "--prompts", "code"), "give either --suite with --data, or --prompts"),
         (("--data", "question.jsonl"), "give either --suite with --data, or --prompts"),
@@ -330,6 +331,28 @@ def test_prompts_are_read_with_messages_and_kinds(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [kind for _, kind, _ in read_prompts("instruct", 1)] == [f"instruct:{kind}" for kind in INSTRUCTIONS]
     assert [name for name, _, _ in read_prompts("instruct:edit,code", 1)] == ["instruct:edit-01", "code-01"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"txt": "x"}', "a line has a text, or messages, unlike {'txt': 'x'}"),
+        ('"x"', "a line has a text, or messages, unlike 'x'"),
+        ('{"text": 5}', "a prompt is a text, or messages with role and content, not 5"),
+        ('{"messages": ["x"]}', r"messages with role and content, not \['x'\]"),
+        ('{"text": "x"', "mine.jsonl' cannot be read: Expecting"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_told(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(line)
+    with pytest.raises(SettingsError, match=said):
+        read_prompts(str(tmp_path / "mine.jsonl"), 4)
+
+
+@pytest.mark.parametrize(("content", "said"), [("", "a prompt is empty"), (5, "a prompt is a text, or messages")])
+def test_a_workload_needs_a_text(content: Any, said: str, tokenizer: Any) -> None:
+    with pytest.raises(SettingsError, match=said):
+        bench.workloads(tokenizer, [("first", "mine", "one"), ("second", "mine", content)])
 
 
 def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

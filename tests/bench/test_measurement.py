@@ -241,6 +241,18 @@ def test_the_first_token_ends_its_call(methods: list[Any], tokenizer: Any) -> No
         assert bench.decode(method, work, 4).sequences.shape[1] == work.input_ids.shape[1] + 4, "usable afterwards"
 
 
+def test_under_a_grammar_tokens_are_compared_under_that_grammar_alone(methods: list[Any], tokenizer: Any) -> None:
+    (work,) = bench.workloads(tokenizer, TEXTS[:1])
+    constrained = [
+        replace(methods[1], name=f"{name}[grammar=json]", grammar="json") for name in ("grammar", "autoregressive")
+    ]
+    entries = [Competitor(c, 1, kind_of={work.name: "copy"}) for c in (methods[0], *constrained)]
+    for entry, token in zip(entries, (3, 4, 4), strict=True):
+        entry.checks[work.name] = Check([[1, 2, token]], 3, 1.0)
+    assert [r.identical for r in bench.summarise(entries[:2])] == [True, None]
+    assert [r.identical for r in bench.summarise(entries)] == [True, True, True]
+
+
 def test_differences_name_row_and_token(methods: list[Any], tokenizer: Any) -> None:
     (work,) = bench.workloads(tokenizer, TEXTS[:2], rows=2)
     entries = [Competitor(c, 2, kind_of={work.name: "copy"}) for c in methods[:2]]

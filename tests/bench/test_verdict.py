@@ -77,6 +77,12 @@ def test_what_writes_other_tokens_is_not_advised() -> None:
     assert verdict.method == "auto" and verdict.text.endswith("near-ties in bfloat16 may differ.")
 
 
+def test_what_writes_under_a_grammar_is_not_advised() -> None:
+    records = [record("transformers", 10), record("autoregressive", 15), record("grammar[grammar=tool_call]", 90)]
+    assert verdicts(records)[0].method == "autoregressive"
+    assert verdicts([records[0], records[2]]) == []
+
+
 def test_random_weights_say_nothing_of_drafts() -> None:
     (verdict,) = verdicts([record("transformers", 10), record("autoregressive", 20, random_weights=True)])
     assert verdict.method == "" and "nobody knows whether drafts pay" in verdict.text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedModel, TextStreamer
 
 import decoders
 from decoders.errors import ContextLengthError, DecodersError, InputError, SettingsError, UnsupportedError
@@ -174,6 +175,7 @@ IDS = torch.arange(3, 11)[None]
         (dict(decoders_config={"slots": 10**13, "compile": False}), DecodersError, "no memory for the key-value cache"),
         (dict(seed="7"), SettingsError, "seed must be a whole number, not '7'"),
         (dict(seed=1.5), SettingsError, "seed must be a whole number"),
+        (dict(seed=2**63), SettingsError, r"seed must be from -2\*\*63 to 2\*\*63 - 1, not 9223372036854775808"),
         (dict(seed=torch.tensor(3)), SettingsError, "seed must be a whole number"),
         (dict(generator=5), SettingsError, "generator must be a torch.Generator, not 5"),
         (dict(generation_config=5), SettingsError, "generation_config must be a GenerationConfig, not 5"),
@@ -188,8 +190,19 @@ IDS = torch.arange(3, 11)[None]
         (dict(stop_strings=["."] + [""]), SettingsError, "none of them empty"),
         (dict(streamer=True), SettingsError, r"streamer must be an object with put\(\) and end\(\).*, not True"),
         (dict(streamer=print), SettingsError, "such as TextStreamer"),
+        (dict(streamer=TextStreamer), SettingsError, "such as TextStreamer"),
         (dict(logits_processor=print), SettingsError, "logits_processor must be a list of LogitsProcessor"),
         (dict(stopping_criteria=print), SettingsError, "stopping_criteria must be a list of StoppingCriteria"),
+        (dict(stopping_criteria=[5]), SettingsError, "stopping_criteria must be a list of StoppingCriteria"),
+        (dict(logits_processor=[5]), SettingsError, "logits_processor must be a list of LogitsProcessor"),
+        (dict(assistant_tokenizer="x"), SettingsError, "assistant_tokenizer must be a tokenizer of transformers, not"),
+        (dict(do_sample=True, top_p="0.9"), SettingsError, "top_p must be a number from 0 to 1, not '0.9'"),
+        (dict(do_sample=True, top_p=95), SettingsError, "top_p must be a number from 0 to 1, not 95"),
+        (dict(do_sample=True, top_p=math.nan), SettingsError, "top_p must be a number from 0 to 1, not nan"),
+        (dict(do_sample=True, temperature="0.7"), SettingsError, "temperature must be a number above 0, not '0.7'"),
+        (dict(repetition_penalty="1.2"), SettingsError, "repetition_penalty must be a number above 0, not '1.2'"),
+        (dict(max_time="1"), SettingsError, "max_time must be a number of seconds, not '1'"),
+        (dict(suppress_tokens=5), SettingsError, "suppress_tokens must be a list of token ids, not 5"),
         (dict(wombat=3), UnsupportedError, "wombat=3 does not go with strategy="),
         (
             dict(compile=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,13 +111,32 @@ def test_without_a_tokenizer_the_sizes_are_refused_and_the_way_out_is_named() ->
         target.generate(torch.arange(9)[None], **options)
 
 
+def test_a_folder_without_a_tokenizer_is_read_with_the_given_one(tmp_path: Path) -> None:
+    target, draft, own, other = pair()
+    draft.save_pretrained(tmp_path)
+    ids = torch.tensor([own(TEXT)["input_ids"][:16]])
+    options = dict(max_new_tokens=6, do_sample=False, decoders_config=EAGER, return_dict_in_generate=True)
+    out = target.generate(
+        ids, strategy="threshold", assistant_model=str(tmp_path), assistant_tokenizer=other, **options
+    )
+    assert out.sequences.equal(target.generate(ids, strategy="autoregressive", **options).sequences)
+    with pytest.raises(UnsupportedError, match="has 1% of the target's tokens"):
+        target.generate(
+            ids, strategy="threshold", assistant_model=str(tmp_path), assistant_tokenizer=letters(), **options
+        )
+
+
+def letters() -> PreTrainedTokenizerFast:
+    vocab = {token: id for id, token in enumerate(["<end>", "a", "b", "c"])}
+    few = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, [])), eos_token="<end>")
+    few.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    few.backend_tokenizer.decoder = token_decoders.ByteLevel()
+    return few
+
+
 def test_vocabularies_with_too_little_in_common_are_refused() -> None:
     target, draft, _, _ = pair()
-    vocab = {token: id for id, token in enumerate(["<end>", "a", "b", "c"])}
-    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, [])), eos_token="<end>")
-    letters.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters.backend_tokenizer.decoder = token_decoders.ByteLevel()
-    options = dict(strategy="threshold", assistant_model=draft, assistant_tokenizer=letters, max_new_tokens=8)
+    options = dict(strategy="threshold", assistant_model=draft, assistant_tokenizer=letters(), max_new_tokens=8)
     with pytest.raises(UnsupportedError, match="has 1% of the target's tokens, which is too few"):
         target.generate(torch.arange(9)[None], decoders_config=EAGER, **options)
 
