@@ -73,7 +73,7 @@ def ngram(
             loaded, starts or [[tokenizer.bos_token_id]], tokens=tokens, rows=rows, length=length,
             temperature=temperature, seed=seed, followers=followers,
             source=f"{model} at temperature {temperature:g}, seed {seed}, after {after}",
-            on_progress=lambda counted: bar.update(task, completed=min(counted, tokens)),
+            on_progress=lambda counted: bar.update(task, completed=counted),
             **({} if compile else {"decoders_config": {"compile": False}}),
         )  # fmt: skip
     try:
