@@ -158,7 +158,8 @@ def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "bench -s prompt_lokup", "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
+        "bench -s prompt_lokup", "bench --baselines transfomers", "bench --acceptance 0.8,0.9",
+        "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
         "bench load -s prompt_lokup", "bench load --json no/such/file", "advise demo --json no/such/file",
     ],
 )  # fmt: skip
@@ -196,6 +197,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("-s", "prompt_lookup[length=3"), "a closing ']' is missing"),
         (("-s", "prompt_lookup[lenght=3]"), "Did you mean 'length'?"),
         (("--baseline", "transformers-static[3]"), "only transformers-assisted takes"),
+        (("--baseline", "transfomers"), "Did you mean 'transformers'?"),
         (("--prompts", "code,random,poem"), "predictable, random"),
         (("--suite", "specbench", "--data", "."), "Did you mean 'spec-bench'"),
         (("--suite", "gsm8k", "--prompts", "code"), "give either --suite with --data, or --prompts"),
