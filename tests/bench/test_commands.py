@@ -160,7 +160,8 @@ def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
     [
         "bench -s prompt_lokup", "bench --baselines transfomers", "bench --acceptance 0.8,0.9",
         "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
-        "bench load -s prompt_lokup", "bench load --json no/such/file", "advise demo --json no/such/file",
+        "bench load -s prompt_lokup", "bench load -s speculative", "generate x/y z -s speculative", "warmup x/y -s speculative",
+        "serve x/y -s speculative", "bench load --json no/such/file", "advise demo --json no/such/file",
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_a_model_is_loaded(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +169,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(arguments: str, monkeypatch:
     monkeypatch.setattr(models, "load", None)
     done = run(*arguments.split())
     assert done.exit_code == 2, done.output
-    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "assistant_model" not in done.stderr
 
 
 @pytest.mark.usefixtures("tiny_demo")

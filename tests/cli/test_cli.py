@@ -456,10 +456,10 @@ def test_a_draft_model_in_the_settings_needs_no_other(checkpoint: str) -> None:
     assert "6 passes in" in lone.stderr, "two steps of three"
     both = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--assistant", checkpoint)
     assert both.exit_code == 2
-    assert "uses no assistant_model" in both.stderr
+    assert "uses no --assistant; leave one of them out" in both.stderr
     neither = run(*common, "speculative")
     assert neither.exit_code == 2
-    assert "needs assistant_model" in neither.stderr
+    assert "strategy 'speculative' needs a draft model: --assistant" in neither.stderr
     staged = run(
         *common, "staged", "--assistant", checkpoint, "--report", "--set", "stage=speculative", "--set", "passes=2",
         "--set", f"stage_config.draft_model={checkpoint}", "--set", "stage_config.length=2",
