@@ -503,7 +503,8 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
         (["t.safetensors", "--prompts", "none.txt"], "none.txt cannot be read: No such file"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0, and finite, not 0"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0, and finite, not nan"),
-        (["pipe", "--prompts", "a.txt"], "pipe cannot be written: it is no regular file"),
+        (["pipe", "--prompts", "a.txt"], "pipe cannot be read: it is no regular file"),
+        (["a.txt", "--prompts", "a.txt"], "OUT a.txt is there, and only a table is replaced: a.txt is no n-gram table"),
     ],
 )
 def test_ngram_table_that_cannot_be_trained_is_explained(
@@ -695,6 +696,15 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
     assert "heads right 50.0%, 25.0%" in result.stdout
     assert "tree of 9 nodes: 2.500 tokens a step; the default's first 9: 2.250" in result.stdout
     assert json.loads(run("train", "medusa", "--model", "mine", *options, "--json").stdout)["trees"]["nodes"] == 9
+
+
+@pytest.mark.parametrize("command", ["draft", "medusa", "eagle3", "dflash"])
+def test_training_replaces_no_files_of_others(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "load", None)
+    (tmp_path / "README.md").write_text("mine")
+    result = run("train", command, "--model", "demo", "--output", str(tmp_path))
+    assert result.exit_code == 2
+    assert "has other files (README.md), which training might replace" in result.stderr
 
 
 def test_train_medusa_without_text_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
