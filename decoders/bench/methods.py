@@ -30,7 +30,8 @@ OF_ENGINES = (*PRECISION, "draft_weights")
 ANYTHING = "anything"
 #: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
 LOOKUP_TOKENS = 10
-ASSISTED = "transformers-assisted"
+STATIC, COMPILED = "transformers-static", "transformers-compiled"
+LOOKUP, ASSISTED = "transformers-prompt-lookup", "transformers-assisted"
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,16 @@ class Method:
         return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + repeat))
 
 
+def baseline_named(text: str) -> tuple[str, int | None]:
+    """Name and draft tokens of one of transformers' methods. Raises UnknownNameError, SettingsError: name or brackets are wrong."""
+    name, tokens = assistant_tokens(text)
+    if name not in (every := (BASELINE, STATIC, COMPILED, LOOKUP, ASSISTED)):
+        raise UnknownNameError("baseline", name, every)
+    if tokens is not None and name != ASSISTED:
+        raise SettingsError(f"{text!r}: only {ASSISTED} takes a number of draft tokens")
+    return name, tokens
+
+
 def transformers_methods(
     model: PreTrainedModel, draft: PreTrainedModel | None = None, names: Sequence[str] | None = None, dtype: str = "",
     sampling: Sampling | None = None, tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
@@ -166,31 +177,25 @@ def transformers_methods(
     dtype = dtype or str(model.dtype).removeprefix("torch.")
     one_row = "transformers' assisted generation takes one row"
     compile_everywhere = compiled_on_any_device()
-    available = {
-        BASELINE: Method(BASELINE, dtype, model),
-        "transformers-static": Method(
-            "transformers-static", dtype, model, {"cache_implementation": "static"}),
-        "transformers-compiled": Method(
-            "transformers-compiled", dtype, model, {"cache_implementation": "static", "compile_config": compile_everywhere}),
-        "transformers-prompt-lookup": Method(
-            "transformers-prompt-lookup", dtype, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, one_row_only=one_row),
-        ASSISTED: Method(
+    methods = (
+        Method(BASELINE, dtype, model),
+        Method(STATIC, dtype, model, {"cache_implementation": "static"}),
+        Method(COMPILED, dtype, model, {"cache_implementation": "static", "compile_config": compile_everywhere}),
+        Method(LOOKUP, dtype, model, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, one_row_only=one_row),
+        Method(
             ASSISTED, dtype, model, {"assistant_model": draft, **(tokenizers or {})}, one_row_only=one_row, assistant=draft,
             impossible="" if draft is not None else "needs a draft model: --draft"),
-    }  # fmt: skip
+    )  # fmt: skip
+    available = {method.name: method for method in methods}
     if names is None:
-        requested = [name for name in available if name != "transformers-compiled" or model.device.type != "cuda"]
+        requested = [name for name in available if name != COMPILED or model.device.type != "cuda"]
     else:
         requested = list(dict.fromkeys([BASELINE, *names]))
     chosen = []
     for text in requested:
-        name, tokens = assistant_tokens(text)
-        if name not in available:
-            raise UnknownNameError("baseline", name, available)
+        name, tokens = baseline_named(text)
         method = replace(available[name], sampling=sampling)
         if tokens is not None:
-            if name != ASSISTED:
-                raise SettingsError(f"{text!r}: only {ASSISTED} takes a number of draft tokens")
             # A threshold above 0 ends drafts early. It is not None, because transformers would replace None by its default.
             config = {
                 "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",

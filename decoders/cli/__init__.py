@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import sys
 import warnings
 from typing import Annotated, Any
@@ -58,8 +59,13 @@ class Group(catalogue.ExtensibleGroup):
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            _print_error(str(error))
+            # Callers in Python pass the draft model as assistant_model=; in quotes it is what the user typed.
+            _print_error(re.sub(r"(?<![\w'\"])assistant_model=?(?!\w)", "--assistant", str(error)))
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            if error.args:
+                _print_line(str(error), "yellow")
+            raise
         except OSError as error:
             if error.errno == errno.EPIPE or ctx.params.get("debug"):  # typer handles a closed pipe
                 raise

@@ -19,7 +19,6 @@ from .benches import (
     footnote,
     importing,
     numbers,
-    pieces,
     with_options_of,
     write_json,
 )
@@ -184,6 +183,7 @@ def measure(
         from ..bench import Sampling
         from ..bench.methods import PLAIN
         from ..bench.plot import plot
+        from ..bench.synthetic import Synthetic
         from ..bench.tables import noise
         from ..prompts.suites import read_suite
         from ..settings import parse_assignments
@@ -193,16 +193,16 @@ def measure(
     options = models.sampling(temperature, top_k, top_p, None, None)
     chosen = {name: options[name] for name in ("temperature", "top_k", "top_p") if name in options}
     sampling = Sampling(**chosen, seed=seed) if options["do_sample"] else None
-    of_shapes, named = shapes is not None, pieces(baselines) or []
-    if "all" in named and len(named) > 1:
-        raise SettingsError(f"--baseline {','.join(named)}: all stands for every baseline, so name it alone")
+    of_shapes = shapes is not None
+    for text in acceptance or ():
+        Synthetic.of(text)
     names = bench_run.checked_strategies(strategies, of_shapes, tiers)
     if suite is not None and names is not None:  # speed-ups of a suite are relative to plain decoding
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
-        strategies=names, baselines=None if named == ["all"] else named, acceptances=acceptance or [],
+        strategies=names, baselines=bench_run.checked_baselines(baselines), acceptances=acceptance or [],
         strategy_settings=strategy_settings, loop_settings=loop_settings,
         compile=compile, capacity=capacity, prompts=prompts, suite=suite,
         questions=[] if suite is None else read_suite(suite, data, limit, seed),

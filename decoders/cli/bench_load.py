@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UnknownNameError
+from ..errors import SettingsError, UnknownNameError
 from .benches import Acceptance, JsonFile, conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
 from .models import Device, Threads, known_strategies, set_aside
@@ -80,8 +80,15 @@ def measure_load(
     from ..bench.synthetic import Synthetic
     from ..bench.tables import fitting, load_table
     from ..prompts.reading import INSTRUCTIONS, encode, instructions
+    from ..registry import resolve_strategy
     from ..report import Report
     from . import models
+
+    for name in named:
+        if resolve_strategy(name).needs_assistant:
+            raise SettingsError(
+                f"strategy {name!r} needs a draft model, and a load has none: measure it with decoders bench"
+            )
 
     drafters = [Synthetic.of(text) for text in acceptance or ()]
     with waiting(progress_console, f"loading {model}"):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import bench
 from ..bench import Method, Record, Sampling, machine
-from ..bench.methods import PLAIN, synthetic_methods
+from ..bench.methods import PLAIN, baseline_named, synthetic_methods
 from ..bench.records import comparable
 from ..bench.shapes import SHAPES
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
@@ -121,6 +121,18 @@ def checked_strategies(strategies: Sequence[str] | None, of_shapes: bool, tiers:
     if of_shapes:
         names = names or ["autoregressive", "prompt_lookup"]
     return in_both_tiers(names) if tiers else names
+
+
+def checked_baselines(baselines: Sequence[str] | None) -> list[str] | None:
+    """Names of transformers' methods; None for all. Raises UnknownNameError, SettingsError: a name is misspelt, or its brackets are."""
+    names = pieces(baselines) or []
+    if names == ["all"]:
+        return None
+    if "all" in names:
+        raise SettingsError(f"--baseline {','.join(names)}: all stands for every baseline, so name it alone")
+    for name in names:
+        baseline_named(name)
+    return names
 
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None, PreTrainedModel | None]

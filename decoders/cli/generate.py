@@ -111,7 +111,7 @@ def generate(
             arguments["grammar"] = given_grammar = grammar_or_file(grammar)
             if isinstance(given_grammar, Spec):
                 refuse_invalid(given_grammar.language())
-        needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
+        needs_draft = models.needs_assistant([strategy], assistant, model, arguments["strategy_config"])
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         with waiting(console, f"loading {model}"):

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -240,16 +240,21 @@ def load_assistant(
     return None if name is None else load(name, dtype, device)[0]
 
 
-def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) -> bool:
-    """Whether `strategy` (``"a+b"`` merges) with `settings` needs ``assistant_model=``; a strategy whose settings name a draft
-    model does not.
+def needs_assistant(
+    strategies: Sequence[str], assistant: str | None, model: str, settings: Mapping[str, Any] | None = None
+) -> bool:
+    """Whether one of `strategies` (``"a+b"`` merges) with `settings` needs a draft model; a strategy whose settings name one does not.
 
     Raises:
-        UnknownNameError, PluginError: no usable strategy has this name. SettingsError: a setting is wrong.
+        UnknownNameError, PluginError: no usable strategy has this name. SettingsError: a setting is wrong, or a draft model is needed,
+            and there is none: neither `assistant` nor the demo's own.
     """
     from ..registry import resolve_strategy
 
-    return resolve_strategy(strategy, settings).needs_assistant
+    needing = [name for name in strategies if resolve_strategy(name, settings).needs_assistant]
+    if needing and assistant is None and model != DEMO:
+        raise SettingsError(f"strategy {needing[0]!r} needs a draft model: --assistant")
+    return bool(needing)
 
 
 def device_called(device: str | None) -> torch.device:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import SettingsError
 from .console import plain_console, waiting
 from .models import DTYPE, Device, Dtype, ModelName, Threads, known_strategies
 
@@ -48,11 +47,9 @@ def warmup(
     with waiting(console, f"loading {model}"):
         import decoders
 
-        needs = {name: models.needs_assistant(name) for name in names}
+        needs_draft = models.needs_assistant(names, assistant, model)
         loaded, tokenizer = models.load(model, dtype, device)
-        draft = models.load_assistant(assistant, model, dtype, any(needs.values()), device)
-    if draft is None and any(needs.values()):
-        raise SettingsError(f"{next(n for n, need in needs.items() if need)} needs a draft model: --assistant")
+        draft = models.load_assistant(assistant, model, dtype, needs_draft, device)
     with waiting(console, "making ready and compiling"):
         done = decoders.warmup(
             loaded, strategies=names, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer

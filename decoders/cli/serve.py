@@ -232,7 +232,7 @@ def _service(
     from ..server.service import Service
     from . import models
 
-    needs_draft = models.needs_assistant(strategy, config)
+    needs_draft = models.needs_assistant([strategy], assistant, model, config)
     loaded, tokenizer = models.load(model, dtype, device)
     service = Service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..common.files import regular, write_whole
+from ..common.files import write_whole
 from ..errors import SettingsError
+from .benches import check_writable
 from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
 from .models import Device, Dtype, Threads
@@ -47,19 +48,19 @@ def ngram(
     from . import models
 
     # Mistakes are reported before minutes go into loading and sampling.
-    if not out.absolute().parent.is_dir():
-        raise SettingsError(f"{out} cannot be written: there is no folder {out.absolute().parent}")
-    try:
-        regular(out)
-    except OSError as error:
-        raise SettingsError(f"{out} cannot be written: {error.strerror}") from error
+    check_writable("OUT", out)
     texts = [models.read_prompt(None, path) for path in prompts or ()]
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, f"loading {model}"):
         import decoders
 
-        from ..strategies.ngram_table import excerpts, train_table
+        from ..strategies.ngram_table import NgramTable, excerpts, train_table
 
+        if out.exists():
+            try:
+                NgramTable.load(out)
+            except SettingsError as error:
+                raise SettingsError(f"OUT {out} is there, and only a table is replaced: {error}") from error
         loaded, tokenizer = models.load(model, dtype, device)
         decoders.enable(loaded, tokenizer=tokenizer)
     starts = [start for text in texts for start in excerpts(tokenizer(text, verbose=False)["input_ids"], prompt_length)]
@@ -73,7 +74,7 @@ def ngram(
             loaded, starts or [[tokenizer.bos_token_id]], tokens=tokens, rows=rows, length=length,
             temperature=temperature, seed=seed, followers=followers,
             source=f"{model} at temperature {temperature:g}, seed {seed}, after {after}",
-            on_progress=lambda counted: bar.update(task, completed=min(counted, tokens)),
+            on_progress=lambda counted: bar.update(task, completed=counted),
             **({} if compile else {"decoders_config": {"compile": False}}),
         )  # fmt: skip
     try:

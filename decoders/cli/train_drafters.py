@@ -94,7 +94,7 @@ def medusa(
     from ..training.medusa import train_medusa
     from .models import load
 
-    texts = texts_of(model, data, held, test, edit_tasks=0)  # a missing file is reported before the model is loaded
+    texts = texts_of(model, data, held, test, 0, out)  # a missing file is reported before the model is loaded
     present = load_heads(given) if given is not None else None
     loaded, tokenizer = load(model, dtype, device)
     training = HeadsTraining(
@@ -169,7 +169,7 @@ def eagle3(
     from ..training.eagle3 import train_eagle3
     from .models import load
 
-    texts = texts_of(model, data, held, test, EDIT_TASKS)
+    texts = texts_of(model, data, held, test, EDIT_TASKS, out)
     loaded, tokenizer = load(model, dtype, device)
     figures = train_eagle3(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
@@ -235,7 +235,7 @@ def dflash(
     from ..training.dflash import train_dflash
     from .models import load
 
-    texts = texts_of(model, data, held, test, EDIT_TASKS)
+    texts = texts_of(model, data, held, test, EDIT_TASKS, out)
     loaded, tokenizer = load(model, dtype, device)
     figures = train_dflash(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, start=start,
@@ -296,7 +296,7 @@ def draft(
     from ..training.draft_model import train_draft
     from .models import load
 
-    texts = texts_of(model, data, held, test, EDIT_TASKS)
+    texts = texts_of(model, data, held, test, EDIT_TASKS, out)
     loaded, tokenizer = load(model, dtype, device)
     figures = train_draft(
         loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,

@@ -24,7 +24,7 @@ Data = Annotated[
     list[Path] | None, typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own.")
 ]
 Output = Annotated[
-    Path, typer.Option("--output", "--out", help="Folder to write to; continued if a run was interrupted.")
+    Path, typer.Option("--output", "--out", help="New or empty folder to write to, or an interrupted run's.")
 ]
 Held = Annotated[
     list[Path] | None,
@@ -71,18 +71,20 @@ class TrainingTexts:
 
 
 def texts_of(
-    model: str, data: list[Path] | None, held: list[Path] | None, test: list[Path] | None, edit_tasks: int
+    model: str, data: list[Path] | None, held: list[Path] | None, test: list[Path] | None, edit_tasks: int, out: Path
 ) -> TrainingTexts:
     """The texts of the named files. Without `data`, the demo model is trained with its own texts.
 
     Args:
+        out: the folder to write to, checked before the texts are read and the model is loaded.
         edit_tasks: number of edit tasks in the demo model's own texts.
 
     Raises:
-        TrainingError: a path does not exist, or there is no text.
+        TrainingError: a path does not exist, or there is no text. SettingsError: see :func:`~decoders.training.texts.workplace`.
     """
-    from ..training.texts import read_files
+    from ..training.texts import read_files, workplace
 
+    workplace(out, resume=True)
     texts = demo_texts(edit_tasks) if data is None and model == "demo" else {"texts": read_files(data or [])}
     return TrainingTexts(
         **texts | {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}

@@ -14,14 +14,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-decoders"
 
 
-def regular(path: Path) -> Path:
-    """`path` with links resolved; the file need not exist. Raises OSError if it exists and is not a regular file."""
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return target
-
-
 def write_whole(path: Path, content: bytes) -> None:
     """Writes the regular file `path` atomically, and creates its folder.
 
@@ -30,7 +22,9 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written, or is not a regular file.
     """
-    target = regular(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
     try:

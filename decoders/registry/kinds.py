@@ -8,7 +8,7 @@ from abc import ABC
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic, Literal, TypeVar
 
 from ..constraints import Backend, full_name
@@ -61,8 +61,27 @@ class Kind(Generic[Provided]):
         if inspect.isabstract(cls):
             raise PluginError(f"{shown} does not implement: {', '.join(sorted(cls.__abstractmethods__))}")
         name = _snake_case(getattr(cls, "name", None), f"{shown}.name")
+        check_methods(cls, self.base)
         self.check_more(cls, shown)
         return name
+
+
+@lru_cache(maxsize=256)  # also asked of the class of every object that a call gets
+def check_methods(cls: type, base: type) -> None:
+    """Raises PluginError if a method of `cls` does not take what the method of `base` with this name does."""
+    for name, method in vars(base).items():
+        own = inspect.getattr_static(cls, name)
+        if not inspect.isfunction(method) or name.startswith("_") or not inspect.isfunction(own) or own is method:
+            continue
+        given = list(inspect.signature(method).parameters)
+        try:
+            inspect.signature(own).bind(*given)
+        except TypeError as error:
+            code = inspect.unwrap(own).__code__
+            raise PluginError(
+                f"{cls.__module__}.{cls.__qualname__}.{name}{inspect.signature(own)} is called with ({', '.join(given)}): {error} "
+                f"({code.co_filename}:{code.co_firstlineno})"
+            ) from error
 
 
 class GrammarKind(Kind[Any]):

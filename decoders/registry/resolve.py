@@ -15,7 +15,7 @@ from ..settings import Settings, load_settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .builtin import MERGED
-from .kinds import BACKEND, STRATEGY, VERIFIER, is_maker
+from .kinds import BACKEND, STRATEGY, VERIFIER, check_methods, is_maker
 from .plugins import made_by, registry
 
 
@@ -32,6 +32,7 @@ def resolve_strategy(
     if isinstance(chosen, Strategy):
         if call:
             raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
+        check_methods(type(chosen), Strategy)
         chosen.compose(resolve_strategy, {name: entry.cls for name, entry in registry().strategies().items()})
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
@@ -135,6 +136,7 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
         raise SettingsError("verifier_config given beside a verifier object, which already holds its settings")
     if not isinstance(chosen, Verifier):
         raise SettingsError(f"verifier must be a name, a Verifier class or a Verifier, not {type(chosen).__name__}")
+    check_methods(type(chosen), Verifier)
     return chosen
 
 
@@ -151,6 +153,7 @@ def resolve_backend(chosen: Any) -> Backend:
         chosen = chosen()
     if not isinstance(chosen, Backend):
         raise SettingsError(f"backend must be a name, a Backend class or a Backend, not {type(chosen).__name__}")
+    check_methods(type(chosen), Backend)
     return chosen
 
 

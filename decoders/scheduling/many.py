@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..enabling import refuse_misspelt
-from ..errors import InputError, SettingsError
+from ..errors import InputError, SettingsError, UnsupportedError
 from ..report import Report
 from ..strategy import Strategy
 from .arguments import check_count
@@ -76,6 +76,8 @@ def generate_many(
     if errors not in ("raise", "keep"):
         raise SettingsError(f"errors must be 'raise' or 'keep', not {errors!r}")
     check_count("rows", rows)
+    if "queue" in arguments:
+        raise UnsupportedError("generate_many() has no argument queue=: it submits a prompt when there is room for it")
     refuse_misspelt(arguments, generate_many)
     return _completions(
         model, iter(prompts), tokenizer, dict(strategy=strategy, strategy_config=strategy_config, rows=rows, slots=slots),

@@ -241,7 +241,8 @@ def train_table(
     Args:
         model: enabled by :func:`decoders.enable`.
         prompts: token ids of each prompt; every batch draws `rows` prompts.
-        tokens: least number of tokens to count; the last batch is counted whole.
+        tokens: number of tokens to count.
+        rows: texts sampled together; the last batch has only as many as are still needed.
         length: most tokens to sample after a prompt.
         on_progress: called with the number of tokens after each batch.
         options: further arguments of ``generate``.
@@ -257,10 +258,11 @@ def train_table(
     texts: list[tuple[Tensor, int]] = []
     counted, generator = 0, torch.Generator().manual_seed(seed)
     while counted < tokens:
-        drawn = [prompts[i] for i in torch.randint(len(prompts), (rows,), generator=generator).tolist()]
-        batch = sample(model, drawn, seed=int(torch.randint(2**62, (), generator=generator)), **options)
-        texts += batch
-        counted += sum(text.numel() - start for text, start in batch)
+        needed = min(rows, math.ceil((tokens - counted) / length))
+        drawn = [prompts[i] for i in torch.randint(len(prompts), (needed,), generator=generator).tolist()]
+        for text, start in sample(model, drawn, seed=int(torch.randint(2**62, (), generator=generator)), **options):
+            texts.append((text[: start + tokens - counted], start))
+            counted += texts[-1][0].numel() - start
         on_progress(counted)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     return NgramTable.count(texts, vocab_size, followers=followers, source=source)

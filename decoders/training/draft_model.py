@@ -74,7 +74,7 @@ def train_draft(
         SettingsError: the target lacks one of the layers, or cannot have this size.
     """
     draft = new_draft(model, run)
-    work = workplace(out, resume, model)
+    work = workplace(out, resume)
     store = TextStore(model, tokenizer, run, work, console)
     rows = max(run.rows, run.tokens // run.length)
     train, judged = store.learnt_and_held(texts, held, rows)

@@ -319,7 +319,7 @@ def train_head(
     Raises:
         TrainingError: there is too little text, or the checkpoint is of another run.
     """
-    work = workplace(out, resume, model)
+    work = workplace(out, resume)
     store = TextStore(model, tokenizer, run, work, console)
     rows = max(run.rows, run.tokens // run.length)
     tested = {"test": store.rows("test", test, held_out_rows(rows))} if test else {}

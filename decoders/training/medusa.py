@@ -75,7 +75,7 @@ def train_medusa(
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
     config_of(run, hidden, vocab)  # wrong settings are reported before hours of work
-    work = workplace(out, resume, model)
+    work = workplace(out, resume)
     weight = model.get_output_embeddings().weight.detach()
     bias = getattr(model.get_output_embeddings(), "bias", None)
     head = Head(weight.float(), bias.detach().float() if bias is not None else None)

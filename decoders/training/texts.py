@@ -170,24 +170,25 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def workplace(out: Path, resume: bool, model: PreTrainedModel) -> Path:
+def workplace(out: Path, resume: bool) -> Path:
     """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed.
 
     Raises:
-        SettingsError: `out` is the folder of the target `model`, cannot be written, or has other files in a folder of this name.
+        SettingsError: `out` cannot be written, or has files that training might replace: it is neither empty, hidden files aside, nor
+            that of an unfinished run.
     """
     work = out / "training"
-    if model.name_or_path and Path(model.name_or_path).resolve() == out.resolve():
-        raise SettingsError(f"{out} is the folder of the model itself, whose files would be replaced: name another one")
     try:
+        state = [file.name for file in work.iterdir()] if work.is_dir() else []
+        present = [file.name for file in out.iterdir() if file != work] if out.exists() and not state else state
+        # A new repository of the hub has .gitattributes.
+        others = sorted(name for name in present if not (OWN_FILES.fullmatch(name) if state else name.startswith(".")))
+        if others:
+            where = f"{work if state else out} has other files ({others[0]})"
+            raise SettingsError(f"{where}, which training might replace: name an empty folder, not {out}")
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"{out} cannot be written: {error.strerror}") from error
-    others = sorted(file.name for file in work.iterdir() if not OWN_FILES.fullmatch(file.name))
-    if others:
-        raise SettingsError(
-            f"{work} is where a run keeps its state, and has other files ({others[0]}): name another folder than {out}"
-        )
     if not resume:
         shutil.rmtree(work)
         work.mkdir()

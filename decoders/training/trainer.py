@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -163,7 +166,8 @@ class Trainer:
         self, name: str, checkpoint: Path, *, resume: bool = True, checkpoint_minutes: float = 1.0,
         console: Console | None = None, on_checkpoint: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Trains to the end and writes a final checkpoint. With `resume` it begins at the last checkpoint, if there is one.
+        """Trains to the end and writes a final checkpoint. With `resume` it begins at the last checkpoint, if there is one. The first
+        Ctrl-C ends the run after its step with a checkpoint, a second one at once.
 
         Args:
             name: name of the trained network, for the progress bar.
@@ -171,20 +175,28 @@ class Trainer:
             on_checkpoint: called after every checkpoint except the final one.
 
         Raises:
-            TrainingError: the checkpoint is of another run.
+            TrainingError: the checkpoint is of another run. KeyboardInterrupt: Ctrl-C; the message names the checkpoint.
         """
         if resume and checkpoint.exists():
             self.load(checkpoint)
         saved, pace = time.monotonic(), Pace(self.learner.positions)
-        with progress_bar(console, f"train {name}", self.run.steps, self.step) as advance:
+        with (
+            first_interrupt() as interrupted,
+            progress_bar(console, f"train {name}", self.run.steps, self.step) as advance,
+        ):
             for step in self.steps():
                 pace.update(step.loss, step.seconds)
                 advance(1, str(pace))
                 if step.scores is not None and console is not None:
                     console.log(f"step {step.done}: loss {step.loss:.3f}, {self.learner.in_words(step.scores)}")
-                if time.monotonic() - saved > 60 * checkpoint_minutes:
+                if interrupted.is_set() or time.monotonic() - saved > 60 * checkpoint_minutes:
                     self.save(checkpoint)
                     on_checkpoint()
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt(
+                            f"interrupted after step {step.done} of {self.run.steps}, which {checkpoint} holds: the same command goes "
+                            "on from there (--no-resume starts again; in Python, resume=)"
+                        )
                     if console is not None:  # a log file cannot show the progress bar
                         console.log(f"{name}: step {step.done} of {self.run.steps}, {pace}")
                     saved = time.monotonic()
@@ -269,6 +281,25 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         self.best, self.best_score = state["best"], state["best_score"]
         self.checks_since_best = state["checks_since_best"]
+
+
+@contextmanager
+def first_interrupt() -> Iterator[threading.Event]:
+    """A context in which the first Ctrl-C only sets the yielded event. It does so in the main thread, if nobody else handles Ctrl-C."""
+    event, default = threading.Event(), signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield event
+        return
+
+    def note(*_: Any) -> None:
+        signal.signal(signal.SIGINT, default)
+        event.set()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, default)
 
 
 def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int, decay_share: float) -> float:

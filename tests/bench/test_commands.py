@@ -158,8 +158,10 @@ def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "bench -s prompt_lokup", "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
-        "bench load -s prompt_lokup", "bench load --json no/such/file", "advise demo --json no/such/file",
+        "bench -s prompt_lokup", "bench --baselines transfomers", "bench --acceptance 0.8,0.9",
+        "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
+        "bench load -s prompt_lokup", "bench load -s speculative", "generate x/y z -s speculative", "warmup x/y -s speculative",
+        "serve x/y -s speculative", "bench load --json no/such/file", "advise demo --json no/such/file",
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_a_model_is_loaded(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +169,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(arguments: str, monkeypatch:
     monkeypatch.setattr(models, "load", None)
     done = run(*arguments.split())
     assert done.exit_code == 2, done.output
-    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "assistant_model" not in done.stderr
 
 
 @pytest.mark.usefixtures("tiny_demo")
@@ -196,6 +198,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("-s", "prompt_lookup[length=3"), "a closing ']' is missing"),
         (("-s", "prompt_lookup[lenght=3]"), "Did you mean 'length'?"),
         (("--baseline", "transformers-static[3]"), "only transformers-assisted takes"),
+        (("--baseline", "transfomers"), "Did you mean 'transformers'?"),
         (("--prompts", "code,random,poem"), "predictable, random"),
         (("--prompts", "cpy,code"), "'cpy' no kind. Did you mean 'copy'?"),
         (("--suite", "specbench", "--data", "."), "Did you mean 'spec-bench'"),

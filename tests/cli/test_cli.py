@@ -456,10 +456,10 @@ def test_a_draft_model_in_the_settings_needs_no_other(checkpoint: str) -> None:
     assert "6 passes in" in lone.stderr, "two steps of three"
     both = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--assistant", checkpoint)
     assert both.exit_code == 2
-    assert "uses no assistant_model" in both.stderr
+    assert "uses no --assistant; leave one of them out" in both.stderr
     neither = run(*common, "speculative")
     assert neither.exit_code == 2
-    assert "needs assistant_model" in neither.stderr
+    assert "strategy 'speculative' needs a draft model: --assistant" in neither.stderr
     staged = run(
         *common, "staged", "--assistant", checkpoint, "--report", "--set", "stage=speculative", "--set", "passes=2",
         "--set", f"stage_config.draft_model={checkpoint}", "--set", "stage_config.length=2",
@@ -475,7 +475,7 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
     result = run(*train, "--prompts", "a.txt", "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
-    assert figures["tokens"] >= 500 and figures["vocab_size"] == 128
+    assert figures["tokens"] == 500 and figures["vocab_size"] == 128
     assert figures["source"].endswith("at temperature 1, seed 0, after a.txt")
     assert figures["contexts"][0] == 1 and figures["bytes"] == (tmp_path / "t.safetensors").stat().st_size
     plain = run("generate", checkpoint, "abcabc", "-n", "8", "--no-compile", "--json")
@@ -503,7 +503,8 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
         (["t.safetensors", "--prompts", "none.txt"], "none.txt cannot be read: No such file"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0, and finite, not 0"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0, and finite, not nan"),
-        (["pipe", "--prompts", "a.txt"], "pipe cannot be written: it is no regular file"),
+        (["pipe", "--prompts", "a.txt"], "pipe cannot be read: it is no regular file"),
+        (["a.txt", "--prompts", "a.txt"], "OUT a.txt is there, and only a table is replaced: a.txt is no n-gram table"),
     ],
 )
 def test_ngram_table_that_cannot_be_trained_is_explained(
@@ -695,6 +696,29 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
     assert "heads right 50.0%, 25.0%" in result.stdout
     assert "tree of 9 nodes: 2.500 tokens a step; the default's first 9: 2.250" in result.stdout
     assert json.loads(run("train", "medusa", "--model", "mine", *options, "--json").stdout)["trees"]["nodes"] == 9
+
+
+def test_an_interrupted_training_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import decoders.training.medusa as training
+
+    def train_medusa(*given: Any, **options: Any) -> None:
+        raise KeyboardInterrupt("interrupted after step 3: the same command goes on from there")
+
+    monkeypatch.setattr(training, "train_medusa", train_medusa)
+    monkeypatch.setattr(models, "load", lambda name, dtype, device: (name, dtype))
+    (tmp_path / "a.txt").write_text("some text")
+    result = run("train", "medusa", "--model", "mine", "--data", "a.txt")
+    assert result.exit_code and "warning" not in result.stderr
+    assert "interrupted after step 3: the same command goes on from there" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["draft", "medusa", "eagle3", "dflash"])
+def test_training_replaces_no_files_of_others(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "load", None)
+    (tmp_path / "README.md").write_text("mine")
+    result = run("train", command, "--model", "demo", "--output", str(tmp_path))
+    assert result.exit_code == 2
+    assert "has other files (README.md), which training might replace" in result.stderr
 
 
 def test_train_medusa_without_text_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

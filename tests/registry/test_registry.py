@@ -259,6 +259,10 @@ def test_a_plugin_that_cannot_be_imported_names_its_own_line(
         (plugin_with("lookahead"), "'lookahead' is not a subclass"),
         (plugin_with(Undrafted), "does not implement: propose"),
         (plugin_with(strategy_named("Camel-Case")), "snake_case"),
+        (
+            plugin_with(type("Fake", (Strategy,), {"name": "fake", "propose": lambda self, state: None})),
+            r"Fake.propose\(self, state\) is called with \(self, state, sequences\): .* \(.*test_registry.py:\d+\)",
+        ),
         (plugin_with(BadSettings), "settings_class"),
         (plugin_with(strategy_named("twin"), strategy_named("twin")), "two of its strategies"),
         (hooking("decoders_verifiers", lambda self: Coupled), "decoders_verifiers must return an iterable of classes"),
@@ -430,7 +434,7 @@ def test_plugin_that_needs_the_registry_while_loading_fails_alone(install: Calla
     assert registry().strategy("autoregressive")
 
 
-def test_a_class_given_itself_is_checked_as_a_plugin_s_is():
+def test_a_class_or_object_given_itself_is_checked_as_a_plugin_s_is():
     class Nameless(Strategy):
         def propose(self, state, sequences):
             return Draft.nothing(1, sequences.tokens.device)
@@ -448,6 +452,16 @@ def test_a_class_given_itself_is_checked_as_a_plugin_s_is():
         (resolve_strategy, type("Dict", (Nameless,), {"name": "a", "settings_class": dict}), "settings_class must be"),
         (resolve_verifier, NamelessVerifier, "NamelessVerifier.name must be"),
         (resolve_backend, type("Bare", (Backend,), {}), "does not implement: compile"),
+        (
+            resolve_strategy,
+            type("Blind", (PromptLookup,), {"observe": lambda self, state: None})(),
+            "Blind.observe.* is called with",
+        ),
+        (
+            resolve_verifier,
+            type("Deaf", (Coupled,), {"outcomes": lambda self: None})(),
+            r"Deaf.outcomes\(self\) is called with",
+        ),
     ):
         with pytest.raises(PluginError, match=said):
             resolve(cls)

@@ -109,6 +109,8 @@ def test_a_misspelt_keyword_has_the_nearest_one_beside_it(llama: PreTrainedModel
             prompt = [[[1, 2]]] if call == decoders.generate_many else [[1, 2]] if call == scheduler.submit else []
             with pytest.raises(UnsupportedError, match=rf"has no argument {name}=\. Did you mean {near}=\?"):
                 call(*model, *prompt, **{name: 3})  # type: ignore[operator]
+        with pytest.raises(UnsupportedError, match=r"generate_many\(\) has no argument queue=: it submits"):
+            decoders.generate_many(llama, [[1, 2]], queue=3)
         assert not scheduler.waiting and not scheduler.running
 
 

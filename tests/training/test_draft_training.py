@@ -151,27 +151,29 @@ def test_low_precision_trains(model) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
-def test_a_run_destroys_no_files_but_its_own(tmp_path, tokenizer) -> None:
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-    before = (tmp_path / "target" / "model.safetensors").read_bytes()
-    with pytest.raises(SettingsError, match="target is the folder of the model itself"):
-        workplace(tmp_path / "target", True, model)
-    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before
+def test_a_run_destroys_no_files_but_its_own(tmp_path) -> None:
+    target = tmp_path / "target"
+    tiny_model("llama").save_pretrained(target)
+    with pytest.raises(SettingsError, match=r"target has other files \(config.json\), .*: name an empty folder"):
+        workplace(target, True)
+    assert not (target / "training").exists()
 
     notes = tmp_path / "training" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
     for resume in (True, False):
-        with pytest.raises(SettingsError, match=r"has other files \(notes.txt\): name another folder"):
-            workplace(tmp_path, resume, model)
+        with pytest.raises(SettingsError, match=r"training has other files \(notes.txt\)"):
+            workplace(tmp_path, resume)
     assert notes.read_text() == "mine"
 
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match="file cannot be written: Not a directory"):
-        workplace(tmp_path / "file", True, model)
-    (workplace(tmp_path / "own", True, model) / "checkpoint.pt").touch()
-    assert list(workplace(tmp_path / "own", True, model).iterdir())
-    assert not list(workplace(tmp_path / "own", False, model).iterdir())
+        workplace(tmp_path / "file", True)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / ".gitattributes").touch()
+    (workplace(tmp_path / "own", True) / "checkpoint.pt").touch()
+    (tmp_path / "own" / "model.safetensors").touch()  # a run was interrupted after it had written its model
+    assert list(workplace(tmp_path / "own", True).iterdir())
+    assert not list(workplace(tmp_path / "own", False).iterdir())
+    with pytest.raises(SettingsError, match="model.safetensors"):
+        workplace(tmp_path / "own", True)

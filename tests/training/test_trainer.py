@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,34 @@ def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path: Path) -> None:
     other = Line()
     Trainer(other, run()).train("line", tmp_path / "cut.pt")
     assert other.seen == [4, 5, 6, 7, 8, 9] and weight(other) == weight(whole)
+
+
+class Interrupted(Line):
+    """Presses Ctrl-C so many times in its third step."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def learn(self, step: int) -> Tensor:
+        for _ in range(self.times if step == 2 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return super().learn(step)
+
+
+def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_second_one_at_once(tmp_path: Path) -> None:
+    whole, checkpoint = Line(), tmp_path / "cut.pt"
+    Trainer(whole, run()).train("line", tmp_path / "whole.pt")
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        Trainer(Interrupted(2), run()).train("line", checkpoint)
+    assert not stopped.value.args and not checkpoint.exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt, match=r"after step 3 of 10, which .*cut.pt holds: the same command goes on"):
+        Trainer(Interrupted(1), run()).train("line", checkpoint)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    rest = Line()
+    Trainer(rest, run()).train("line", checkpoint)
+    assert rest.seen == list(range(3, 10)) and weight(rest) == weight(whole)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
