@@ -77,7 +77,7 @@ def check_methods(cls: type, base: type) -> None:
         try:
             inspect.signature(own).bind(*given)
         except TypeError as error:
-            code = inspect.unwrap(own).__code__
+            code = getattr(inspect.unwrap(own), "__code__", own.__code__)
             raise PluginError(
                 f"{cls.__module__}.{cls.__qualname__}.{name}{inspect.signature(own)} is called with ({', '.join(given)}): {error} "
                 f"({code.co_filename}:{code.co_firstlineno})"
