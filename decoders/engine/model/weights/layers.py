@@ -281,7 +281,7 @@ class Whole(NamedTuple):
     @property
     def kind(self) -> Hashable:
         """What an operator takes once for all layers that it computes together."""
-        plan, biased = self.plan, tuple(bool(layers[0].bias is not None) for layers in self.products)
+        plan, biased = self.plan, tuple(layers[0].bias is not None for layers in self.products)
         numbers = (
             plan.scaling,
             plan.softcap,

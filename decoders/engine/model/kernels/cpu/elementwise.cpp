@@ -183,6 +183,7 @@ std::tuple<Tensors, Tensor> decoder_layers(
         }
         sums.push_back(x);
     }
+    STD_TORCH_CHECK(bias == biases.size() && norm == norms.size(), "a bit for every tensor is needed");
     return {sums, reads};
 }
 
