@@ -150,6 +150,13 @@ def test_a_result_computed_ahead_is_only_for_its_input(computed: list[int]) -> N
     assert equal(ours, results(target_of(model)))
 
 
+def test_a_layer_called_in_another_way_runs_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input by name, where the model gives it by position: the fused form does not find it."""
+    layer = four_layers().model.model.layers[0]
+    monkeypatch.setattr(type(layer).__bases__[0], "forward", lambda *_, **options: options)
+    assert layer.forward(hidden_states=1) == {"hidden_states": 1}
+
+
 def test_a_changed_window_counts_in_layers_computed_together() -> None:
     """The self-check shortens the windows of layers between two passes."""
     target = target_of(tiny_model("gemma2"))

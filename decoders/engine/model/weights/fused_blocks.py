@@ -34,7 +34,7 @@ from .layers import (
     attention_class,
     layer_class,
     taken,
-)  # fmt: skip
+)
 from .noted_calls import ORDER, Call, Name, noted_calls, once
 
 _log = logging.getLogger("decoders")

@@ -281,15 +281,9 @@ class Whole(NamedTuple):
     @property
     def kind(self) -> Hashable:
         """What an operator takes once for all layers that it computes together."""
-        plan, biased = self.plan, tuple(layers[0].bias is not None for layers in self.products)
-        numbers = (
-            plan.scaling,
-            plan.softcap,
-            plan.sinks is None,
-            biased,
-            tuple(module is None for module, _ in self.norms),
-        )
-        return self.formula, self.activation, *numbers
+        biased = tuple(layers[0].bias is not None for layers in self.products)
+        normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
+        return self.formula, self.activation, biased, normed, plan.scaling, plan.softcap, plan.sinks is None
 
 
 def whole_layers(
@@ -383,16 +377,16 @@ class Ahead(threading.local):
     rest: Sequence[Any] = ()
     results: Sequence[tuple[nn.Module, Tensor]] = ()
 
-    def keep(self, source: Tensor | None, rest: Sequence[Any], results: list[tuple[nn.Module, Tensor]]) -> None:
+    def keep(self, source: Tensor, rest: Sequence[Any], results: Sequence[tuple[nn.Module, Tensor]]) -> None:
         self.source, self.rest, self.results = (source, rest, results) if results else (None, (), ())
 
     def of(self, layer: nn.Module, x: Any, rest: Sequence[Any]) -> Tensor | None:
         """The result of `layer` for `x` and `rest`; None if it was not computed."""
         if not self.results:
             return None
-        *others, (expected, result) = self.results
+        expected, result = self.results[-1]
         fits = expected is layer and self.source is x and all(map(operator.is_, self.rest, rest))
-        self.keep(result if fits else None, rest, others if fits else [])
+        self.keep(result, rest, self.results[:-1] if fits else ())
         return result if fits else None
 
 
@@ -479,19 +473,17 @@ def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
 def layer_class(plain: Any) -> type[nn.Module]:
     """The class that replaces the class `plain` of a decoder layer. Its objects have a :class:`Layer`."""
 
-    def compute(
-        plan: Layer, x: Tensor, *rest: Any, behind: Sequence[nn.Module] = (), following: NormOf = NO_NORM
-    ) -> Tensor | None:
+    def compute(plan: Layer, x: Tensor | None, *rest: Any, own: nn.Module | None = None) -> Tensor | None:
         """The layer's result; None if it cannot be computed.
 
         Args:
             rest: cos and sin, the mask and the cache.
-            behind: layers that may be computed, too, so that they have their results when they are called.
-            following: the first norm behind all these layers.
+            own: the layer, if layers behind it may be computed, too, so that they have their results when they are called.
         """
-        if x is None or None in rest[:2]:
+        if x is None or rest[0] is None or rest[1] is None:
             return None
         traced = torch.compiler.is_dynamo_compiling()
+        behind, following = ([], NO_NORM) if own is None else _behind(own, x.numel() // x.shape[-1])
         first: Any = plan.first[0]
         reads = x if first is None else first(x) if traced else _normed.of(x, first, first)
         firsts = *(_block(layer).first for layer in behind), following
@@ -528,8 +520,7 @@ def layer_class(plain: Any) -> type[nn.Module]:
         elif (out := _ahead.of(self, x, rest)) is None:
             if hooks_of(self)[1]:  # they may have changed the input in place
                 _normed.forget()
-            behind, following = _behind(self, x.numel() // x.shape[-1])
-            out = compute(self.decoders_block, x, *rest, behind=behind, following=following)
+            out = compute(self.decoders_block, x, *rest, own=self)
         return plain.forward(self, *given, **options) if out is None else out
 
     namespace = {"forward": forward, "compute": staticmethod(compute), "__module__": plain.__module__}
