@@ -352,7 +352,7 @@ MUTATIONS = (
         ("strategies/test_merged_drafts.py",),
     ),
     Mutation(
-        "a-whole-layer-looks-back-without-end", "decoders/engine/model/weights/layers.py",
+        "a-whole-layer-looks-back-without-end", "decoders/engine/model/weights/decoder_layers.py",
         "        [kind.window or 0 for kind in kinds],\n",
         "        [0 for kind in kinds],\n",
         ("engine/model/test_whole_layers.py",),
@@ -363,12 +363,12 @@ MUTATIONS = (
         ("engine/model/test_whole_layers.py",),
     ),
     Mutation(
-        "a-result-computed-ahead-is-taken-for-another-input", "decoders/engine/model/weights/layers.py",
+        "a-result-computed-ahead-is-taken-for-another-input", "decoders/engine/model/weights/decoder_layers.py",
         "expected is layer and self.source is x and all(", "expected is layer and all(",
         ("engine/model/test_whole_layers.py",),
     ),
     Mutation(
-        "layers-behind-a-hook-are-computed-ahead", "decoders/engine/model/weights/layers.py",
+        "layers-behind-a-hook-are-computed-ahead", "decoders/engine/model/weights/decoder_layers.py",
         "hooks_of(layers[-1])[0] or hooks_of(following.layer)[1]", "hooks_of(following.layer)[1]",
         ("engine/model/test_whole_layers.py",),
     ),

@@ -15,7 +15,7 @@ from decoders.engine.model.compiled import tiers
 from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
-from decoders.engine.model.weights import layers
+from decoders.engine.model.weights import decoder_layers
 from decoders.engine.model.weights.quantization import Precision
 from decoders.report import Report
 from decoders.testing import tiny_model
@@ -102,7 +102,7 @@ def test_layers_of_one_kind_are_computed_together(computed: list[int]) -> None:
 
 def test_layers_of_many_tokens_are_computed_one_by_one(computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     target = four_layers()
-    monkeypatch.setattr(layers, "MOST_AHEAD", 8)
+    monkeypatch.setattr(decoder_layers, "MOST_AHEAD", 8)
     computed.clear()
     results(target)
     assert computed == [1] * 4 + [4] + [4]  # 27, 3 and 8 tokens

@@ -19,22 +19,10 @@ from torch import Tensor, nn
 from ..kernels import attention
 from ..modules_compat import hooks_of, own_parameters
 from ..slot_cache import SlotCache
+from .decoder_layers import Following, Layer, Step, Whole, layer_class
 from .fused import outputs_of
 from .fused_layers import LOUD, close
-from .layers import (
-    NO_NORM,
-    Attention,
-    Following,
-    Joint,
-    Layer,
-    NormOf,
-    Step,
-    Whole,
-    attend,
-    attention_class,
-    layer_class,
-    taken,
-)
+from .layers import NO_NORM, Attention, Joint, NormOf, attend, attention_class, taken
 from .noted_calls import ORDER, Call, Name, noted_calls, once
 
 _log = logging.getLogger("decoders")

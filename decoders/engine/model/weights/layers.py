@@ -7,19 +7,17 @@ The kernels read the model's own weights, so changes of weights take effect at o
 from __future__ import annotations
 
 import functools
-import operator
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..attention import KIND_ATTRIBUTE, LayerKind
 from ..kernels import Norm, Operands, attention, products
 from ..kernels.products import product_or_none
-from ..modules_compat import hooks_of, own_parameters, writes_counted
+from ..modules_compat import own_parameters, writes_counted
 from ..slot_cache import SlotCache
 from .noted_calls import Name
 
@@ -183,7 +181,8 @@ NormOf = tuple[nn.Module | None, Formula | None]
 NO_NORM: NormOf = (None, None)
 
 
-def _as_norm(norm: NormOf) -> Norm:
+def as_norm(norm: NormOf) -> Norm:
+    """What a kernel takes for `norm`."""
     module, formula = norm
     return Norm() if module is None or formula is None else Norm(own_parameters(module)["weight"], *formula)
 
@@ -238,165 +237,6 @@ class Attention(NamedTuple):
     kernel: attention.Kernel
 
 
-class Step(NamedTuple):
-    """Half of a decoder layer: a module, a norm of its result before it is added to the residual, and a norm of the sum."""
-
-    module: nn.Module
-    before: NormOf
-    after: NormOf
-
-
-class Whole(NamedTuple):
-    """An attention module and the gated feed-forward layer behind it, as an operator of the CPU computes them.
-
-    Attributes:
-        attention: the attention module; `plan` is its structure.
-        products: the groups of layers whose products are computed, in order.
-        norms: of queries, keys, the attention module's result, the first sum, the feed-forward layer's result.
-        formula: the norms' formula; None without norms.
-        activation: kind and gate_first of :func:`products.gated_linear`.
-    """
-
-    attention: nn.Module
-    plan: Attention
-    products: tuple[tuple[Any, ...], ...]
-    norms: tuple[NormOf, ...]
-    formula: Formula | None
-    activation: tuple[int, bool]
-
-    @classmethod
-    def of(cls, steps: Sequence[Step]) -> Whole | None:
-        """A layer of these `steps`; None if they are others, or their norms have several formulas."""
-        if len(steps) != 2 or (plan := vars(steps[0].module).get("decoders_block")) is None or plan.kernel != "cpu":
-            return None
-        attention, gated = steps[0].module, vars(steps[1].module).get("decoders_gated")
-        norms = *plan.norms, steps[0].before, steps[0].after, steps[1].before
-        formulas = {formula for _, formula in norms if formula is not None}
-        if gated is None or len(formulas) > 1:
-            return None
-        products = plan.group, (plan.out,), gated[0], (gated[1],)
-        activation = cast(Any, type(steps[1].module)).decoders_activation
-        return cls(attention, plan, products, norms, next(iter(formulas), None), activation)
-
-    @property
-    def kind(self) -> Hashable:
-        """What an operator takes once for all layers that it computes together."""
-        biased = tuple(layers[0].bias is not None for layers in self.products)
-        normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
-        return self.formula, self.activation, biased, normed, plan.scaling, plan.softcap, plan.sinks is None
-
-
-def whole_layers(
-    layers: Sequence[Whole], firsts: Sequence[NormOf], x: Tensor, reads: Tensor, turns: tuple[Tensor, Tensor],
-    mask: Tensor, cache: Any,
-) -> tuple[list[Tensor], Tensor] | None:  # fmt: skip
-    """The result of each of the `layers`, which follow each other and are of one :attr:`Whole.kind`, and the norm of the last result.
-
-    None if the operator does not compute them.
-
-    Args:
-        firsts: the first norm of the layer behind each layer; the last may be :data:`NO_NORM`.
-        reads: the first norm of `x`.
-    """
-    one = layers[0]
-    formula = one.formula or firsts[0][1] or Formula(0.0, False, False)
-    if type(cache) is not SlotCache or cache.buffers.key_scales or any(own not in (None, formula) for _, own in firsts):
-        return None
-    operands = [group[0].operands(group) for layer in layers for group in layer.products]
-    if None in operands or len({by.digits for by in operands}) > 1:
-        return None
-    keys, values = (
-        [buffers[layer.plan.layer] for layer in layers] for buffers in (cache.buffers.keys, cache.buffers.values)
-    )
-    norms = [module for layer, first in zip(layers, firsts, strict=True) for module, _ in (*layer.norms, first)]
-    # Read now, because the self-check shortens windows.
-    kinds = [getattr(layer.attention, KIND_ATTRIBUTE, LayerKind()) for layer in layers]
-    return products.decoder_layers(
-        x,
-        reads,
-        [matrix for by in operands for matrix in by.matrices],
-        [scale for by in operands for scale in by.scales],
-        [bias for by in operands for bias in by.biases],
-        sum(bool(by.biases) << place for place, by in enumerate(operands[: len(one.products)])),
-        operands[0].digits,
-        [own_parameters(module)["weight"] for module in norms if module is not None],
-        sum((module is not None) << place for place, module in enumerate(norms[: len(one.norms) + 1])),
-        *formula,
-        *turns,
-        cache.slots,
-        keys,
-        values,
-        cache.view,
-        mask,
-        [own_parameters(layer.attention)[layer.plan.sinks] for layer in layers if layer.plan.sinks is not None],
-        [kind.window or 0 for kind in kinds],
-        [kind.chunk or 0 for kind in kinds],
-        keys[0].shape[3] ** -0.5 if one.plan.scaling is None else one.plan.scaling,
-        one.plan.softcap or 0.0,
-        *one.activation,
-    )
-
-
-class Layer(NamedTuple):
-    """What the fused form of a decoder layer needs to know about the layer.
-
-    Attributes:
-        first: the layer's first norm.
-        steps: its attention and its feed-forward layer.
-        names: names of the arguments for the input, cos and sin, the mask and the cache.
-        whole: the layer in the form of the CPU's operator for whole layers; None if the layer has another structure.
-    """
-
-    first: NormOf
-    steps: tuple[Step, ...]
-    names: tuple[Name, Name, Name, Name]
-    whole: Whole | None = None
-
-
-class Following(NamedTuple):
-    """The decoder layer that reads another layer's result.
-
-    Attributes:
-        layer: the decoder layer.
-        alike: whether an operator can compute both layers together: they are of one :attr:`Whole.kind`, and get the same arguments.
-    """
-
-    layer: nn.Module
-    alike: bool
-
-
-class Ahead(threading.local):
-    """Results that an operator has computed together with those of a layer in front of them, in the order in which layers are called.
-
-    Attributes:
-        source, rest: the input of the next layer, and the other arguments that all layers were computed with.
-        results: the layers and their results, the next one last.
-    """
-
-    source: Tensor | None = None
-    rest: Sequence[Any] = ()
-    results: Sequence[tuple[nn.Module, Tensor]] = ()
-
-    def keep(self, source: Tensor, rest: Sequence[Any], results: Sequence[tuple[nn.Module, Tensor]]) -> None:
-        self.source, self.rest, self.results = (source, rest, results) if results else (None, (), ())
-
-    def of(self, layer: nn.Module, x: Any, rest: Sequence[Any]) -> Tensor | None:
-        """The result of `layer` for `x` and `rest`; None if it was not computed."""
-        if not self.results:
-            return None
-        expected, result = self.results[-1]
-        fits = expected is layer and self.source is x and all(map(operator.is_, self.rest, rest))
-        self.keep(result, rest, self.results[:-1] if fits else ())
-        return result if fits else None
-
-
-#: Layers of more tokens than this are computed one by one: they take long themselves, and all results at once would take memory.
-MOST_AHEAD = 64
-#: The result of a layer's first norm, which the layer before it has computed.
-_normed = Latest()
-_ahead = Ahead()
-
-
 def attend(
     module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any
 ) -> Tensor | None:
@@ -406,7 +246,7 @@ def attend(
     keys, values = cache.buffers.keys[plan.layer], cache.buffers.values[plan.layer]
     if cache.view > keys.shape[2]:
         return None
-    norms, by = (_as_norm(plan.norms[0]), _as_norm(plan.norms[1])), plan.group[0].operands(plan.group)
+    norms, by = (as_norm(plan.norms[0]), as_norm(plan.norms[1])), plan.group[0].operands(plan.group)
     rotated = None if by is None else products.linear_rotated(x, by, norms, *turns, cache.slots, keys, values)
     if rotated is None:
         return None
@@ -441,87 +281,3 @@ def attention_class(plain: Any) -> type[nn.Module]:
         return plain.forward(self, *given, **options) if out is None else (out, None)
 
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
-
-
-def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tuple[Tensor | None, Any]:
-    """The input of the last linear layer in an attention module or a feed-forward layer, and that linear layer."""
-    if (gated := vars(module).get("decoders_gated")) is not None:
-        return type(module).inner(gated, x), gated[1]
-    plan = module.decoders_block
-    return attend(module, plan, x, turns, mask, cache), plan.out
-
-
-def _block(layer: nn.Module) -> Layer:
-    return cast(Layer, vars(layer)["decoders_block"])
-
-
-def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
-    """The layers behind `layer` that an operator computes together with it, and the first norm behind these. A hook ends them, because
-    it may change a result in place.
-    """
-    layers = [layer]
-    while True:
-        following: Following | None = vars(layers[-1])["decoders_following"]
-        if following is None or hooks_of(layers[-1])[0] or hooks_of(following.layer)[1]:
-            return layers[1:], NO_NORM
-        if not following.alike or tokens > MOST_AHEAD:
-            return layers[1:], _block(following.layer).first
-        layers.append(following.layer)
-
-
-@functools.cache
-def layer_class(plain: Any) -> type[nn.Module]:
-    """The class that replaces the class `plain` of a decoder layer. Its objects have a :class:`Layer`."""
-
-    def compute(plan: Layer, x: Tensor | None, *rest: Any, own: nn.Module | None = None) -> Tensor | None:
-        """The layer's result; None if it cannot be computed.
-
-        Args:
-            rest: cos and sin, the mask and the cache.
-            own: the layer, if layers behind it may be computed, too, so that they have their results when they are called.
-        """
-        if x is None or rest[0] is None or rest[1] is None:
-            return None
-        traced = torch.compiler.is_dynamo_compiling()
-        behind, following = ([], NO_NORM) if own is None else _behind(own, x.numel() // x.shape[-1])
-        first: Any = plan.first[0]
-        reads = x if first is None else first(x) if traced else _normed.of(x, first, first)
-        firsts = *(_block(layer).first for layer in behind), following
-        if not traced:
-            _normed.forget()  # the stored tensor may belong to a recording
-            if plan.whole is not None:
-                wholes = [plan.whole, *(cast(Whole, _block(layer).whole) for layer in behind)]
-                if (computed := whole_layers(wholes, firsts, x, reads, *rest)) is not None:
-                    results, reads = computed
-                    if following[0] is not None:
-                        _normed.keep(results[-1], following[0], reads)
-                    _ahead.keep(results[0], rest, list(zip(behind, results[1:], strict=True))[::-1])
-                    return results[0]
-        for step in plan.steps:
-            inner, last = _inner(step.module, reads, *rest)
-            if inner is None:
-                return None
-            after = firsts[0] if step is plan.steps[-1] else step.after
-            norms = _as_norm(step.before), _as_norm(after)
-            by = last.operands((last,))
-            both = None if by is None else products.linear_to_residual(inner, by, x, *norms)
-            if both is None:
-                return None
-            x, normed = both
-            reads = x if after[0] is None else normed
-        if firsts[0][0] is not None:
-            _normed.keep(x, firsts[0][0], reads)
-        return x
-
-    def forward(self: Any, *given: Any, **options: Any) -> Any:
-        x, *rest = taken(given, options, self.decoders_block.names)
-        if torch.compiler.is_dynamo_compiling():
-            out = compute(self.decoders_block, x, *rest)
-        elif (out := _ahead.of(self, x, rest)) is None:
-            if hooks_of(self)[1]:  # they may have changed the input in place
-                _normed.forget()
-            out = compute(self.decoders_block, x, *rest, own=self)
-        return plain.forward(self, *given, **options) if out is None else out
-
-    namespace = {"forward": forward, "compute": staticmethod(compute), "__module__": plain.__module__}
-    return type(plain.__name__, (plain,), namespace)
