@@ -18,7 +18,7 @@ from ..attention import KIND_ATTRIBUTE, LayerKind
 from ..kernels import products
 from ..modules_compat import hooks_of, own_parameters
 from ..slot_cache import SlotCache
-from .layers import NO_NORM, Attention, Formula, Latest, NormOf, as_norm, attend, taken
+from .layers import NO_NORM, Attention, Formula, Latest, NormOf, as_norm, attend, bias_of, taken
 from .noted_calls import Name
 
 
@@ -35,7 +35,7 @@ class Whole(NamedTuple):
 
     Attributes:
         attention: the attention module; `plan` is its structure.
-        products: the groups of layers whose products are computed, in order.
+        linear: the layers whose products are computed: of queries, keys and values, the attention's last, gate and up, and the last.
         norms: of queries, keys, the attention module's result, the first sum, the feed-forward layer's result.
         formula: the norms' formula; None without norms.
         activation: kind and gate_first of :func:`products.gated_linear`.
@@ -43,7 +43,7 @@ class Whole(NamedTuple):
 
     attention: nn.Module
     plan: Attention
-    products: tuple[tuple[Any, ...], ...]
+    linear: tuple[Any, ...]
     norms: tuple[NormOf, ...]
     formula: Formula | None
     activation: tuple[int, bool]
@@ -58,14 +58,14 @@ class Whole(NamedTuple):
         formulas = {formula for _, formula in norms if formula is not None}
         if gated is None or len(formulas) > 1:
             return None
-        products = plan.group, (plan.out,), gated[0], (gated[1],)
+        linear = *plan.group, plan.out, *gated[0], gated[1]
         activation = cast(Any, type(steps[1].module)).decoders_activation
-        return cls(attention, plan, products, norms, next(iter(formulas), None), activation)
+        return cls(attention, plan, linear, norms, next(iter(formulas), None), activation)
 
     @property
     def kind(self) -> Hashable:
         """What an operator takes once for all layers that it computes together."""
-        biased = tuple(layers[0].bias is not None for layers in self.products)
+        biased = tuple(layer.bias is not None for layer in self.linear)
         normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
         return self.formula, self.activation, biased, normed, plan.scaling, plan.softcap, plan.sinks is None
 
@@ -86,8 +86,9 @@ def whole_layers(
     formula = one.formula or firsts[0][1] or Formula(0.0, False, False)
     if type(cache) is not SlotCache or cache.buffers.key_scales or any(own not in (None, formula) for _, own in firsts):
         return None
-    operands = [group[0].operands(group) for layer in layers for group in layer.products]
-    if None in operands or len({by.digits for by in operands}) > 1:
+    linear = [own for layer in layers for own in layer.linear]
+    by = linear[0].operands(linear) if len({*map(type, linear)}) == 1 else None
+    if by is None:
         return None
     keys, values = (
         [buffers[layer.plan.layer] for layer in layers] for buffers in (cache.buffers.keys, cache.buffers.values)
@@ -98,11 +99,11 @@ def whole_layers(
     return products.decoder_layers(
         x,
         reads,
-        [matrix for by in operands for matrix in by.matrices],
-        [scale for by in operands for scale in by.scales],
-        [bias for by in operands for bias in by.biases],
-        sum(bool(by.biases) << place for place, by in enumerate(operands[: len(one.products)])),
-        operands[0].digits,
+        by.matrices,
+        by.scales,
+        by.biases,
+        sum((bias_of(own) is not None) << place for place, own in enumerate(one.linear)),
+        by.digits,
         [own_parameters(module)["weight"] for module in norms if module is not None],
         sum((module is not None) << place for place, module in enumerate(norms[: len(one.norms) + 1])),
         *formula,

@@ -65,8 +65,8 @@ class Joint:
     columns: tuple[int, int] = 0, 0
 
     @staticmethod
-    def operands(layers: tuple[Any, ...]) -> Operands | None:
-        """The operands of the joint product of `layers`, which are of this class; None if a layer computes more than a product."""
+    def operands(layers: Sequence[Any]) -> Operands | None:
+        """The operands of products with `layers`, which are of this class; None if a layer computes more than a product."""
         raise NotImplementedError
 
     def product(self, x: Tensor, multiply: Callable[[Tensor, tuple[Any, ...]], Product]) -> Product:
@@ -85,13 +85,15 @@ class Joint:
         return joint.narrow(-1, begin, end - begin)
 
 
-def biases_of(layers: tuple[Any, ...]) -> list[Tensor]:
-    """The biases of `layers`, of which all have one or none."""
-    own = own_parameters(layers[0])
-    if "bias" in own and own["bias"] is None:  # asked first, because layer.bias takes ten times as long
-        return []
-    biases = [layer.bias for layer in layers]
-    return [] if biases[0] is None else biases
+def bias_of(layer: Any) -> Tensor | None:
+    own = own_parameters(layer)
+    return own["bias"] if "bias" in own else layer.bias  # `layer.bias` takes ten times as long
+
+
+def biases_of(layers: Sequence[Any]) -> list[Tensor]:
+    """The biases of those `layers` that have one."""
+    biases = [bias_of(layer) for layer in layers]
+    return [bias for bias in biases if bias is not None]
 
 
 class FewRows(Joint):
@@ -109,7 +111,7 @@ class FewRows(Joint):
         return own_parameters(self)["weight"] if narrow is None else narrow  # type: ignore[arg-type, return-value]
 
     @staticmethod
-    def operands(layers: tuple[Any, ...]) -> Operands:
+    def operands(layers: Sequence[Any]) -> Operands:
         return Operands([layer.matrix() for layer in layers], [], biases_of(layers))
 
     def forward(self, x: Tensor) -> Tensor:

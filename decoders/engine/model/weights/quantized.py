@@ -14,7 +14,7 @@ integers are added exactly, and groups in a fixed order, so a row has the same b
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -51,8 +51,10 @@ class _Quantized(Joint):
     digits: int
 
     @staticmethod
-    def operands(layers: tuple[Any, ...]) -> Operands | None:
-        return None if layers[0].after is not None else _operands(layers)
+    def operands(layers: Sequence[Any]) -> Operands | None:
+        digits = layers[0].digits
+        alone = any(layer.after is not None or layer.digits != digits for layer in layers)
+        return None if alone else _operands(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x, _product)
@@ -62,7 +64,7 @@ class _Quantized(Joint):
         return out if self.bias is None else out + self.bias  # type: ignore[attr-defined]
 
 
-def _operands(layers: tuple[Any, ...]) -> Operands:
+def _operands(layers: Sequence[Any]) -> Operands:
     first = layers[0]
     biases = [] if first.after is not None else biases_of(layers)
     return Operands([layer.levels for layer in layers], [layer.scales for layer in layers], biases, first.digits)

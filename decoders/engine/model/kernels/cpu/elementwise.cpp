@@ -125,8 +125,8 @@ Tensor linear_to_cache(
 // Decoder layers, each attention over the first `view` slots of the cache and then a gated feed-forward layer. Computes with the operators
 // above. x: [B, N, H]; reads: the first norm of x. There is one tensor of keys, of values, a window and a chunk per layer, and sinks or
 // none. The other lists have a layer's tensors behind those of the layer before. matrices: of queries, keys, values, the attention's
-// output, gate and up (as in gated_linear), and down; scales: likewise, or none. `biased` has a bit for each of these four products that
-// has biases. norms: of queries and keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of the
+// output, gate and up (as in gated_linear), and down; scales: likewise, or none. `biased` has a bit for each of these seven matrices that
+// has a bias. norms: of queries and keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of the
 // second sum, which is the next layer's first norm and may be missing in the last layer; `normed` has a bit for each.
 // Returns the second sum of each layer, and the norm of the last.
 std::tuple<Tensors, Tensor> decoder_layers(
@@ -145,7 +145,7 @@ std::tuple<Tensors, Tensor> decoder_layers(
     };
     struct Factors { Tensors matrices, scales, biases; };
     auto next_factors = [&](int product) {
-        size_t count = OF_PRODUCTS[product], with_bias = biased >> product & 1 ? count : 0;
+        size_t count = OF_PRODUCTS[product], with_bias = biased >> matrix % MATRICES & 1 ? count : 0;
         Factors next = {part(matrices, matrix, count), scales.empty() ? Tensors() : part(scales, matrix, count), part(biases, bias, with_bias)};
         matrix += count;
         bias += with_bias;
