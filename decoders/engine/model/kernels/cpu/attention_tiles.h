@@ -86,6 +86,12 @@ inline void score_tile(const float* queries, long width, const float* keys, floa
     });
 }
 
+// Prefetches numbers. Keys and values are prefetched a block ahead: without it, reading them takes twice as long on a Zen 5.
+template <class C>
+inline void prefetch_all(const C* from, long count) {
+    for (const char* line = (const char*)from; line < (const char*)(from + count); line += 64) prefetch<false>(line);
+}
+
 // Adds the values of `count` places, times their weights [N, PLACES], to V vectors of the sums of N queries. slots: null for slots in a
 // row.
 template <int N, int V, class C>
@@ -97,6 +103,7 @@ template <int N, int V, class C>
         const C* value = values + (slots ? slots[i] : i) * stride;
         Vec x[V];
         for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
+        if (!slots) prefetch_all(value + PLACES * stride, V * LANES);
         for (int n = 0; n < N; n++) {
             Vec weight = broadcast(weights[n * PLACES + i]);
             for (int v = 0; v < V; v++) own[n][v] = multiply_add(weight, x[v], own[n][v]);
@@ -200,6 +207,7 @@ struct Transposed {
                 for (long n = 0; n < LANES; n++) slots[n] = n >= before && block + i + n < end ? int(block + i + n) : -1;
                 some(0, slots, LANES, to + i);
             } else {
+                for (long n = 0; n < LANES; n++) prefetch_all(keys + (block + i + n + PLACES) * stride, width);
                 some(block + i, nullptr, std::min(end - block - i, long(LANES)), to + i);
             }
         }
