@@ -18,9 +18,9 @@ from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
 from ..engine.decode.engine import TEXTS, Engine, MemoryKey
 from ..engine.decode.output import RequestOutput
+from ..engine.model.call_lock import CallLock
 from ..engine.model.layout import refuse_capture, refuse_unfit
 from ..engine.model.layout import vocabulary_of as logits_of
-from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..errors import SettingsError, UnsupportedError
 from ..registry.resolve import resolve_backend

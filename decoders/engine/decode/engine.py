@@ -18,6 +18,7 @@ from ...errors import UnsupportedError
 from ...report import Report
 from ...settings import Attention
 from ...strategy import Strategy
+from ..model.call_lock import CallLock
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction
 from ..model.compiled.tiers import Compile
@@ -27,7 +28,7 @@ from ..model.own_forward import OwnForward
 from ..model.recordings import recorder_of
 from ..model.self_check import target_of
 from ..model.target import Target
-from ..model.threads import CallLock, Threads, own_number_afterwards
+from ..model.threads import Threads, own_number_afterwards
 from ..model.torch_compat import float32_precision
 from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState

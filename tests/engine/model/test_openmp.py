@@ -13,8 +13,8 @@ import torch
 from transformers import StoppingCriteria
 
 import decoders
-from decoders.engine.model import threads
-from decoders.engine.model.threads import CallLock
+from decoders.engine.model import call_lock, threads
+from decoders.engine.model.call_lock import CallLock
 from decoders.testing import prompts, tiny_model
 
 
@@ -85,7 +85,7 @@ def test_who_waits_for_a_model_and_who_leaves_it_to_others_give_their_teams_back
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released: list[str] = []
-    monkeypatch.setattr(threads, "release_threads", lambda: released.append(threading.current_thread().name))
+    monkeypatch.setattr(call_lock, "release_threads", lambda: released.append(threading.current_thread().name))
     lock = CallLock()
     with lock:
         pass
@@ -100,7 +100,7 @@ def test_who_waits_for_a_model_and_who_leaves_it_to_others_give_their_teams_back
 
 def test_a_lock_goes_to_who_waits_in_order_but_for_those_that_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, order = CallLock(), list[str]()
-    monkeypatch.setattr(threads, "release_threads", lambda: None)
+    monkeypatch.setattr(call_lock, "release_threads", lambda: None)
 
     def take(name: str, first: bool) -> None:
         lock.acquire(first)
@@ -138,7 +138,7 @@ def test_who_is_interrupted_leaves_a_lock_to_the_others(monkeypatch: pytest.Monk
         except KeyboardInterrupt:
             interrupted.append(True)
 
-    monkeypatch.setattr(threads, "release_threads", interrupt)
+    monkeypatch.setattr(call_lock, "release_threads", interrupt)
     with lock:
         thread = threading.Thread(target=wait)
         thread.start()
