@@ -5,54 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ..errors import UnknownNameError
 from ..training.recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining
-from .console import plain_console
-from .models import Device, Threads
+from .benches import with_options_of
 from .training_options import (
-    EDIT_TASKS,
-    AsJson,
     Bf16,
-    CheckpointMinutes,
-    Data,
     DraftVocab,
     Epochs,
-    Held,
     Intermediate,
     Length,
-    ModelType,
     Output,
     OwnShare,
     Patience,
     Rate,
     ReadLayers,
-    Resume,
     RowsPerStep,
     Seed,
-    TestText,
     Tokens,
-    command_line,
     indices,
-    texts_of,
+    prepared,
 )
+
+if TYPE_CHECKING:
+    from ..training.texts import Job
 
 MEDUSA, EAGLE3, DFLASH, DRAFT = HeadsTraining(), HeadTraining(), BlockTraining(), DraftTraining()
 FORMATS = ("speculators", "authors")
 
 
+@with_options_of(prepared, without=["edit_tasks"])
 def medusa(
     model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the heads, or "demo".')],
-    data: Data = None,
     out: Output = Path("medusa-heads"),
     held: Annotated[
         list[Path] | None,
         typer.Option(help="Held-out text (early stop, tree); may be repeated. Default: a twentieth of the data."),
     ] = None,
-    test: TestText = None,
     heads: Annotated[
         int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")
     ] = MEDUSA.heads,
@@ -79,43 +71,32 @@ def medusa(
         Path | None,
         typer.Option("--from", help="Trained heads (in our format or the authors'): only their tree is searched."),
     ] = None,
-    dtype: ModelType = "float32",
-    device: Device = None,
-    threads: Threads = None,
     bf16: Annotated[
         bool, typer.Option(help="Compute, and keep hidden states, in bfloat16 instead of float32.")
     ] = MEDUSA.bf16,
-    resume: Resume = True,
-    checkpoint_minutes: CheckpointMinutes = 1.0,
-    as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Train Medusa heads for a model, which stays frozen, and find their tree."""
     from ..heads.medusa import load_heads
     from ..training.medusa import train_medusa
-    from .models import load
 
-    texts = texts_of(model, data, held, test, 0, out)  # a missing file is reported before the model is loaded
     present = load_heads(given) if given is not None else None
-    loaded, tokenizer = load(model, dtype, device)
     training = HeadsTraining(
         heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
         own_share=own_share, epochs=epochs, batch=batch, rate=rate, bf16=bf16, patience=patience, seed=seed,
     )  # fmt: skip
+    loaded, tokenizer, job = prepared(model, out, held=held, edit_tasks=0, **options)
     figures = train_medusa(
-        loaded, tokenizer, out=out, run=training, tree=tree, nodes=nodes,
-        texts=texts.texts, held=texts.held, test=texts.test,
-        given=present, resume=resume,
-        checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
+        loaded, tokenizer, texts=job.texts, out=out, run=training, held=job.held, test=job.test, tree=tree, nodes=nodes,
+        given=present, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console,
     )  # fmt: skip
-    conclude(figures, out, as_json)
+    conclude(figures, job)
 
 
+@with_options_of(prepared, without=["edit_tasks"])
 def eagle3(
     model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the head, or "demo".')],
-    data: Data = None,
     out: Output = Path("eagle3-head"),
-    held: Held = None,
-    test: TestText = None,
     start: Annotated[
         Path | None,
         typer.Option(
@@ -149,13 +130,8 @@ def eagle3(
     patience: Patience = EAGLE3.patience,
     seed: Seed = EAGLE3.seed,
     form: Annotated[str, typer.Option("--format", help="speculators (vLLM's) or authors.")] = "speculators",
-    dtype: ModelType = "float32",
-    device: Device = None,
-    threads: Threads = None,
     bf16: Bf16 = EAGLE3.bf16,
-    resume: Resume = True,
-    checkpoint_minutes: CheckpointMinutes = 1.0,
-    as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Train an EAGLE-3 head for a model, which stays frozen: its own outputs are fed back as in decoding."""
     if form not in FORMATS:
@@ -167,24 +143,15 @@ def eagle3(
     )  # fmt: skip
 
     from ..training.eagle3 import train_eagle3
-    from .models import load
 
-    texts = texts_of(model, data, held, test, EDIT_TASKS, out)
-    loaded, tokenizer = load(model, dtype, device)
-    figures = train_eagle3(
-        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
-        start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
-        console=None if as_json else plain_console(),
-    )  # fmt: skip
-    conclude(figures, out, as_json)
+    loaded, tokenizer, job = prepared(model, out, **options)
+    conclude(train_eagle3(loaded, tokenizer, job, run=training, start=start, form=cast(Any, form)), job)
 
 
+@with_options_of(prepared, without=["edit_tasks"])
 def dflash(
     model: Annotated[str, typer.Option(help='Path or hub name of the target, or "demo".')],
-    data: Data = None,
     out: Output = Path("dflash-model"),
-    held: Held = None,
-    test: TestText = None,
     start: Annotated[
         Path | None,
         typer.Option("--from", help="Folder of a draft model whose training continues. Default: a new one."),
@@ -216,13 +183,8 @@ def dflash(
     checks: Annotated[int, typer.Option(min=1, help="Checks of held-out acceptance per epoch.")] = DFLASH.checks,
     patience: Patience = DFLASH.patience,
     seed: Seed = DFLASH.seed,
-    dtype: ModelType = "float32",
-    device: Device = None,
-    threads: Threads = None,
     bf16: Bf16 = DFLASH.bf16,
-    resume: Resume = True,
-    checkpoint_minutes: CheckpointMinutes = 1.0,
-    as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Train a draft model of the DFlash family, which drafts all its tokens in one pass, for a frozen target."""
     training = BlockTraining(
@@ -233,20 +195,14 @@ def dflash(
     )  # fmt: skip
 
     from ..training.dflash import train_dflash
-    from .models import load
 
-    texts = texts_of(model, data, held, test, EDIT_TASKS, out)
-    loaded, tokenizer = load(model, dtype, device)
-    figures = train_dflash(
-        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, start=start,
-        command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
-    )  # fmt: skip
-    conclude(figures, out, as_json)
+    loaded, tokenizer, job = prepared(model, out, **options)
+    conclude(train_dflash(loaded, tokenizer, job, run=training, start=start), job)
 
 
+@with_options_of(prepared, without=["edit_tasks"])
 def draft(
     model: Annotated[str, typer.Option(help='Path or hub name of the target, or "demo".')],
-    data: Data = None,
     out: Output = Path("draft-model"),
     origin: Annotated[
         str,
@@ -264,7 +220,6 @@ def draft(
     hidden: Annotated[
         int | None, typer.Option(min=1, help="Hidden size from scratch. Default: about a quarter of the target's.")
     ] = None,
-    held: Held = None,
     test: Annotated[
         list[Path] | None, typer.Option(help="Text for measuring acceptance, for the card. Default: the held-out text.")
     ] = None,
@@ -279,13 +234,8 @@ def draft(
     checks: Annotated[int, typer.Option(min=1, help="Checks of held-out agreement per epoch.")] = DRAFT.checks,
     patience: Patience = DRAFT.patience,
     seed: Seed = DRAFT.seed,
-    dtype: ModelType = "float32",
-    device: Device = None,
-    threads: Threads = None,
     bf16: Bf16 = DRAFT.bf16,
-    resume: Resume = True,
-    checkpoint_minutes: CheckpointMinutes = 1.0,
-    as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Make a draft model for a target: some of its layers, or a smaller model, taught by its texts and distributions."""
     training = DraftTraining(
@@ -294,27 +244,19 @@ def draft(
     )  # fmt: skip
 
     from ..training.draft_model import train_draft
-    from .models import load
 
-    texts = texts_of(model, data, held, test, EDIT_TASKS, out)
-    loaded, tokenizer = load(model, dtype, device)
-    figures = train_draft(
-        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
-        command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
-        console=None if as_json else plain_console(),
-    )  # fmt: skip
-    conclude(figures, out, as_json)
+    loaded, tokenizer, job = prepared(model, out, test=test, **options)
+    conclude(train_draft(loaded, tokenizer, job, run=training), job)
 
 
-def conclude(figures: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Prints the results of a training."""
-    if as_json:
+def conclude(figures: dict[str, Any], job: Job) -> None:
+    """Prints the results of a training, as JSON if it has shown no progress."""
+    if job.console is None:
         typer.echo(json.dumps(figures, indent=2))
         return
-    console = plain_console()
     for line in lines_of(figures):
-        console.print(line)
-    console.print(f"Written to {out}.", soft_wrap=True)
+        job.console.print(line)
+    job.console.print(f"Written to {job.out}.", soft_wrap=True)
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:

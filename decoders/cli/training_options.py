@@ -1,18 +1,17 @@
-"""Shared by the training commands: options, reading the texts, and the command line for cards."""
+"""Shared by the training commands: options, the model and the texts that they name, and the command line for cards."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SettingsError
-from .models import known_dtype
+from .console import plain_console
+from .models import Device, Threads, known_dtype
 
 if TYPE_CHECKING:
     from ..demo.data import Source
@@ -61,34 +60,46 @@ CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between c
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")]
 
 
-@dataclass(frozen=True)
-class TrainingTexts:
-    """Training texts, held-out texts and test texts. Held-out texts and test texts may be missing."""
+def prepared(
+    model: str,
+    out: Path,
+    data: Data = None,
+    held: Held = None,
+    test: TestText = None,
+    dtype: ModelType = "float32",
+    device: Device = None,
+    threads: Threads = None,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
+    *,
+    edit_tasks: int = EDIT_TASKS,
+) -> tuple[Any, Any, Any]:
+    """The model, its tokenizer, and the :class:`~decoders.training.texts.Job` that the options describe.
 
-    texts: Sequence[str]
-    held: Sequence[str] = ()
-    test: Sequence[str] = ()
-
-
-def texts_of(
-    model: str, data: list[Path] | None, held: list[Path] | None, test: list[Path] | None, edit_tasks: int, out: Path
-) -> TrainingTexts:
-    """The texts of the named files. Without `data`, the demo model is trained with its own texts.
+    Every training command has the options from `data` on. Without `data`, the demo model is trained with its own texts.
 
     Args:
-        out: the folder to write to, checked before the texts are read and the model is loaded.
         edit_tasks: number of edit tasks in the demo model's own texts.
 
     Raises:
         TrainingError: a path does not exist, or there is no text. SettingsError: see :func:`~decoders.training.texts.workplace`.
+        UnknownNameError, SettingsError, ModelLoadError: see :func:`~decoders.cli.models.load`.
     """
-    from ..training.texts import read_files, workplace
+    from ..training.texts import Job, read_files, workplace
+    from .models import load
 
+    # The folder is checked, and a missing file is reported, before the model is loaded.
     workplace(out, resume=True)
     texts = demo_texts(edit_tasks) if data is None and model == "demo" else {"texts": read_files(data or [])}
-    return TrainingTexts(
-        **texts | {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
-    )
+    texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
+    loaded, tokenizer = load(model, dtype, device)
+    console = None if as_json else plain_console()
+    job = Job(
+        texts["texts"], out, texts.get("held", ()), texts.get("test", ()), command=command_line(), resume=resume,
+        checkpoint_minutes=checkpoint_minutes, console=console,
+    )  # fmt: skip
+    return loaded, tokenizer, job
 
 
 def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:

@@ -10,10 +10,10 @@ Letters: ``B`` rows, ``A`` anchors of a row, ``K`` places of a block, ``D`` toke
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,8 @@ from .feature_heads import (
     train_head,
 )
 from .recipes import BlockTraining
-from .texts import Texts, stop_tokens
+from .texts import Job, Texts, stop_tokens
 from .trainer import soft_cross_entropy
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 #: Number of text rows from which :func:`fit_context` fits the keys and values of a new draft model.
 FITTED = 64
@@ -51,25 +48,14 @@ FITTED = 64
 def train_dflash(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    out: Path,
+    job: Job,
     *,
     run: BlockTraining = BlockTraining(),
-    held: Sequence[str] = (),
-    test: Sequence[str] = (),
     start: Path | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    command: str | None = None,
-    resume: bool = True,
-    checkpoint_minutes: float = 1.0,
-    console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains a block draft model for the frozen target `model`, and writes it to `out` in the format of `speculators`, with a card.
-
-    Arguments that are not listed here are as in :func:`~decoders.training.draft_model.train_draft`.
+    """Trains a block draft model for the frozen target `model`, and writes it in the format of `speculators`, with a card.
 
     Args:
-        test: texts on which acceptance is measured at the end, for the card.
         start: folder of a draft model whose training continues; its mask and draft vocabulary are kept. None: a new draft model.
 
     Returns:
@@ -100,13 +86,10 @@ def train_dflash(
         assert isinstance(learner, BlockLearner)
         draft, ids = learner.model, None if size == shape.vocab_size else learner.ids.cpu()
         output = learner.output if learner.own_output else None
-        save_draft_model(draft.config, draft.network, draft.head, out, model, ids, output, dtype)
-        return dflash_card(draft.config, model, run, figures, command)
+        save_draft_model(draft.config, draft.network, draft.head, job.out, model, ids, output, job.dtype)
+        return dflash_card(draft.config, model, run, figures, job.command)
 
-    return train_head(
-        model, tokenizer, texts, out, run, make, write, goes_on=given is not None, held=held, test=test, dtype=dtype,
-        resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
-    )  # fmt: skip
+    return train_head(model, tokenizer, job, run, make, write, goes_on=given is not None)
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:

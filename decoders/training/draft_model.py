@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,8 @@ from ..enabling import disable, enable
 from ..errors import SettingsError, TrainingError
 from .cards import draft_card
 from .recipes import DraftTraining, Measurement
-from .texts import PROMPT_SHARE, Texts, TextStore, counted, held_out_rows, stop_tokens, workplace
+from .texts import PROMPT_SHARE, Job, Texts, TextStore, counted, held_out_rows, stop_tokens, workplace
 from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, soft_cross_entropy, warmup_stable_decay
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
@@ -36,35 +33,16 @@ WATCHED = 16
 def train_draft(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    out: Path,
+    job: Job,
     *,
     run: DraftTraining = DraftTraining(),
-    held: Sequence[str] = (),
-    test: Sequence[str] = (),
     measurement: Measurement = Measurement(),
-    dtype: torch.dtype = torch.bfloat16,
-    command: str | None = None,
-    resume: bool = True,
-    checkpoint_minutes: float = 1.0,
-    console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains a draft model for the frozen target `model`, and writes it to `out` with the tokenizer and a card.
-
-    Until the run is complete, ``out/training`` holds checkpoints and the text that the target has written. With `resume` an interrupted
-    run continues from there, and its weights are those of a run without interruption.
+    """Trains a draft model for the frozen target `model`, and writes it with the tokenizer and a card.
 
     Args:
-        texts: training texts.
         run: shape of the draft model, and settings of the training.
-        held: held-out texts for early stopping, preferably texts new to the target. Empty: a twentieth of `texts` is held out.
-        test: texts on which ``speculative`` is measured at the end, for the card. Empty: `held`.
-        measurement: settings of the measurement on `test`.
-        dtype: dtype of the written weights.
-        command: the command line that started the training, for the card.
-        resume: whether to continue from the checkpoint in ``out/training``.
-        checkpoint_minutes: minutes between checkpoints.
-        console: where progress is shown; None: nowhere.
+        measurement: settings of the measurement of ``speculative`` on the test texts, or on held-out texts if there are none.
 
     Returns:
         The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and tokens per step of ``speculative``.
@@ -74,26 +52,28 @@ def train_draft(
         SettingsError: the target lacks one of the layers, or cannot have this size.
     """
     draft = new_draft(model, run)
-    work = workplace(out, resume)
-    store = TextStore(model, tokenizer, run, work, console)
+    out, dtype, work = job.out, job.dtype, workplace(job.out, job.resume)
+    store = TextStore(model, tokenizer, run, work, job.console)
     rows = max(run.rows, run.tokens // run.length)
-    train, judged = store.learnt_and_held(texts, held, rows)
+    train, judged = store.learnt_and_held(job.texts, job.held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
     trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
     # The card shows the agreement before training, too. A resumed run has its starting weights here, before its checkpoint is loaded.
     before = agreement(learner, judged.part(0, learner.training.rows))
     checkpoint = work / "checkpoint.pt"
-    trainer.train("draft", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
+    trainer.train(
+        "draft", checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console
+    )
     _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
     draft.float()  # the weights stay rounded to `dtype`, so the figures are those of the written weights
-    prompted = store.texts(test, held_out_rows(rows)) if test else judged.ids
+    prompted = store.texts(job.test, held_out_rows(rows)) if job.test else judged.ids
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
         "parameters": sum(p.numel() for p in draft.parameters()), "target_parameters": sum(p.numel() for p in model.parameters()),
         "agreement_before": before[0], "agreement": judged.by_kind(partial(_agreement, learner)),
         **measure(model, draft, tokenizer, prompted, measurement),
     }  # fmt: skip
-    (out / "README.md").write_text(draft_card(draft, model, run, measurement, figures, command), encoding="utf-8")
+    (out / "README.md").write_text(draft_card(draft, model, run, measurement, figures, job.command), encoding="utf-8")
     shutil.rmtree(work)
     return figures
 

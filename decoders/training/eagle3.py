@@ -12,10 +12,10 @@ target's features.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +39,8 @@ from .feature_heads import (
     train_head,
 )
 from .recipes import HeadTraining
-from .texts import Texts, stop_tokens
+from .texts import Job, Texts, stop_tokens
 from .trainer import soft_cross_entropy
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Keys = tuple[Tensor, Tensor]
 
@@ -51,26 +48,15 @@ Keys = tuple[Tensor, Tensor]
 def train_eagle3(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    out: Path,
+    job: Job,
     *,
     run: HeadTraining = HeadTraining(),
-    held: Sequence[str] = (),
-    test: Sequence[str] = (),
     start: Path | None = None,
     form: Format = "speculators",
-    dtype: torch.dtype = torch.bfloat16,
-    command: str | None = None,
-    resume: bool = True,
-    checkpoint_minutes: float = 1.0,
-    console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains an EAGLE-3 head for the frozen target `model`, and writes it to `out` with a card.
-
-    Arguments that are not listed here are as in :func:`~decoders.training.draft_model.train_draft`.
+    """Trains an EAGLE-3 head for the frozen target `model`, and writes it with a card.
 
     Args:
-        test: texts on which acceptance is measured at the end, for the card.
         start: folder of a head whose training continues, in either format; its draft vocabulary is kept. None: a new head.
         form: the format in which the head is written.
 
@@ -97,13 +83,10 @@ def train_eagle3(
         head: Any = learner.model
         own = head.head_config
         whole = own.draft_vocab_size == own.layer.vocab_size
-        save_head(head, None if whole else learner.ids.cpu(), out, model, run.depth, form, dtype)
-        return eagle3_card(own, model, run, figures, command)
+        save_head(head, None if whole else learner.ids.cpu(), job.out, model, run.depth, form, job.dtype)
+        return eagle3_card(own, model, run, figures, job.command)
 
-    return train_head(
-        model, tokenizer, texts, out, run, make, write, goes_on=given is not None, held=held, test=test, dtype=dtype,
-        resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
-    )  # fmt: skip
+    return train_head(model, tokenizer, job, run, make, write, goes_on=given is not None)
 
 
 def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ...]) -> Eagle3Config:

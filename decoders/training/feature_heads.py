@@ -10,8 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,8 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ..common.transformers_compat import config_value, decoder_layers
 from ..errors import SettingsError, TrainingError
 from .recipes import Recipe
-from .texts import Texts, TextStore, counted, digest, held_out_rows, stop_tokens, workplace
+from .texts import Job, Texts, TextStore, counted, digest, held_out_rows, stop_tokens, workplace
 from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, warmup_stable_decay
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
@@ -297,21 +293,16 @@ class AcceptanceSums:
 
 
 def train_head(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], out: Path, run: Any,
-    make: Callable[[Texts, Texts], FeatureLearner], write: Callable[[FeatureLearner, Mapping[str, Any]], str], *,
-    goes_on: bool, held: Sequence[str], test: Sequence[str], dtype: torch.dtype, resume: bool, checkpoint_minutes: float,
-    console: Console | None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, run: Any,
+    make: Callable[[Texts, Texts], FeatureLearner], write: Callable[[FeatureLearner, Mapping[str, Any]], str], *, goes_on: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains a network for the frozen target `model`, and writes it to `out` with a card.
-
-    Arguments that are not listed here are as in :func:`~decoders.training.draft_model.train_draft`.
+    """Trains a network for the frozen target `model`, and writes it with a card.
 
     Args:
         run: the recipe, which has `rows` per step.
         make: takes the training text and the held-out text, and returns the learner.
         write: takes the learner and the figures, writes the network, and returns the card.
         goes_on: whether an earlier network is trained further; a resumed run must then have started from the same weights.
-        test: texts on which acceptance is measured at the end, for the card.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
@@ -319,23 +310,22 @@ def train_head(
     Raises:
         TrainingError: there is too little text, or the checkpoint is of another run.
     """
-    work = workplace(out, resume)
-    store = TextStore(model, tokenizer, run, work, console)
+    work = workplace(job.out, job.resume)
+    store = TextStore(model, tokenizer, run, work, job.console)
     rows = max(run.rows, run.tokens // run.length)
-    tested = {"test": store.rows("test", test, held_out_rows(rows))} if test else {}
-    train, judged = store.learnt_and_held(texts, held, rows)
+    tested = {"test": store.rows("test", job.test, held_out_rows(rows))} if job.test else {}
+    train, judged = store.learnt_and_held(job.texts, job.held, rows)
     learner = make(train, judged)
     network, checkpoint = learner.model, work / "checkpoint.pt"
     identity = {"text": train.digest(), "model": store.model_digest}
     if goes_on:
         identity["start"] = digest(network)
-    elif not (resume and checkpoint.exists()):
+    elif not (job.resume and checkpoint.exists()):
         learner.begin()
     trainer = Trainer(learner, learner.run(identity))
-    trainer.train("head", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
-    network.load_state_dict(
-        {name: tensor.to(dtype) for name, tensor in network.state_dict().items()}
-    )  # rounded as in the file
+    trainer.train("head", checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console)
+    # Rounded as in the file.
+    network.load_state_dict({name: tensor.to(job.dtype) for name, tensor in network.state_dict().items()})
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
         "parameters": sum(p.numel() for p in network.parameters()),
@@ -344,7 +334,7 @@ def train_head(
             for name, judged_by in {"held": judged, **tested}.items()
         },
     }  # fmt: skip
-    (out / "README.md").write_text(write(learner, figures), encoding="utf-8")
+    (job.out / "README.md").write_text(write(learner, figures), encoding="utf-8")
     shutil.rmtree(work)
     return figures
 

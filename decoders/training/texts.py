@@ -170,6 +170,36 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A training besides its recipe: its texts, and where it writes.
+
+    Until a run is complete, ``out/training`` holds its checkpoints, and what it has computed of the texts. With `resume` an interrupted
+    run continues from there, and its weights are those of a run without interruption.
+
+    Attributes:
+        texts: training texts.
+        out: folder for the trained network and its card.
+        held: held-out texts for early stopping, preferably texts new to the target. Empty: a twentieth of `texts` is held out.
+        test: texts on which the network is measured at the end, for the card.
+        dtype: dtype of the written weights.
+        command: the command line that started the training, for the card.
+        resume: whether to continue from the checkpoint in ``out/training``.
+        checkpoint_minutes: minutes between checkpoints.
+        console: where progress is shown; None: nowhere.
+    """
+
+    texts: Sequence[str]
+    out: Path
+    held: Sequence[str] = ()
+    test: Sequence[str] = ()
+    dtype: torch.dtype = torch.bfloat16
+    command: str | None = None
+    resume: bool = True
+    checkpoint_minutes: float = 1.0
+    console: Console | None = None
+
+
 def workplace(out: Path, resume: bool) -> Path:
     """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed.
 

@@ -19,7 +19,7 @@ from decoders.testing.spy import Spy
 from decoders.training.dflash import BlockLearner, begin_with, block_config, fit_context, new_draft_model, train_dflash
 from decoders.training.feature_heads import Teacher, layer_config
 from decoders.training.recipes import BlockTraining
-from decoders.training.texts import Texts
+from decoders.training.texts import Job, Texts
 
 SMALL = BlockTraining(
     block=4,
@@ -170,8 +170,9 @@ def test_acceptance_is_that_of_decoding(tmp_path, model) -> None:
 def test_what_is_trained_is_better_and_its_card_says_so(tmp_path, model, word_tokenizer, counting_texts) -> None:
     def train(name: str, **changes):
         return train_dflash(
-            model, word_tokenizer, counting_texts, tmp_path / name, run=run(own_share=1.0, **changes), test=counting_texts[:6],
-            dtype=FULL, command="decoders train dflash --model tiny",
+            model, word_tokenizer,
+            Job(counting_texts, tmp_path / name, test=counting_texts[:6], dtype=FULL, command="decoders train dflash --model tiny"),
+            run=run(own_share=1.0, **changes),
         )  # fmt: skip
 
     before, after = train("a", rate=0.0, epochs=1), train("b", rate=1e-2, epochs=8, tokens=2000)
@@ -191,8 +192,8 @@ def test_interrupted_run_ends_where_a_whole_one_does(
     def train(name: str, start=None, checkpoint_minutes=1.0, **changes):
         training = run(**{"own_share": 0.0, "draft_vocab": vocabulary, **changes})
         train_dflash(
-            model, word_tokenizer, counting_texts, tmp_path / name, run=training, dtype=FULL, start=start,
-            checkpoint_minutes=checkpoint_minutes,
+            model, word_tokenizer,
+            Job(counting_texts, tmp_path / name, dtype=FULL, checkpoint_minutes=checkpoint_minutes), run=training, start=start,
         )  # fmt: skip
         files = load_draft_model(tmp_path / name, CPU, FULL)
         return files, {**files.network.state_dict(), **files.head.state_dict()}
@@ -261,7 +262,7 @@ def test_speculators_reads_what_is_written(tmp_path, model, rank, head, ids) -> 
 
 def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counting_texts, monkeypatch) -> None:
     def train(texts=counting_texts, **changes):
-        train_dflash(model, word_tokenizer, texts, tmp_path, run=run(**changes), dtype=FULL)
+        train_dflash(model, word_tokenizer, Job(texts, tmp_path, dtype=FULL), run=run(**changes))
 
     with pytest.raises(SettingsError, match="the draft vocabulary must have 1 … 128 tokens, not 129"):
         train(draft_vocab=129)

@@ -12,7 +12,7 @@ from decoders.errors import SettingsError, TrainingError
 from decoders.testing import tiny_model
 from decoders.training.draft_model import DraftLearner, cut, measure, new_draft, train_draft
 from decoders.training.recipes import DraftTraining, Measurement
-from decoders.training.texts import Texts, workplace
+from decoders.training.texts import Job, Texts, workplace
 from decoders.training.trainer import soft_cross_entropy
 
 SMALL = DraftTraining(
@@ -26,7 +26,8 @@ def run(**changes) -> DraftTraining:
 
 
 def train(model, tokenizer, texts, out, training=SMALL, **options):
-    return train_draft(model, tokenizer, texts, out, run=training, measurement=QUICK, dtype=torch.float32, **options)
+    job = Job(texts, out, dtype=torch.float32, **options)
+    return train_draft(model, tokenizer, job, run=training, measurement=QUICK)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])

@@ -18,7 +18,7 @@ from decoders.testing import decode, prompts, tiny_model
 from decoders.training.eagle3 import HeadLearner, head_config, new_head, train_eagle3, unrolled
 from decoders.training.feature_heads import Teacher, draft_vocabulary
 from decoders.training.recipes import HeadTraining, default_layers
-from decoders.training.texts import Texts, counted
+from decoders.training.texts import Job, Texts, counted
 
 SMALL = HeadTraining(
     depth=3, tokens=24 * 24, length=24, own_share=0.5, epochs=2, rows=4, rate=3e-3, bf16=False, patience=50
@@ -178,8 +178,9 @@ def test_layers_by_depth() -> None:
 )
 def test_what_is_written_loads_and_drafts(tmp_path, model, tokenizer, texts, form, vocabulary) -> None:
     figures = train_eagle3(
-        model, tokenizer, texts, tmp_path, run=run(draft_vocab=vocabulary), test=texts[:6], form=form, dtype=FULL,
-        command="decoders train eagle3 --model tiny",
+        model, tokenizer,
+        Job(texts, tmp_path, test=texts[:6], dtype=FULL, command="decoders train eagle3 --model tiny"),
+        run=run(draft_vocab=vocabulary), form=form,
     )  # fmt: skip
     assert not (tmp_path / "training").exists()
     config = read_config(tmp_path)
@@ -209,10 +210,10 @@ def test_what_is_written_loads_and_drafts(tmp_path, model, tokenizer, texts, for
 @pytest.mark.slow
 def test_training_teaches_and_the_card_tells_what_decoding_finds(tmp_path, model, tokenizer, texts) -> None:
     """The share of accepted tokens on the card is that of chains in decoding, on the same text."""
-    before = train_eagle3(model, tokenizer, texts, tmp_path / "a", run=run(rate=0.0), dtype=FULL)
+    before = train_eagle3(model, tokenizer, Job(texts, tmp_path / "a", dtype=FULL), run=run(rate=0.0))
     after = train_eagle3(
-        model, tokenizer, texts, tmp_path / "b", run=run(epochs=10, tokens=4000, rate=5e-3, own_share=1.0), dtype=FULL
-    )
+        model, tokenizer, Job(texts, tmp_path / "b", dtype=FULL), run=run(epochs=10, tokens=4000, rate=5e-3, own_share=1.0)
+    )  # fmt: skip
     assert after["held"]["own"]["tokens_per_step"] > before["held"]["own"]["tokens_per_step"] + 0.2
 
 
@@ -245,7 +246,7 @@ def test_acceptance_is_that_of_decoding(model) -> None:
 @pytest.mark.parametrize("own_share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer, texts, monkeypatch, own_share) -> None:
     training = run(own_share=own_share)
-    train_eagle3(model, tokenizer, texts, tmp_path / "whole", run=training, dtype=FULL)
+    train_eagle3(model, tokenizer, Job(texts, tmp_path / "whole", dtype=FULL), run=training)
     learn = HeadLearner.learn
 
     def interrupted(self, step):
@@ -255,20 +256,20 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
 
     monkeypatch.setattr(HeadLearner, "learn", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train_eagle3(model, tokenizer, texts, tmp_path / "cut", run=training, dtype=FULL, checkpoint_minutes=0)
+        train_eagle3(model, tokenizer, Job(texts, tmp_path / "cut", dtype=FULL, checkpoint_minutes=0), run=training)
     assert not (tmp_path / "cut" / "config.json").exists(), "a half-trained head is not offered"
     monkeypatch.undo()
-    train_eagle3(model, tokenizer, texts, tmp_path / "cut", run=training, dtype=FULL)
+    train_eagle3(model, tokenizer, Job(texts, tmp_path / "cut", dtype=FULL), run=training)
     whole, cut = (load_head(tmp_path / name, CPU, FULL).head.state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
 @pytest.mark.parametrize("form", ["authors", pytest.param("speculators", marks=pytest.mark.slow)])
 def test_training_goes_on_with_a_head_that_exists(tmp_path, model, tokenizer, texts, form) -> None:
-    train_eagle3(model, tokenizer, texts, tmp_path / "first", run=run(draft_vocab=90), form=form, dtype=FULL)
+    train_eagle3(model, tokenizer, Job(texts, tmp_path / "first", dtype=FULL), run=run(draft_vocab=90), form=form)
     still = run(draft_vocab=90, rate=0.0, tokens=400)
     train_eagle3(
-        model, tokenizer, texts[::-1], tmp_path / "on", run=still, form=form, start=tmp_path / "first", dtype=FULL
+        model, tokenizer, Job(texts[::-1], tmp_path / "on", dtype=FULL), run=still, form=form, start=tmp_path / "first"
     )
     assert (tmp_path / "on" / "config.json").read_text() == (tmp_path / "first" / "config.json").read_text()
     first, on = load_head(tmp_path / "first", CPU, FULL), load_head(tmp_path / "on", CPU, FULL)
@@ -276,12 +277,12 @@ def test_training_goes_on_with_a_head_that_exists(tmp_path, model, tokenizer, te
     assert all(torch.equal(tensor, on.head.state_dict()[name]) for name, tensor in first.head.state_dict().items())
     for wrong in (dict(draft_vocab=80), dict(draft_vocab=90, intermediate=20), dict(draft_vocab=90, layers=(1, 1, 0))):
         with pytest.raises(SettingsError, match="its shape or the layers that it reads differ from the settings"):
-            train_eagle3(model, tokenizer, texts, tmp_path / "no", run=run(**wrong), start=tmp_path / "first")
+            train_eagle3(model, tokenizer, Job(texts, tmp_path / "no"), run=run(**wrong), start=tmp_path / "first")
 
 
 def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer, texts, monkeypatch) -> None:
     def train(out=tmp_path, texts=texts, **changes):
-        train_eagle3(model, tokenizer, texts, out, run=run(**changes), dtype=FULL)
+        train_eagle3(model, tokenizer, Job(texts, out, dtype=FULL), run=run(**changes))
 
     with pytest.raises(SettingsError, match="the draft vocabulary must have 1 … 128 tokens, not 129"):
         train(draft_vocab=129)
