@@ -68,18 +68,19 @@ class SeeingArchitecture:
         return model.eval()
 
 
+#: Sizes of layers, in towers of images and of sounds as well as in texts.
+_SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+
+
 def _text(model_type: str | None = None, **others: Any) -> dict[str, Any]:
-    plain = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    plain = _SIZES | dict(
+        vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=0
     )  # fmt: skip
     return plain | ({"model_type": model_type} if model_type else {}) | others
 
 
 def _tower(model_type: str | None = None, **others: Any) -> dict[str, Any]:
-    plain = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=7
-    )
+    plain = _SIZES | dict(image_size=28, patch_size=7)
     return plain | ({"model_type": model_type} if model_type else {}) | others
 
 
@@ -212,9 +213,8 @@ SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
         "gemma4": SeeingArchitecture(
             "gemma4",
             dict(text_config=_GEMMA4 | {"use_bidirectional_attention": "vision"},
-                 vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                                    num_key_value_heads=4, head_dim=8, pooling_kernel_size=2, patch_size=4,
-                                    position_embedding_size=64),
+                 vision_config=_SIZES | dict(num_key_value_heads=4, head_dim=8, pooling_kernel_size=2, patch_size=4,
+                                             position_embedding_size=64),
                  audio_config=None, video_token_id=VIDEO, audio_token_id=117, boi_token_id=BEGIN, eoi_token_id=END,
                  boa_token_id=115, eoa_token_index=116, **_TOKEN),
             4, _placed_patches, "mm_token_type_ids", embedding=0.03,
@@ -239,31 +239,13 @@ SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     }
 )  # fmt: skip
 
-_EAR = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_mel_bins=8,
-    max_source_positions=20,
-)
+_EAR = _SIZES | dict(num_mel_bins=8, max_source_positions=20)
 _WIDE_EAR = _EAR | {"intermediate_size": 128}  # several frames make a token
 _OMNI_EAR = dict(
-    d_model=32,
-    encoder_ffn_dim=48,
-    encoder_layers=2,
-    encoder_attention_heads=4,
-    num_mel_bins=8,
-    max_source_positions=64,
-    output_dim=32,
-)
+    d_model=32, encoder_ffn_dim=48, encoder_layers=2, encoder_attention_heads=4, num_mel_bins=8, max_source_positions=64, output_dim=32
+)  # fmt: skip
 _AUDIO = {"audio_token_id": IMAGE}
-_OMNI = {
-    "vision_start_token_id": 110,
-    "vision_end_token_id": 111,
-    "audio_start_token_id": BEGIN,
-    "audio_end_token_id": END,
-}
+_OMNI = dict(vision_start_token_id=110, vision_end_token_id=111, audio_start_token_id=BEGIN, audio_end_token_id=END)
 
 
 def _hearing(
@@ -341,8 +323,8 @@ BLIND: Mapping[str, SeeingArchitecture] = MappingProxyType(
         ),
         "voxtral_realtime": _hearing(
             "voxtral_realtime", _text("voxtral_realtime_text", head_dim=8),
-            dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8, num_mel_bins=8,
-                 max_position_embeddings=512), 0, _sound(512, mask=None), downsample_factor=4, audio_length_per_tok=8,
+            _SIZES | dict(head_dim=8, num_mel_bins=8, max_position_embeddings=512), 0, _sound(512, mask=None), downsample_factor=4,
+            audio_length_per_tok=8,
         ),
     }
 )  # fmt: skip
