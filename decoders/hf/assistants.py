@@ -19,7 +19,7 @@ from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
 from ..engine.model.weights.state import values_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
-from .tokenizers import PADDED_PART, PADDING
+from .tokenizers import PADDED_PART, PADDING, check_tokenizer
 from .translation import TokenMap, tokens_of, translated
 
 log = logging.getLogger("decoders")
@@ -204,9 +204,15 @@ class CallAssistants:
         return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
 
     def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer: the caller's `assistant_tokenizer` if the model is an object or its folder has none."""
+        """A draft model and its tokenizer: the caller's `assistant_tokenizer` if the model is an object or its folder has none.
+
+        Raises:
+            SettingsError: `assistant_tokenizer` is another model's.
+        """
         loaded, own = self.kept.load(model, self.target) if isinstance(model, str) else (model, None)
-        return loaded, self.assistant_tokenizer if own is None else own
+        if own is None and self.assistant_tokenizer is not None:
+            check_tokenizer(loaded, own := self.assistant_tokenizer, "assistant_tokenizer", "draft model")
+        return loaded, own
 
 
 def draft_scheme(runtime: RuntimeSettings) -> Scheme | None:

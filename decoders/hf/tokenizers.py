@@ -15,8 +15,12 @@ from ..errors import SettingsError
 PADDING, PADDED_PART = 256, 32
 
 
-def check_tokenizer(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Raises SettingsError if `tokenizer` is text or a processor, or has other stop tokens or far more or fewer tokens than `model`."""
+def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokenizer", owner: str = "model") -> None:
+    """Raises SettingsError if `tokenizer` is text or a processor, or has other stop tokens or far more or fewer tokens than `model`.
+
+    Args:
+        name, owner: the argument, and what `model` is, for the error.
+    """
     if isinstance(tokenizer, str):
         raise SettingsError(
             f"tokenizer must be a tokenizer of transformers, not {tokenizer!r}: AutoTokenizer.from_pretrained({tokenizer!r}) loads "
@@ -34,10 +38,11 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any) -> None:
         return
     added, rows = tokenizer.added_tokens_decoder, embeddings_of(model)
     size = max(len(tokenizer), *(token + 1 for token in added), 0)
-    name, advice = type(model).__name__, "Pass the tokenizer that the model was trained with"
+    design, advice = type(model).__name__, f"Pass the tokenizer that the {owner} was trained with"
+    wrong = f"{name}= is not the {owner}'s: it"
     if size > rows + PADDING or rows > size + max(PADDING, rows // PADDED_PART):
         raise SettingsError(
-            f"the tokenizer is not the model's: it has {size:,} tokens, and {name} has embeddings for {rows:,}. {advice}"
+            f"{wrong} has {size:,} tokens, and {design} has embeddings for {rows:,}. {advice}"
             + (", or model.resize_token_embeddings(len(tokenizer)) if you have added tokens" if size > rows else "")
         )
     own, stops = tokenizer.eos_token_id, _stops_of(model)
@@ -48,8 +53,8 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any) -> None:
         for stop in stops
     )
     raise SettingsError(
-        f"the tokenizer is not the model's: it ends texts with token {own} ({tokenizer.eos_token!r}), and {name} with {texts}. "
-        f"{advice}, or set model.generation_config.eos_token_id if it was trained with this one"
+        f"{wrong} ends texts with token {own} ({tokenizer.eos_token!r}), and {design} with {texts}. {advice}, "
+        "or set model.generation_config.eos_token_id if it was trained with this one"
     )
 
 

@@ -90,7 +90,8 @@ def test_sizes_too_far_apart_are_refused_unless_the_tokenizers_speak_for_them(ll
         UnsupportedError, match=f"{VOCAB + PADDING} ids against the target's {VOCAB}.*assistant_tokenizer="
     ):
         call(llama, assistant_model=draft)
-    out = call(llama, assistant_model=draft, tokenizer=words(), assistant_tokenizer=words())
+    own, theirs = (words(**{f"w{i}": i for i in range(20, VOCAB)}) for _ in range(2))
+    out = call(llama, assistant_model=draft, tokenizer=own, assistant_tokenizer=theirs)
     assert torch.equal(out, plain(llama))
 
 

@@ -13,7 +13,7 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
-from decoders.errors import UnsupportedError
+from decoders.errors import SettingsError, UnsupportedError
 from decoders.hf import assistants
 from decoders.hf.assistants import Assistants
 from decoders.hf.translation import ABSENT, token_map, translated
@@ -120,9 +120,21 @@ def test_a_folder_without_a_tokenizer_is_read_with_the_given_one(tmp_path: Path)
         ids, strategy="threshold", assistant_model=str(tmp_path), assistant_tokenizer=other, **options
     )
     assert out.sequences.equal(target.generate(ids, strategy="autoregressive", **options).sequences)
-    with pytest.raises(UnsupportedError, match="has 1% of the target's tokens"):
+
+
+@pytest.mark.parametrize("strategy", ["threshold", "speculative", "suffix+staged"])
+def test_a_tokenizer_of_another_model_than_the_draft_model_is_refused(strategy: str) -> None:
+    target, draft, _, _ = pair()
+    with pytest.raises(
+        SettingsError,
+        match="assistant_tokenizer= is not the draft model's: it has 4 tokens, and .* for 290. .* the draft model was",
+    ):
         target.generate(
-            ids, strategy="threshold", assistant_model=str(tmp_path), assistant_tokenizer=letters(), **options
+            torch.arange(9)[None],
+            strategy=strategy,
+            assistant_model=draft,
+            assistant_tokenizer=letters(),
+            max_new_tokens=6,
         )
 
 
@@ -135,7 +147,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def test_vocabularies_with_too_little_in_common_are_refused() -> None:
-    target, draft, _, _ = pair()
+    target, draft = pair()[0], model(4, 1)
     options = dict(strategy="threshold", assistant_model=draft, assistant_tokenizer=letters(), max_new_tokens=8)
     with pytest.raises(UnsupportedError, match="has 1% of the target's tokens, which is too few"):
         target.generate(torch.arange(9)[None], decoders_config=EAGER, **options)
