@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..costs import draft_budget
@@ -65,6 +66,17 @@ class TreeSettings(Settings):
     nodes: NodeBudget = None
     children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
     beam: Beam = 4
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        tree, template = getattr(self, "tree", "dynamic"), getattr(self, "template", None) is not None
+        idle = ("nodes", "children", "beam") if tree == "none" or template else ("beam",) if tree == "static" else ()
+        changed = [name for name in idle if getattr(self, name) != type(self).model_fields[name].default]
+        if changed:  # no error, so that every form of a tree can be tried with the same settings
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in changed)
+            verb, where = "has" if len(changed) == 1 else "have", "a template" if template else f"tree={tree!r}"
+            warnings.warn(f"{type(self).__name__}: {given} {verb} no effect with {where}", stacklevel=2)
+        return self
 
 
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:

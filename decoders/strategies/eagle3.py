@@ -13,17 +13,16 @@ from ..drafters import Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..heads.eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config
-from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
+from .draft_tree import Beam, Children, TreeForm, TreeSettings, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 #: Default number of levels of a draft.
 LENGTH = 5
 
 
-class Eagle3Settings(Settings):
+class Eagle3Settings(TreeSettings):
     """Which head drafts, and in which shape."""
 
     head: str | None = Field(
@@ -44,7 +43,6 @@ class Eagle3Settings(Settings):
         "measured costs of a step allow fewer nodes.",
     )
     tree: TreeForm = "dynamic"
-    nodes: NodeBudget = None
     children: Children = 8
     beam: Beam = 8
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedModel
 
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.strategies import Speculative
+from decoders.settings import Settings
+from decoders.strategies import DFlash, Eagle3, EarlyExit, Mtp, Speculative
 from decoders.testing import decode, prompts
 
 
@@ -19,6 +22,29 @@ def test_a_tree_has_no_schedule():
 def test_a_template_belongs_to_a_static_tree(tree):
     with pytest.raises(SettingsError, match=f"a template is the shape of a static tree; tree is '{tree}'"):
         Speculative(tree=tree, template=((0,), (1,)))
+
+
+@pytest.mark.parametrize(
+    "settings, values, said",
+    [
+        (Speculative.settings_class, dict(nodes=9, beam=3), "nodes=9, beam=3 have no effect with tree='none'"),
+        (EarlyExit.settings_class, dict(children=2), "children=2 has no effect with tree='none'"),
+        (Speculative.settings_class, dict(tree="static", beam=3), "beam=3 has no effect with tree='static'"),
+        (
+            Speculative.settings_class,
+            dict(tree="static", template=[[0]], nodes=3),
+            "nodes=3 has no effect with a template",
+        ),
+        (Eagle3.settings_class, dict(tree="none", nodes=9), "nodes=9 has no effect with tree='none'"),
+        (DFlash.settings_class, dict(nodes=9), "nodes=9 has no effect with tree='none'"),
+        (Mtp.settings_class, dict(tree="none", beam=2), "beam=2 has no effect with tree='none'"),
+    ],
+)
+def test_settings_of_a_tree_without_a_tree_get_a_warning(
+    settings: type[Settings], values: dict[str, Any], said: str
+) -> None:
+    with pytest.warns(UserWarning, match=said):
+        settings(**values)
 
 
 def test_a_template_cannot_take_more_continuations_than_there_are_tokens(target: PreTrainedModel, near):
