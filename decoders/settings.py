@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import core_schema
 
-from .errors import SettingsError, suggest
+from .errors import SettingsError, canonical, suggest
 
 #: Values of the setting ``attention``.
 Attention = Literal["auto", "sdpa", "triton"]
@@ -219,7 +219,9 @@ def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[
 ENABLED = "given to enable()"
 
 
-def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str, str]) -> str:
+def _explained(
+    cls: type[Settings], error: ValidationError, origin: Mapping[str, str], strategies: Collection[str] = ()
+) -> str:
     """The text of `error`. origin: where each setting's value comes from ("" for the call)."""
     problems, alternatives = [], defaultdict(list)
     for item in error.errors():  # each type of a union refuses the same value: one problem
@@ -236,6 +238,8 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
             hint = suggest(field, [*cls.model_fields, *beside])
             if field in RuntimeSettings.model_fields:
                 hint = f"It is a setting of the loop: decoders_config={{{field!r}: …}}"
+            elif cls is RuntimeSettings and canonical(field) in strategies:
+                hint = f"It is a strategy, whose settings stand apart: strategy={field!r}, strategy_config={{'setting': …}}"
             problems.append(f"unknown setting {field!r}{where}. {hint}")
         else:
             where = f" ({place})" if place else ""
@@ -281,7 +285,7 @@ def load_settings(
     try:
         return cls(**values)
     except ValidationError as error:
-        raise SettingsError(_explained(cls, error, origin)) from error
+        raise SettingsError(_explained(cls, error, origin, sections)) from error
 
 
 def origins(cls: type[Settings], section: str | None, *, sections: Collection[str] = ()) -> dict[str, str]:

@@ -238,3 +238,11 @@ def test_packed_weights_are_those_of_the_model_and_one_warning_says_so(monkeypat
     with pytest.warns(UserWarning, match="weights='packed' means 'keep' now") as warned:
         assert runtime().weights == runtime({"weights": "packed"}).weights == "keep"
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("given", ["prompt_lookup", "prompt-lookup"])
+def test_a_strategy_among_the_loops_settings_gets_the_arguments_to_write(given: str) -> None:
+    with pytest.raises(
+        SettingsError, match=f"unknown setting '{given}'. It is a strategy, .*: strategy='{given}', strategy_config="
+    ):
+        load_settings(RuntimeSettings, None, {given: {"length": 4}}, {}, sections=["prompt_lookup"])
