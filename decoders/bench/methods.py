@@ -15,6 +15,8 @@ from ..enabling import enable
 from ..errors import SettingsError, UnknownNameError, canonical
 from ..registry import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..settings import RuntimeSettings, load_settings
+from ..strategy import Strategy
+from ..verifiers.verifier import Verifier
 from .synthetic import Synthetic
 from .variants import Variant, assistant_tokens, parse
 
@@ -231,29 +233,19 @@ def strategy_methods(
         SettingsError: the setting does not exist, or `settings` names a strategy that is not measured.
     """
     enable(model, tokenizer)
-    settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}
     names = list(registry().strategies()) if names is None else list(names)
     if sampling is not None:
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     methods: dict[str, Method] = {}
-    used: set[str] = set()
     twins: dict[tuple[Any, ...], PreTrainedModel] = {(None,) * len(OF_ENGINES): model}
-    for text in names:
-        variant = parse(text)
-        formats = tuple(variant.loop.get(key) for key in OF_ENGINES)
+    for configured in configured_variants(names, settings):
+        formats = tuple(configured.variant.loop.get(key) for key in OF_ENGINES)
         if formats not in twins:
             twins[formats] = enable(_twin(model), tokenizer)
-        strategies_used, method = _method(
-            variant, twins[formats], draft, settings_by_strategy, decoders_config or {}, sampling
-        )
-        used |= strategies_used
+        method = _method(configured, twins[formats], draft, decoders_config or {}, sampling)
         if assistant_tokenizer is not None and method.arguments.get("assistant_model") is not None:
             method = replace(method, arguments={**method.arguments, "assistant_tokenizer": assistant_tokenizer})
         methods[method.name] = replace(method, dtype=dtype or str(model.dtype).removeprefix("torch."))
-    if set(settings_by_strategy) - used:
-        raise SettingsError(
-            f"settings given for {', '.join(sorted(set(settings_by_strategy) - used))}, which is not measured"
-        )
     return list(methods.values())
 
 
@@ -289,41 +281,91 @@ def named_grammar(name: str) -> Spec | CompiledGrammar:
     return regex(r"(?:.|\n)*") if name == ANYTHING else grammar_or_file(name)
 
 
-def _method(
-    variant: Variant, model: PreTrainedModel, draft: PreTrainedModel | None, settings_by_strategy: Mapping[str, dict[str, Any]],
-    decoders_config: Mapping[str, Any], sampling: Sampling | None,
-) -> tuple[set[str], Method]:  # fmt: skip
-    """The method of a variant, and the keys of `settings_by_strategy` whose settings it uses."""
+@dataclass(frozen=True)
+class Configured:
+    """A variant with its settings, which exist and have possible values.
+
+    Attributes:
+        variant: as written.
+        classes: the classes of its parts.
+        settings: settings by part, those in brackets included.
+        strategy: the strategy; None if a setting that it requires was not given.
+        impossible: why there is no strategy; "" if there is one.
+        verifier: the verifier of its calls.
+        grammar: the grammar of its texts.
+    """
+
+    variant: Variant
+    classes: Sequence[type[Strategy]]
+    settings: Mapping[str, Mapping[str, Any]]
+    strategy: Strategy | None
+    impossible: str
+    verifier: Verifier
+    grammar: Spec | CompiledGrammar | None
+
+    @property
+    def parts(self) -> list[str]:
+        """Registry names of the parts."""
+        return [cls.name for cls in self.classes]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The settings as ``strategy_config``."""
+        return self.settings if len(self.classes) > 1 else self.settings.get(self.classes[0].name, {})
+
+
+def configured_variants(
+    names: Sequence[str], settings: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Configured]:
+    """The variants `names` with their settings: everything about them that needs no model. Raises as :func:`strategy_methods`."""
+    settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}
+    variants = [_configured(parse(text), settings_by_strategy) for text in names]
+    unused = settings_by_strategy.keys() - {part for variant in variants for part in variant.parts}
+    if unused:
+        raise SettingsError(f"settings given for {', '.join(sorted(unused))}, which is not measured")
+    return variants
+
+
+def _configured(variant: Variant, settings_by_strategy: Mapping[str, dict[str, Any]]) -> Configured:
     classes = [registry().strategy(part) for part in variant.parts]
-    parts = [cls.name for cls in classes]
     bracketed = {canonical(part): values for part, values in variant.settings.items()}
-    used_settings = {part for part in parts if part in settings_by_strategy}
     own_settings = {
-        p: {**settings_by_strategy.get(p, {}), **bracketed.get(p, {})}
-        for p in parts
-        if p in settings_by_strategy or p in bracketed
+        cls.name: {**settings_by_strategy.get(cls.name, {}), **bracketed.get(cls.name, {})}
+        for cls in classes
+        if cls.name in settings_by_strategy or cls.name in bracketed
     }
-    config = own_settings if len(parts) > 1 else own_settings.get(parts[0], {})
-    name, impossible, resolved = "+".join(parts), "", None
+    verifier = (
+        variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
+    )
+    configured = Configured(
+        variant, classes, own_settings, None, "", resolve_verifier(verifier),
+        named_grammar(variant.grammar) if variant.grammar else None,
+    )  # fmt: skip
     try:
-        # A misspelt setting ends the run before it starts.
-        resolved = resolve_strategy(name, config, None)
+        return replace(configured, strategy=resolve_strategy("+".join(configured.parts), configured.config))
     except SettingsError as error:
         if own_settings:
             raise
-        impossible = str(error)  # a required setting was not given
-    verifier_name = (
-        variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
-    )
-    verifier = resolve_verifier(verifier_name)
+        return replace(configured, impossible=str(error))  # a required setting was not given
+
+
+def _method(
+    configured: Configured, model: PreTrainedModel, draft: PreTrainedModel | None, decoders_config: Mapping[str, Any],
+    sampling: Sampling | None,
+) -> Method:  # fmt: skip
+    """The method of a variant."""
+    variant, classes, resolved, impossible = (
+        configured.variant, configured.classes, configured.strategy, configured.impossible,
+    )  # fmt: skip
+    name, verifier = "+".join(configured.parts), configured.verifier
     # Every repeat has the same prompt. With the keys and values of the last repeat, the prefill would be free; with what a strategy
     # learned in the last repeat, it would know the answer.
     loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
-    arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
-    if config:
-        arguments["strategy_config"] = config
-    if variant.grammar:
-        arguments["grammar"] = named_grammar(variant.grammar)
+    arguments: dict[str, Any] = {"strategy": name, "verifier": verifier.name, "decoders_config": loop_settings}
+    if configured.config:
+        arguments["strategy_config"] = configured.config
+    if configured.grammar is not None:
+        arguments["grammar"] = configured.grammar
     elif resolved is not None and resolved.needs_grammar:
         impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
     # Read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
@@ -335,9 +377,8 @@ def _method(
             impossible = impossible or "needs a draft model: --draft, or its setting draft_model"
     exact = resolved.exact if resolved else all(cls.exact for cls in classes)
     rounded = any(loop_settings.get(key) in ("int8", "int4") for key in PRECISION)
-    method = Method(
-        variant.shown(parts), "", model, arguments, ours=True,
-        exact=exact and verifier.exact and not rounded, settings=own_settings, impossible=impossible, sampling=sampling,
+    return Method(
+        variant.shown(configured.parts), "", model, arguments, ours=True,
+        exact=exact and verifier.exact and not rounded, settings=configured.settings, impossible=impossible, sampling=sampling,
         verifier=verifier.name, coupled=verifier.coupled, grammar=variant.grammar or "",
     )  # fmt: skip
-    return used_settings, method

@@ -196,7 +196,7 @@ def measure(
     of_shapes = shapes is not None
     for text in acceptance or ():
         Synthetic.of(text)
-    names = bench_run.checked_strategies(strategies, of_shapes, tiers)
+    names = bench_run.checked_strategies(strategies, of_shapes, tiers, strategy_settings)
     if suite is not None and names is not None:  # speed-ups of a suite are relative to plain decoding
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(

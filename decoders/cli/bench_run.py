@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import bench
 from ..bench import Method, Record, Sampling, machine
-from ..bench.methods import PLAIN, baseline_named, synthetic_methods
+from ..bench.methods import PLAIN, baseline_named, configured_variants, synthetic_methods
 from ..bench.records import comparable
 from ..bench.shapes import SHAPES
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
@@ -26,6 +26,7 @@ from ..bench.verdict import Verdict, pooled, verdicts
 from ..errors import SettingsError, UnknownNameError
 from ..prompts.reading import Content, Texts, read_prompts
 from ..prompts.suites import SUITES, Question, conversations
+from ..registry import registry
 from . import models
 from .benches import in_both_tiers, interrupted_by_sigterm, pieces, progress_bar
 from .console import waiting
@@ -109,17 +110,24 @@ def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[st
     return names
 
 
-def checked_strategies(strategies: Sequence[str] | None, of_shapes: bool, tiers: bool) -> list[str] | None:
-    """Names of strategies; None for all. tiers: whether to measure each strategy uncompiled, too.
+def checked_strategies(
+    strategies: Sequence[str] | None, of_shapes: bool, tiers: bool, settings: Mapping[str, Mapping[str, Any]]
+) -> list[str] | None:
+    """Names of strategies; None for all.
+
+    Args:
+        tiers: whether to measure each strategy uncompiled, too.
+        settings: settings by strategy, for all variants.
 
     Raises:
-        UnknownNameError, PluginError, SettingsError: a name is misspelt, or its brackets are.
+        UnknownNameError, PluginError, SettingsError: a name is misspelt, or its brackets or `settings` are wrong.
     """
     names = pieces(strategies)
     for name in names or ():
         models.known_strategy("+".join(parse(name).parts))
     if of_shapes:
         names = names or ["autoregressive", "prompt_lookup"]
+    configured_variants(list(registry().strategies()) if names is None else names, settings)
     return in_both_tiers(names) if tiers else names
 
 

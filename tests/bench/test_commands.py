@@ -158,7 +158,10 @@ def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "bench -s prompt_lokup", "bench --baselines transfomers", "bench --acceptance 0.8,0.9",
+        "bench -s prompt_lokup", "bench -s prompt_lookup[lenght=3]", "bench -s suffix[nodes=0]+ngram",
+        "bench -s suffix[verifier=blok]", "bench -s suffix[grammar=jsn]", "bench --set prompt_lookup.lenght=3",
+        "bench --set sufix.nodes=3", "bench -s ngram --set suffix.nodes=3", "bench --baselines transfomers",
+        "bench --acceptance 0.8,0.9",
         "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
         "bench load -s prompt_lokup", "bench load -s speculative", "generate x/y z -s speculative", "warmup x/y -s speculative",
         "serve x/y -s speculative", "bench load --json no/such/file", "advise demo --json no/such/file",
