@@ -15,7 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from .constraints import Backend, Vocabulary
 from .costs import CostCurve
 from .engine.decode.engine import MemoryKey
-from .errors import SettingsError, UnsupportedError
+from .errors import SettingsError, UnsupportedError, keywords_named
 from .hf.arguments import refuse_arguments, refuse_misspelt
 from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.operations import TokenPenalties
@@ -149,6 +149,7 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     refuse_arguments(options.configs, options.arguments)
 
 
+@keywords_named
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Calls :func:`release` and undoes :func:`enable`, if the model is enabled. Returns `model`.
 
@@ -167,6 +168,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@keywords_named
 def release(model: PreTrainedModel) -> PreTrainedModel:
     """Frees everything that an enabled model keeps between calls. It stays enabled. Returns `model`.
 
@@ -182,6 +184,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@keywords_named
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Drops an enabled model's data from earlier calls: memories of strategies, and texts for prefix reuse. Returns `model`.
 
@@ -197,6 +200,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@keywords_named
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     """The objects that strategies keep between calls on an enabled model (texts of ``suffix``, rates of ``auto``, …), for pickling.
 
@@ -213,6 +217,7 @@ def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     return {} if present is None else present.memories()
 
 
+@keywords_named
 def remember(
     model: PreTrainedModel,
     memories: Mapping[MemoryKey, Any] | None = None,

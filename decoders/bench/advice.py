@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..costs import CostCurve
 from ..enabling import check_seconds, cost_curve, enable, tokenizer_of
-from ..errors import SettingsError
+from ..errors import SettingsError, keywords_named
 from ..prompts.reading import Content, read_prompts
 from . import machine
 from .measurement import Competitor, complete, take_turns
@@ -156,6 +156,7 @@ class Advice:
         }  # fmt: skip
 
 
+@keywords_named
 def advise(
     model: PreTrainedModel,
     prompts: Sequence[Content] | None = None,
