@@ -63,8 +63,7 @@ class Group(catalogue.ExtensibleGroup):
             _print_error(re.sub(r"(?<![\w'\"])assistant_model=?(?!\w)", "--assistant", str(error)))
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            if error.args:
-                _print_line(str(error), "yellow")
+            _print_line(str(error) or "interrupted", "yellow")
             raise
         except OSError as error:
             if error.errno == errno.EPIPE or ctx.params.get("debug"):  # typer handles a closed pipe
