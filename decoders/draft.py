@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .common.devices import host_reads, moved_together
-from .errors import DraftError
+from .errors import DraftError, amount
 from .tree.tensors import MAX_NODES, NO_PARENT, TreeTensors, described
 from .tree.topology import Topology, parents_by_row
 
@@ -238,7 +238,7 @@ class Draft:
             raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {described(self.topology)}")
         if len(self.topology) != self.tokens.shape[1] + 1:
             raise DraftError(
-                f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
+                f"for {amount(self.tokens.shape[1], 'draft token')} a topology has {self.tokens.shape[1] + 1} nodes (the root counts), "
                 f"not {len(self.topology)}"
             )
         if self.grades is not None and (

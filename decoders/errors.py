@@ -125,6 +125,11 @@ def shortened(text: str, limit: int = 60) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
+def amount(number: int, noun: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def installing(extra: str) -> str:
     """The command that installs an optional part of this package, for errors."""
     return f"pip install 'hf-decoders[{extra}]' (in a clone: pip install -e '.[{extra}]')"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..costs import CostCurve
 from ..enabling import check_seconds, cost_curve, enable, tokenizer_of
-from ..errors import SettingsError, keywords_named
+from ..errors import SettingsError, amount, keywords_named
 from ..prompts.reading import Content, read_prompts
 from . import machine
 from .measurement import Competitor, complete, take_turns
@@ -111,9 +111,9 @@ class Advice:
     def measured(self) -> str:
         """The conditions of the measurement: prompts, number format, machine."""
         some = f"{self.prompts} of {self.given} prompts (more with more seconds)"
-        of = some if self.prompts < self.given else f"{self.prompts} prompt{'s' if self.prompts > 1 else ''}"
-        names = {"cpu": "{}", "threads": "{} threads", "device": "device {}"}
-        machine = [text.format(self.machine[name]) for name, text in names.items() if name in self.machine]
+        of = some if self.prompts < self.given else amount(self.prompts, "prompt")
+        shown = {"cpu": str, "threads": lambda number: amount(number, "thread"), "device": "device {}".format}
+        machine = [text(self.machine[name]) for name, text in shown.items() if name in self.machine]
         texts = f"{of}, {self.new_tokens} new tokens each, weights in {self.verdict.dtype}"
         texts += ", uncompiled" if self.compiling is None else ""
         return "; ".join([texts, *([", ".join(machine)] if machine else []), f"{self.seconds:.0f} s"])

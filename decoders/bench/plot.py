@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..errors import DecodersError, UnknownNameError, installing
+from ..errors import DecodersError, UnknownNameError, amount, installing
 from .methods import BASELINE
 from .records import Record
 from .tables import subject
@@ -46,7 +46,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure_of = figure_class()
     usable = [r for r in records if r.tokens_per_second is not None]
     panels = [
-        (f"{name + ', ' if name else ''}{kind}, {batch} row{'s' if batch > 1 else ''}, {dtype}", list(group))
+        (f"{name + ', ' if name else ''}{kind}, {amount(batch, 'row')}, {dtype}", list(group))
         for (name, dtype, batch, kind), group in groupby(usable, key=lambda r: (subject(r), r.dtype, r.batch, r.kind))
     ]
     if not panels:

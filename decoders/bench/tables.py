@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..errors import amount
 from .figures import PARTS, Spread
 from .load import LoadResult
 from .records import Record
@@ -61,7 +62,7 @@ def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Recor
 
 def group_name(record: Record) -> str:
     """Model, dtype, number of rows, and the temperature of a sampled run."""
-    named = [subject(record), record.dtype, f"{record.batch} row{'s' if record.batch > 1 else ''}"]
+    named = [subject(record), record.dtype, amount(record.batch, "row")]
     return ", ".join(filter(None, [*named, f"T = {record.temperature:g}" if record.temperature else ""]))
 
 
@@ -124,7 +125,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         drawn = f" · T = {temperature:g}" if temperature else ""
         tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
         name = subject(members[0])
-        title = f"{name + ' · ' if name else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{drawn}{tokens}"
+        title = f"{name + ' · ' if name else ''}{kind} · {amount(batch, 'row')} · {dtype}{drawn}{tokens}"
         result.append(speed_table(members, title + loops(members)))
         if any(r.status == "ok" for r in members):
             result.append(step_table(members, f"{title} · ms per step"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SettingsError, UnknownNameError
+from ..errors import SettingsError, UnknownNameError, amount
 from .benches import Acceptance, JsonFile, conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
 from .models import Device, Threads, known_strategies, set_aside
@@ -135,7 +135,7 @@ def measure_load(
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]
     come = "at once" if rate is None else f"{rate:g} per second"
     subject = ", ".join(filter(None, (model, getattr(loaded.config, "cost_scaled", ""))))
-    table = load_table(results, within, f"{subject}, {requests} requests, {come}, {rows} rows")
+    table = load_table(results, within, f"{subject}, {amount(requests, 'request')}, {come}, {amount(rows, 'row')}")
     for part in fitting(table, console.width):
         console.print(part)
     run = {

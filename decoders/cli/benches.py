@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.files import write_whole
-from ..errors import SettingsError, installing
+from ..errors import SettingsError, amount, installing
 from .console import plain_console, waiting
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def footnote(machine: dict[str, Any]) -> str:
     """A line about the machine and the versions of the libraries."""
     missing = "" if machine["memory"] else f"; memory not measured, it takes {installing('bench')}"
     return (
-        f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
+        f"{machine['cpu']}, {amount(machine['threads'], 'thread')}, device {machine['device']}, "
         f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
         f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
     )

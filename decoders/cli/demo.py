@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import SettingsError, UnknownNameError
+from ..errors import SettingsError, UnknownNameError, amount
 from .console import plain_console, waiting
 from .models import Device, Threads
 
@@ -177,7 +177,9 @@ def demo(
             console.print(f"{rounds} of {repeats} rounds for --seconds {seconds:g}{fewer}", style="dim")
         for warning in filter(None, (noise(records), too_busy or facts["busy"])):
             console.print(warning, style="yellow")
-        console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
+        console.print(
+            f"{facts['cpu']}, {amount(facts['threads'], 'thread')}, device {facts['device']}, {dtype}", style="dim"
+        )
         for record in different if dtype != "float32" else []:
             console.print(f"{record.method}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
             break

@@ -214,6 +214,7 @@ def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Fi
     from ..engine.model.invariance import check
     from ..engine.model.self_check import target_of
     from ..engine.model.weights.quantization import Precision
+    from ..errors import amount
     from .models import load
 
     target = target_of(load(name, dtype, device)[0], "auto", Precision())
@@ -221,7 +222,7 @@ def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Fi
     yield Finding(
         "model",
         "ok",
-        f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}, checked on {target.checks.day}",
+        f"{name}: {amount(len(target.layout), 'layer')}, {dtype_name} on {target.device}, checked on {target.checks.day}",
     )
     if target.checks.rejected is None:
         yield Finding("attention", "ok", target.attends)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common import library
-from ..errors import UnknownNameError, canonical
+from ..errors import UnknownNameError, amount, canonical
 from .catalogue import catalogue
 from .console import plain_console
 
@@ -158,7 +158,7 @@ def _provided(info: dict[str, Any]) -> Iterator[str]:
         if not names:
             continue
         count = kind == "grammars" and len(names) > 8
-        yield f"{len(names)} grammars" if count else f"{kind.replace('_', ' ')}: {', '.join(names)}"
+        yield amount(len(names), "grammar") if count else f"{kind.replace('_', ' ')}: {', '.join(names)}"
 
 
 def config(

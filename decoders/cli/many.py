@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import DecodersError, SettingsError, shortened
+from ..errors import DecodersError, SettingsError, amount, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -159,7 +159,7 @@ def complete_file(
         typer.echo(json.dumps(figures, indent=2))
     else:
         console.print(
-            f"{task.left - failed} of {task.total} prompts completed"
+            f"{task.left - failed} of {amount(task.total, 'prompt')} completed"
             + (f", {earlier} were before" if earlier else "")
             + (f", {task.failed} had failed and were tried again" if task.failed else "")
             + (f", {failed} failed (see their lines; the first: {shortened(first_error, 200)})" if failed else "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import amount
 from .console import plain_console, waiting
 from .models import DTYPE, Device, Dtype, ModelName, Threads, known_strategies
 
@@ -66,8 +67,8 @@ def warmup_lines(done: Warmup) -> Iterator[str]:
     """The lines of ``decoders warmup``: what was made ready, and the time for it."""
     yield f"made ready in {done.pack_seconds:.1f} s"
     for part in done.parts:
-        graphs = f"{part.compilations} graph{'' if part.compilations == 1 else 's'} compiled"
-        of = f"{part.strategy}, {part.rows} row{'' if part.rows == 1 else 's'}{', sampled' if part.sampling else ''}"
+        graphs = f"{amount(part.compilations, 'graph')} compiled"
+        of = f"{part.strategy}, {amount(part.rows, 'row')}{', sampled' if part.sampling else ''}"
         yield f"{of}: {part.seconds:.1f} s, {graphs}"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from ..common import library
-from ..errors import GrammarError, UnknownNameError, shortened
+from ..errors import GrammarError, UnknownNameError, amount, shortened
 from .base import CompiledGrammar
 from .constructors import grammar, json_schema, regex
 from .python_types import is_json, listed
@@ -100,8 +100,8 @@ def as_specs(
         return [read(value)] * (prompts * per_prompt)
     if len(value) != prompts:
         raise GrammarError(
-            f"grammar= is a list of {len(value)} for {prompts} prompts: give one for each prompt (None for no grammar), or one "
-            "without a list for all of them. decoders.choice([…]) chooses among texts"
+            f"grammar= is a list of {len(value)} for {amount(prompts, 'prompt')}: give one for each prompt (None for no grammar), "
+            "or one without a list for all of them. decoders.choice([…]) chooses among texts"
         )
     specs = {id(entry): read(entry) for entry in value}
     return [specs[id(entry)] for entry in value for _ in range(per_prompt)]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from ..common.files import write_whole
 from ..drafters import DraftVocabulary
-from ..errors import SettingsError, UnsupportedError
+from ..errors import SettingsError, UnsupportedError, amount
 from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from .network_files import (
     CONFIG,
@@ -153,7 +153,7 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
     if layer.model_type != "llama" or not layer.num_hidden_layers or (eagle and layer.num_hidden_layers > 1):
         fits = "one Llama layer" if eagle else "Llama layers"
         raise UnsupportedError(
-            f"{place}: {layer.num_hidden_layers} layers of {layer.model_type!r}; only {fits} can be read"
+            f"{place}: {amount(layer.num_hidden_layers, 'layer')} of {layer.model_type!r}; only {fits} can be read"
         )
     unread = [f"{name} is {json.dumps(raw[name])}" for name, value in _UNREAD.items() if raw.get(name) == value]
     if layer.partial_rotary_factor != 1:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from ..engine.decode.engine import Engine
 from ..engine.model.given import GivenPrompts, cached_tokens, check_cache
 from ..engine.model.layout import refusing
-from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
+from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError, amount
 from ..strategy import Strategy
 from .arguments import unpad
 
@@ -136,7 +136,8 @@ class CallCache(Beginning):
         cached = check_cache(engine.target, self.cache)
         if cached not in (1, rows // copies, rows):
             raise InputError(
-                f"{self.name} holds {cached} rows and there are {rows // copies} prompts: give as many rows, or one row for all"
+                f"{self.name} holds {amount(cached, 'row')}, for {amount(rows // copies, 'prompt')}: give as many rows, or one row "
+                "for all"
             )
         padding = [0] * rows if mask is None else (mask == 0).sum(1).tolist()
         return GivenPrompts(self.cache, self.length, tuple(row * cached // rows for row in range(rows)), tuple(padding))

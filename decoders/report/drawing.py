@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import amount
+
 #: The labels of the parts of :class:`~decoders.report.figures.Timings`.
 PARTS = {
     "prepare": "reading the arguments",
@@ -29,7 +31,7 @@ def draw(report: Any, lengths: Any, drafts: Any, seconds: Any) -> None:
     tokens, steps = sum(report.new_tokens), report.steps
     _numbered(lengths, lengths.bar(range(1, len(report.accepted_lengths) + 1), report.accepted_lengths), "{:.0f}")
     lengths.set(
-        title=f"{report.strategy}: {tokens} tokens in {steps} steps",
+        title=f"{report.strategy}: {amount(tokens, 'token')} in {amount(steps, 'step')}",
         xlabel="tokens that a step wrote:\none of the model's own, the others drafted", ylabel="steps (of every row)",
     )  # fmt: skip
     _numbered(drafts, drafts.bar(["drafted", "accepted"], [report.drafted, report.accepted]), "{:.0f}")

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import SettingsError, installing
+from ..errors import SettingsError, amount, installing
 from .drawing import draw
 from .figures import GrammarUse, Stage, Timings, mean_length
 from .written import Tree, Written, bars
@@ -194,9 +194,11 @@ class Report:
     def lines(self) -> list[tuple[str, str]]:
         """The main figures as about ten lines ``(name, text)``."""
         share = f" ({self.acceptance_rate:.0%})" if self.drafted else ""
-        compiled = f"{self.compiled_steps} of {self.steps} steps"
+        compiled = f"{self.compiled_steps} of {amount(self.steps, 'step')}"
         if self.compilations:
-            compiled += f"; {self.compilations} graphs in {self.timings.compile + self.timings.background:.1f} s"
+            compiled += (
+                f"; {amount(self.compilations, 'graph')} in {self.timings.compile + self.timings.background:.1f} s"
+            )
         return [
             ("strategy", self.strategy),
             ("same tokens", self.same_tokens + (f" (checked on {self.checked})" if self.checked else "")),
@@ -209,7 +211,7 @@ class Report:
                 "lengths",
                 ", ".join(f"{n}: {count}×" for n, count in enumerate(self.accepted_lengths, 1) if count) or "none",
             ),
-            ("drafts", f"{self.accepted} of {self.drafted} tokens accepted{share}"),
+            ("drafts", f"{self.accepted} of {amount(self.drafted, 'token')} accepted{share}"),
             ("seconds", seconds_line(self.timings)),
             ("overhead", f"{self.overhead:.0%} of the steps outside the models' forward passes"),
             *(("grammar", grammar_line(use, self.timings.mask)) for use in self.grammars if use is not None),
@@ -285,7 +287,7 @@ def grammar_line(use: GrammarUse, seconds: float) -> str:
 def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
     """The lines about a draft model, followed by its drafter's draft models, indented."""
     quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
-    text = f"{stage.model}{quantized}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
+    text = f"{stage.model}{quantized}: {stage.passes} {'pass' if stage.passes == 1 else 'passes'} in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:
         text += (
             f", {mean_length(stage.accepted_lengths):.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} "

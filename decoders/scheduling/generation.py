@@ -86,7 +86,7 @@ class Generation:
 
     def _wait_for_end(self, timeout: float | None) -> None:
         if not self._over.wait_for(lambda: self._done, timeout):
-            raise TimeoutError(f"not done after {timeout} seconds")
+            raise TimeoutError(f"not done after {timeout} s")
 
     def done(self) -> bool:
         """Whether the request has ended: completed, failed or cancelled."""

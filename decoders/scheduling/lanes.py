@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from ..engine.decode.lane import Lane
-from ..errors import CancelledError, DeadlineError, DecodersError
+from ..errors import CancelledError, DeadlineError, DecodersError, amount
 from .generation import Generation
 
 #: Number of lanes without requests that stay open, with the KV cache of their latest texts.
@@ -91,7 +91,7 @@ class Lanes:
             ended = lane.advance(self.longest_pause)
         except Exception as error:
             error.add_note(
-                f"decoders: {lane.batch.culprit}, {lane.batch.where}; {len(generations)} requests shared the step"
+                f"decoders: {lane.batch.culprit}, {lane.batch.where}; {amount(len(generations), 'request')} shared the step"
             )
             self._fail(lane, generations, error)
             return False
@@ -156,4 +156,4 @@ def reason(generation: Generation) -> Exception:
     if generation.cancelled:
         return CancelledError("the request was cancelled")
     seconds = generation.expires - generation.submitted
-    return DeadlineError(f"the request was not finished within its {seconds:.3g} seconds")
+    return DeadlineError(f"the request was not finished within its {seconds:.3g} s")

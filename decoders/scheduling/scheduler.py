@@ -203,8 +203,7 @@ class Scheduler:
     def _check_room(self) -> None:
         if len(self._waiting) >= self.queue:
             raise QueueFull(
-                f"{len(self._waiting)} requests are waiting, and the queue takes no more (queue={self.queue}): try again later, "
-                "or submit(…, wait=True)"
+                f"the queue takes no more waiting requests (queue={self.queue}): try again later, or submit(…, wait=True)"
             )
 
     def _prepared(self, ids: Tensor, arguments: dict[str, Any]) -> PreparedCall:

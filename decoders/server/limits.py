@@ -58,7 +58,7 @@ class Arrival:
 
     def late(self, seconds: float) -> DeadlineError:
         """The error for a request that took longer than `seconds`."""
-        return DeadlineError(f"the request was not finished within its {seconds:.3g} seconds")
+        return DeadlineError(f"the request was not finished within its {seconds:.3g} s")
 
     def salt(self, given: str | None) -> str:
         """The salt that separates the request's cached texts from texts of other keys and of other values of ``cache_salt``. given:

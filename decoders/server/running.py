@@ -126,7 +126,7 @@ class _Bounded(H11Protocol):
         if self._phase() is None:  # not a byte has arrived
             self.transport.close()
             return
-        self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
+        self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} s")
 
     def _end(self, status: bytes, message: str) -> None:
         """Sends an error, unless an answer has begun, and closes the connection."""

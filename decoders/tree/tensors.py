@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..common.devices import host_reads
-from ..errors import DraftError
+from ..errors import DraftError, amount
 
 #: The parent of a root in lists of parents.
 NO_PARENT = -1
@@ -65,7 +65,7 @@ class TreeTensors:
             if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.shape != shape:
                 given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise DraftError(
-                    f"{name} of trees for {rows} rows of {n} nodes must be {dtype} {list(shape)}, not {given}"
+                    f"{name} of trees for {amount(rows, 'row')} of {amount(n, 'node')} must be {dtype} {list(shape)}, not {given}"
                 )
 
     def sound(self, wait: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from decoders.bench.plot import PlotError, plot
 from decoders.bench.shapes import SHAPES, RandomShape
 from decoders.cli import app, live, models
 from decoders.cli.live import ACCEPTED, ColouredStream, show
-from decoders.errors import SettingsError
+from decoders.errors import SettingsError, amount
 from decoders.prompts.reading import INSTRUCTIONS, encode, instructions, read_prompts
 from decoders.report import Report
 from decoders.report.figures import Timings
@@ -514,6 +514,6 @@ def test_the_command_measures_both_turns_of_a_suite_greedily_and_drawn(tmp_path:
     assert [line[1:] for line in lines if line[:1] == ["prompts"]] == [["3", "2", "1"]] * 2
     machine = result["machine"]
     assert (
-        f"{machine['cpu']}, {machine['threads']} threads, device cpu" in tables
+        f"{machine['cpu']}, {amount(machine['threads'], 'thread')}, device cpu" in tables
         and f"torch {machine['torch']}" in tables
     )

@@ -699,11 +699,15 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize("said", ["interrupted after step 3: the same command goes on from there", ""])
-def test_an_interrupted_training_says_so_in_one_line(said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_training_says_so_in_one_line(
+    said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import decoders.training.medusa as training
 
     def train_medusa(*given: Any, **options: Any) -> None:
-        raise KeyboardInterrupt(said) if said else KeyboardInterrupt  # while texts are prepared, nothing has more to say
+        raise (
+            KeyboardInterrupt(said) if said else KeyboardInterrupt
+        )  # while texts are prepared, nothing has more to say
 
     monkeypatch.setattr(training, "train_medusa", train_medusa)
     monkeypatch.setattr(models, "load", lambda name, dtype, device: (name, dtype))

@@ -394,7 +394,7 @@ def test_equal_entries_are_made_once() -> None:
 
 
 def test_a_list_of_another_length_is_refused_with_what_was_perhaps_meant() -> None:
-    with pytest.raises(GrammarError, match=r"a list of 3 for 1 prompts.*decoders\.choice"):
+    with pytest.raises(GrammarError, match=r"a list of 3 for 1 prompt.*decoders\.choice"):
         as_specs(["yes", "no", "maybe"], prompts=1)
 
 

@@ -42,7 +42,7 @@ def test_no_memory_for_a_cache_is_said_and_the_model_goes_on(device: torch.devic
     with pytest.raises((CacheMemoryError, torch.OutOfMemoryError)) as caught:
         subject.decode(1, "prompt_lookup", decoders_config={"slots": 2**40})
     message = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "the key-value cache of 1 rows with" in message
+    assert "the key-value cache of 1 row with" in message
     assert torch.equal(subject.decode(1, "prompt_lookup").sequences, expected)
 
 

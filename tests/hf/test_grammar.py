@@ -420,7 +420,7 @@ def test_a_type_with_conditions_of_its_own_judges_the_finished_text(model, token
     [
         (dict(grammar="iso_dat"), UnknownNameError, "Did you mean 'iso_date'"),
         (dict(grammar=3), GrammarError, "grammar=3 is no grammar"),
-        (dict(grammar=["iso_date", "json"]), GrammarError, "a list of 2 for 1 prompts"),
+        (dict(grammar=["iso_date", "json"]), GrammarError, "a list of 2 for 1 prompt"),
         (dict(grammar="iso_date", eos_token_id=None), UnsupportedError, "needs a token that ends the text"),
         (
             dict(grammar="iso_date", eos_token_id=[-1]),

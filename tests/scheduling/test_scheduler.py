@@ -502,7 +502,7 @@ def test_deadlines_end_requests_that_run_and_requests_that_wait(llama: PreTraine
     with scheduler_of(llama, rows=1) as scheduler:
         running = scheduler.submit(text_of(0, 6), max_new_tokens=4000, deadline=0.3)
         waiting = scheduler.submit(text_of(1, 6), max_new_tokens=10, deadline=0.1)
-        with pytest.raises(DeadlineError, match="within its 0.3 seconds"):
+        with pytest.raises(DeadlineError, match="within its 0.3 s"):
             running.result(60)
         with pytest.raises(DeadlineError):
             waiting.result(60)

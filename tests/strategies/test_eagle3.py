@@ -370,7 +370,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(Eagle3(head=written("authors", layer_types=("sliding_attention",))))
     with pytest.raises(SettingsError, match="drafts all tokens in one pass, which needs a mask_token_id"):
         call(Eagle3(head=written("speculators", speculators_model_type="peagle")))
-    with pytest.raises(UnsupportedError, match="1 layers of 'qwen3'; only Llama layers"):
+    with pytest.raises(UnsupportedError, match="1 layer of 'qwen3'; only Llama layers"):
         call(
             Eagle3(head=written("speculators", transformer_layer_config=MappingProxy(LAYER | dict(model_type="qwen3"))))
         )

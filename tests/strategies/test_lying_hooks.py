@@ -109,15 +109,15 @@ WRONG_SHAPES: dict[str, tuple[Callable[[Sequences, Tensor], Any], str]] = {
     "a row too many": (lambda s, t: Draft.chain(t.expand(2, -1)), r"int64 \[1, N-1\], not torch.int64 \[2, 3\]"),
     "one dimension": (lambda s, t: Draft(t[0], Topology.chain(3)), "must be int64"),
     "bare tokens": (lambda s, t: t, "must return a Draft, not Tensor"),
-    "topology too long": (lambda s, t: Draft(t, Topology.chain(4)), "need a topology of 4 nodes .*, not 5"),
+    "topology too long": (lambda s, t: Draft(t, Topology.chain(4)), "a topology has 4 nodes .*, not 5"),
     "a child before its parent": (lambda s, t: Draft(t, Topology.from_parents([-1, 2, 0, 0])), "must come before its child"),
     "goes on from a window": (lambda s, t: Draft(t, Topology((-1, -1, 1, 0), (0, 1, 2, 1))), "can never be accepted"),
     "sees a rival": (
         lambda s, t: Draft(t, Topology((-1, 0, 0, 0), (0, 1, 1, 1), ((), (), (1,), ()))), "may see its own ancestors only"
     ),
     "root": (lambda s, t: Draft(t, Topology.from_parents([0, 0, 1, 2])), "node 0 is the root"),
-    "visible of floats": (with_tree(visible=lambda t: t.visible.float()), "visible of trees for 1 rows of 4 nodes"),
-    "parents of other rows": (with_tree(parents=lambda t: t.parents.expand(2, -1)), "parents of trees for 1 rows"),
+    "visible of floats": (with_tree(visible=lambda t: t.visible.float()), "visible of trees for 1 row of 4 nodes"),
+    "parents of other rows": (with_tree(parents=lambda t: t.parents.expand(2, -1)), "parents of trees for 1 row"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...common.devices import moved_together
-from ...errors import InputError
+from ...errors import InputError, amount
 from ...strategy import Draft, HostRows
 from ...tree import TreeTensors
 from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece
@@ -252,7 +252,7 @@ class Batch:
                     count = member.lengths[row] + tokens.index(NOTHING_LEFT)
                     names = ", ".join(dict.fromkeys(self.request.plan.operations))
                     raise InputError(
-                        f"nothing can be drawn behind {count} tokens: the logits processors left no token ({names})"
+                        f"nothing can be drawn behind {amount(count, 'token')}: the logits processors left no token ({names})"
                     )
                 if out is not None:
                     self._cut(first + row, outcome, out)
@@ -305,7 +305,7 @@ class Batch:
         except Exception as error:
             if not self.shared:
                 raise
-            error.add_note(f"decoders: {self.where} of one request, after {member.report.steps} steps")
+            error.add_note(f"decoders: {self.where} of one request, after {amount(member.report.steps, 'step')}")
             member.error = member.error or error
 
     def raise_faults(self, wait: bool) -> None:

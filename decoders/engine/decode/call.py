@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ...errors import UnsupportedError
+from ...errors import UnsupportedError, amount
 from ..model.ranks import Ranks
 from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
 from ..model.static_inputs import StaticInputs
@@ -71,7 +71,8 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             except BaseException as error:
                 proposer.finish(error)
                 error.add_note(
-                    f"decoders: {batch.culprit}, {batch.where}, after {batch.report.steps} steps; error.partial is what was written."
+                    f"decoders: {batch.culprit}, {batch.where}, after {amount(batch.report.steps, 'step')}; "
+                    "error.partial is what was written."
                 )
                 error.partial = output  # type: ignore[attr-defined]
                 if isinstance(error, torch.OutOfMemoryError):

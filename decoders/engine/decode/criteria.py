@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...errors import InputError, UnsupportedError
+from ...errors import InputError, UnsupportedError, amount
 from ...sampling.choice import Candidates
 from ...sampling.processors import Masks, SamplingPlan, grammar_first
 from ...tree import TreeTensors, parents_by_row
@@ -114,8 +114,8 @@ class CriteriaRun:
         if stopped.shape == (rows,) or (stopped.shape == (rows, rows) and not self.criteria.ends_rows):
             return stopped
         raise UnsupportedError(
-            f"stopping_criteria ({', '.join(self.criteria.names)}) returned shape {list(stopped.shape)} for {rows} rows: each "
-            "criterion must return a bool for every row, a tensor [rows]"
+            f"stopping_criteria ({', '.join(self.criteria.names)}) returned shape {list(stopped.shape)} for {amount(rows, 'row')}: "
+            "each criterion must return a bool for every row, a tensor [rows]"
         )
 
     def _scores(self, out: StepOutput, active: list[int], count: int) -> tuple[Tensor, ...] | None:
@@ -169,7 +169,7 @@ def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
         try:
             result = processor(ids, scores)
         except Exception as error:
-            error.add_note(f"decoders: in logits processor {name}, shown {ids.shape[1]} tokens per row")
+            error.add_note(f"decoders: in logits processor {name}, shown {amount(ids.shape[1], 'token')} per row")
             raise
         if not isinstance(result, Tensor) or result.shape != scores.shape or not result.is_floating_point():
             what = (
@@ -249,7 +249,7 @@ def _scores_behind(
         processed = grammar_first(processed.masked_fill(logits == float("-inf"), float("-inf")), logits)
     if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or no token left
         raise InputError(
-            f"nothing can be drawn behind {ids.shape[1]} tokens: the logits processors left inf, NaN or no token "
+            f"nothing can be drawn behind {amount(ids.shape[1], 'token')}: the logits processors left inf, NaN or no token "
             f"({', '.join(type(each).__name__ for each in processors)})"
         )
     return processed

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...errors import CacheMemoryError
+from ...errors import CacheMemoryError, amount
 from ...sampling.processors import SamplingInputs
 from ...strategy import Sequences
 from ..model.blocks import Blocks, PromptPiece
@@ -221,7 +221,7 @@ class Session:
 @contextmanager
 def room_for(rows: int, slots: int) -> Iterator[None]:
     """Raises CacheMemoryError if the CPU has no memory for the buffers. Adds a note to other errors, for example CUDA's."""
-    what = f"the key-value cache of {rows} rows with {slots} slots each"
+    what = f"the key-value cache of {amount(rows, 'row')} with {slots} slots each"
     try:
         yield
     except (RuntimeError, MemoryError) as error:
