@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class DecodersError(Exception):

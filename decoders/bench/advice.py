@@ -112,7 +112,11 @@ class Advice:
         """The conditions of the measurement: prompts, number format, machine."""
         some = f"{self.prompts} of {self.given} prompts (more with more seconds)"
         of = some if self.prompts < self.given else amount(self.prompts, "prompt")
-        shown = {"cpu": str, "threads": lambda number: amount(number, "thread"), "device": "device {}".format}
+        shown: dict[str, Callable[[Any], str]] = {
+            "cpu": str,
+            "threads": lambda number: amount(number, "thread"),
+            "device": "device {}".format,
+        }
         machine = [text(self.machine[name]) for name, text in shown.items() if name in self.machine]
         texts = f"{of}, {self.new_tokens} new tokens each, weights in {self.verdict.dtype}"
         texts += ", uncompiled" if self.compiling is None else ""
