@@ -17,11 +17,11 @@ from ..heads.dflash import embedding_of
 from ..heads.dflash_files import HEADS, DFlashFiles, find_draft_model, load_draft_model, read_config
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import GRADE_RATES, Children, TreeSettings, levels_of, shape_of
+from .draft_tree import GRADE_RATES, Beam, Children, NodeBudget, TreeForms, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of, embeddings_of
 
 
-class DFlashSettings(TreeSettings):
+class DFlashSettings(TreeForms):
     """Which network drafts, how far, and in which shape."""
 
     draft_model: str | None = Field(
@@ -41,7 +41,9 @@ class DFlashSettings(TreeSettings):
         description="none: a chain of the best token of every place. static: a tree of one shape, of the best tokens of every place. "
         "dynamic: a tree of the likeliest paths, chosen in every step.",
     )
+    nodes: NodeBudget = None
     children: Children = 4
+    beam: Beam = 4
 
 
 @dataclass

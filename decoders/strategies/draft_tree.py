@@ -27,7 +27,7 @@ from ..tree import Topology, TreeTensors
 
 __all__ = [
     "GRADES", "GRADE_RATES", "Beam", "Children", "DraftTree", "DynamicTree", "Expands", "NodeBudget", "StaticTree", "TREE_NODES",
-    "TreeForm", "TreeSettings", "best_nodes", "depth_bound", "grades_of", "levels_of", "likely_paths", "require_coupled", "shape_of",
+    "TreeForm", "TreeForms", "TreeSettings", "best_nodes", "depth_bound", "grades_of", "levels_of", "likely_paths", "require_coupled", "shape_of",
 ]  # fmt: skip
 
 #: A draft token's grade is the number of these probabilities that its own exceeds; GRADE_RATES has each grade's usual acceptance rate.
@@ -60,12 +60,8 @@ Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of 
 Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are expanded per level.")]
 
 
-class TreeSettings(Settings):
-    """Settings of strategies whose drafts may be trees that are expanded level by level; add ``tree: TreeForm`` with a default."""
-
-    nodes: NodeBudget = None
-    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
-    beam: Beam = 4
+class TreeForms(Settings):
+    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. What a form does not use gets a warning."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -77,6 +73,14 @@ class TreeSettings(Settings):
             verb, where = "has" if len(changed) == 1 else "have", "a template" if template else f"tree={tree!r}"
             warnings.warn(f"{type(self).__name__}: {given} {verb} no effect with {where}", stacklevel=2)
         return self
+
+
+class TreeSettings(TreeForms):
+    """Settings of strategies whose drafts may be trees that are expanded level by level; add ``tree: TreeForm`` with a default."""
+
+    nodes: NodeBudget = None
+    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
+    beam: Beam = 4
 
 
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:

@@ -15,14 +15,14 @@ from ..heads.eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, TreeForm, TreeSettings, levels_of, shape_of
+from .draft_tree import Beam, Children, NodeBudget, TreeForm, TreeForms, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 #: Default number of levels of a draft.
 LENGTH = 5
 
 
-class Eagle3Settings(TreeSettings):
+class Eagle3Settings(TreeForms):
     """Which head drafts, and in which shape."""
 
     head: str | None = Field(
@@ -43,6 +43,7 @@ class Eagle3Settings(TreeSettings):
         "measured costs of a step allow fewer nodes.",
     )
     tree: TreeForm = "dynamic"
+    nodes: NodeBudget = None
     children: Children = 8
     beam: Beam = 8
 

@@ -15,7 +15,7 @@ from ..drafters import DraftVocabulary, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences
 from ..tree import TreeTensors
-from .draft_tree import Children, TreeForm, TreeSettings, levels_of, shape_of
+from .draft_tree import Beam, Children, NodeBudget, TreeForm, TreeForms, levels_of, shape_of
 from .feature_drafter import FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _TOO_OLD = "mtp needs a newer transformers, one that has MtpModel.forward_layer 
 ATTRIBUTE = "decoders_mtp_layers"
 
 
-class MtpSettings(TreeSettings):
+class MtpSettings(TreeForms):
     """Depth and shape of drafts."""
 
     length: int | None = Field(
@@ -38,7 +38,9 @@ class MtpSettings(TreeSettings):
         "costs of a step allow fewer nodes.",
     )
     tree: TreeForm = "none"
+    nodes: NodeBudget = None
     children: Children = 4
+    beam: Beam = 4
 
 
 class Mtp(ReadsFeatures):
