@@ -27,7 +27,8 @@ from ..tree import Topology, TreeTensors
 
 __all__ = [
     "GRADES", "GRADE_RATES", "Beam", "Children", "DraftTree", "DynamicTree", "Expands", "NodeBudget", "StaticTree", "TREE_NODES",
-    "TreeForm", "TreeForms", "TreeSettings", "best_nodes", "depth_bound", "grades_of", "levels_of", "likely_paths", "require_coupled", "shape_of",
+    "TreeForm", "TreeForms", "TreeSettings", "best_nodes", "depth_bound", "grades_of", "levels_of", "likely_paths",
+    "require_coupled", "shape_of",
 ]  # fmt: skip
 
 #: A draft token's grade is the number of these probabilities that its own exceeds; GRADE_RATES has each grade's usual acceptance rate.
