@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ class Interrupted(Line):
         return super().learn(step)
 
 
+@pytest.fixture
+def listens_to_ctrl_c() -> Iterator[None]:
+    """A process that a shell starts in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_second_one_at_once(tmp_path: Path) -> None:
     whole, checkpoint = Line(), tmp_path / "cut.pt"
     Trainer(whole, run()).train("line", tmp_path / "whole.pt")
