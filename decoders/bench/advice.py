@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..costs import CostCurve
@@ -36,7 +37,7 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: Number formats of weights that are tried with the winning strategy; `NARROW` only if the weights are float32. Most of them change
+#: Number formats of weights that are tried with the winning strategy; `NARROW` only if it copies any matrix. Most of them change
 #: the text, so they are mentioned, but not recommended.
 WEIGHTS, NARROW = ("int8", "int4"), "16bit"
 #: Numbers of new tokens: the most per text; the fewest per text, for a slow machine or many prompts; and that of a first call.
@@ -119,7 +120,7 @@ class Advice:
         }
         machine = [text(self.machine[name]) for name, text in shown.items() if name in self.machine]
         texts = f"{of}, {self.new_tokens} new tokens each, weights in {self.verdict.dtype}"
-        texts += ", uncompiled" if self.compiling is None else ""
+        texts += "" if any(record.compiled_share for record in self.records) else ", uncompiled"
         return "; ".join([texts, *([", ".join(machine)] if machine else []), f"{self.seconds:.0f} s"])
 
     @property
@@ -241,7 +242,7 @@ def advise(
         uncompiled += [r for r in tried if r.method in variants]
     weights = dict[str, float]()
     theirs = next(method for method in methods if not method.ours)
-    for name in (*([NARROW] if verdict.dtype == "float32" else []), *WEIGHTS):
+    for name in (*([NARROW] if _has_narrow_weights(model) else []), *WEIGHTS):
         if not fits(3, begin + PACKED * first_parts, packing):
             break
         winner = verdict.method or AUTO
@@ -332,6 +333,12 @@ def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float
     count = max(min(len(every), int(tokens / FEWEST)), 1)
     new_tokens = min(MOST, max(FEWEST, int(tokens / count)))
     return new_tokens, [every[len(every) * number // count] for number in range(count)]
+
+
+def _has_narrow_weights(model: PreTrainedModel) -> bool:
+    """Whether 16 bits hold all numbers of any float32 matrix of `model`."""
+    wide = (own.detach() for own in model.parameters() if own.dim() == 2 and own.dtype == torch.float32)
+    return any(torch.equal(own.to(dtype).float(), own) for own in wide for dtype in (torch.bfloat16, torch.float16))
 
 
 def _compiled(arguments: Any) -> dict[str, Any]:

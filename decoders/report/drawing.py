@@ -10,7 +10,7 @@ from ..errors import amount
 PARTS = {
     "prepare": "reading the arguments",
     "wait": "waiting for the model",
-    "pack": "quantizing the weights, once",
+    "pack": "making the weights ready, once",
     "kernels": "compiling kernels for CUDA, once",
     "check": "checking the model, once",
     "start": "starting the strategy",

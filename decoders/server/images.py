@@ -46,7 +46,7 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
 
 
 def _decoded(data: bytes, param: str, most: int) -> Image:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
     from transformers.image_utils import load_image
 
     try:
@@ -60,7 +60,8 @@ def _decoded(data: bytes, param: str, most: int) -> Image:
     except Refusal:
         raise
     except Exception as error:  # Pillow's image readers raise exceptions of any class
-        raise _refusal(param, f"the image cannot be read ({error}): formats are {', '.join(FORMATS)}") from error
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise _refusal(param, f"the image cannot be read ({reason}): formats are {', '.join(FORMATS)}") from error
 
 
 def _refusal(param: str, message: str) -> Refusal:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import decoders
@@ -98,6 +100,13 @@ def test_without_a_draft_model_it_is_reckoned_what_one_would_bring(model: Any, t
     assert [outlook.what for outlook in advised.outlooks] == ["A draft model", "Heads (medusa, eagle3)"]
 
 
+@pytest.mark.parametrize(("dtype", "narrow"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
+def test_16_bit_weights_are_tried_where_they_would_copy_any(dtype: torch.dtype, narrow: bool) -> None:
+    layer = torch.nn.Linear(8, 8).to(dtype)
+    assert not advice._has_narrow_weights(layer)  # type: ignore[arg-type]  # any module does
+    assert advice._has_narrow_weights(layer.float()) == narrow  # type: ignore[arg-type]
+
+
 def curve(*milliseconds: tuple[int, float]) -> CostCurve:
     subject = Subject(model="m", dtype="d", quantization="", device="c", threads=1, attention="sdpa", torch="2")
     points = [CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds]
@@ -149,6 +158,8 @@ def test_figures_have_what_they_are_of_beside_them_and_a_condition_where_the_mac
     )
     one = replace(quiet, prompts=1, given=1, machine={"threads": 1})
     assert one.measured == "1 prompt, 16 new tokens each, weights in bfloat16, uncompiled; 1 thread; 60 s"
+    too_busy = replace(one, records=(SimpleNamespace(compiled_share=None), SimpleNamespace(compiled_share=1.0)))
+    assert "uncompiled" not in too_busy.measured  # compiled steps were measured, and not compared
     lines = str(replace(quiet, busy="Busy: others run.")).splitlines()
     assert lines[:2] == ["Busy: others run.", "If that holds on a quiet machine: Use auto: 5.5 times."]
 
@@ -156,7 +167,8 @@ def test_figures_have_what_they_are_of_beside_them_and_a_condition_where_the_mac
 def test_weights_are_among_what_is_tried(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MOST", 4), ("FEWEST", 4), ("STRATEGIES", ("autoregressive", "auto")), ("TUNED", {})):
         monkeypatch.setattr(advice, name, value)
-    advised = decoders.advise(model, ["one two one"], tokenizer=tokenizer, seconds=60, compile=False)
+    narrow = copy.deepcopy(model).bfloat16().float()
+    advised = decoders.advise(narrow, ["one two one"], tokenizer=tokenizer, seconds=60, compile=False)
     assert set(advised.weights) == {"16bit", "int8", "int4"} and all(gain > 0 for gain in advised.weights.values())
     assert "weights" not in advised.code and sum("weights=" in record.method for record in advised.records) == 3
 

@@ -164,7 +164,7 @@ def test_models_see_what_load_image_gives() -> None:
         ("file:///etc/passwd", "nothing is fetched"),
         ("data:image/png,plain", "not in base64"),
         ("data:image/png;base64,%%%", "not in base64"),
-        ("data:image/png;base64,aGFsbG8=", "the image cannot be read"),
+        ("data:image/png;base64,aGFsbG8=", "the image cannot be read (of no known format): formats are"),
         (url_of((0, 0, 0), "PNG", (5000, 4000)), "5000 x 4000 pixels; the limit is 16777216"),
         (url_of((0, 0, 0), "TIFF"), "formats are PNG, JPEG"),
         (None, "an image is a data URL"),
