@@ -49,6 +49,12 @@ def in_64_bits(tensor: Tensor) -> Tensor:
     return tensor if has_64_bits(tensor.device) else tensor.cpu()
 
 
+def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The float32 `tensor` in a 16-bit `dtype`; None if that dtype does not hold all its numbers."""
+    narrow = tensor.to(dtype)
+    return narrow if torch.equal(narrow.float(), tensor) else None
+
+
 def accelerator(device: torch.device) -> Any:
     """``torch.cuda`` or ``torch.xpu``, which have the same functions of streams and memory; None for other devices."""
     return {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)

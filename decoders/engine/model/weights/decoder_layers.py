@@ -63,11 +63,15 @@ class Whole(NamedTuple):
         return cls(attention, plan, linear, norms, next(iter(formulas), None), activation)
 
     @property
+    def biased(self) -> tuple[bool, ...]:
+        """Which of the linear layers have a bias now."""
+        return tuple(bias_of(layer) is not None for layer in self.linear)
+
+    @property
     def kind(self) -> Hashable:
         """What an operator takes once for all layers that it computes together."""
-        biased = tuple(layer.bias is not None for layer in self.linear)
         normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
-        return self.formula, self.activation, biased, normed, plan.scaling, plan.softcap, plan.sinks is None
+        return self.formula, self.activation, self.biased, normed, plan.scaling, plan.softcap, plan.sinks is None
 
 
 def whole_layers(
@@ -102,7 +106,7 @@ def whole_layers(
         by.matrices,
         by.scales,
         by.biases,
-        sum((bias_of(own) is not None) << place for place, own in enumerate(one.linear)),
+        sum(has << place for place, has in enumerate(one.biased)),
         by.digits,
         [own_parameters(module)["weight"] for module in norms if module is not None],
         sum((module is not None) << place for place, module in enumerate(norms[: len(one.norms) + 1])),

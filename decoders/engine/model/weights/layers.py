@@ -86,6 +86,7 @@ class Joint:
 
 
 def bias_of(layer: Any) -> Tensor | None:
+    """The bias of a linear layer; None without a bias."""
     own = own_parameters(layer)  # asked first, because `layer.bias` takes ten times as long
     if "bias" in own:
         return own["bias"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ....common.devices import narrowed
 from ....errors import UnsupportedError
 from .. import modules_compat
 from ..kernels import cpu
@@ -269,8 +270,7 @@ def _narrow_copy(source: Tensor) -> QuantizedWeight | None:
     """A copy of `source` in a 16-bit type that can hold all its numbers; None if no 16-bit type can."""
 
     def copied(dtype: torch.dtype) -> dict[str, Any]:
-        narrow = source.detach().to(dtype)
-        if not torch.equal(narrow.float(), source):
+        if (narrow := narrowed(source.detach(), dtype)) is None:
             raise LossyError
         return dict(decoders_narrow=narrow)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .....common.devices import narrowed
+
 #: How many numbers behind the scales, and bytes behind the levels, a kernel may read, because it reads whole vectors and blocks.
 ROOM, ROOM_OF_LEVELS = 16, 48
 
@@ -22,8 +24,8 @@ def with_room(steps: Tensor, middles: Tensor) -> Tensor:
     They are float32, or bfloat16 if that loses nothing.
     """
     scales = torch.stack([steps, middles], 1).float()
-    short = scales.bfloat16()
-    return roomy(short if torch.equal(short.float(), scales) else scales)
+    short = narrowed(scales, torch.bfloat16)
+    return roomy(scales if short is None else short)
 
 
 def roomy(numbers: Tensor, room: int = ROOM) -> Tensor:
