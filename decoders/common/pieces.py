@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING
@@ -56,10 +56,11 @@ class TextPieces:
         cut = self._known.endswith(UNFINISHED)
         begin = len(commonprefix((self._known, text)) if cut else self._known)  # noqa: RUF071 -- no files
         piece = text[begin:]
-        if not ended and (not piece or text.endswith(UNFINISHED) or self._ends_in_bytes(window)):
+        if not ended and (not piece or self._may_change(window, text, self._decoded)):
             self.held = piece
             return ""
-        if len(self._window) >= AGAIN and self._plain(new):
+        # Names are no part of a run of bytes or of a character, so either may go on after a name.
+        if len(self._window) >= AGAIN and (plain := self._plain(new)) and not self._may_change(new, plain, self._plain):
             window, text = new, self._decoded(new)
         self._window, self._known, self._shown, self.held = window, text, len(tokens), ""
         return piece
@@ -73,10 +74,12 @@ class TextPieces:
                 count, in_bytes = count + 1, is_byte
         return list(prompt[begin:])
 
-    def _ends_in_bytes(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token that has a text is a byte-fallback token."""
+    def _may_change(self, tokens: list[int], text: str, decode: Callable[[list[int]], str]) -> bool:
+        """Whether tokens after `tokens` may change `text`, their text by `decode`."""
+        if text.endswith(UNFINISHED):
+            return True
         for token in reversed(tokens):
-            if (is_byte := self._is_byte(token)) or self._decoded([token]):
+            if (is_byte := self._is_byte(token)) or decode([token]):
                 return is_byte
         return False
 
