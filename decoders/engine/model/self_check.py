@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...common import devices
+from ...common.announce import announced
 from ...common.transformers_compat import cache_keyword, cache_of, config_value
 from ...errors import UnsupportedError
 from ...settings import Attention
@@ -35,10 +35,6 @@ from .layout import refusing
 from .target import Target
 from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
-
-_log = logging.getLogger("decoders")
-#: A check that takes longer than this many seconds is logged.
-NOTEWORTHY = 2.0
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
@@ -82,17 +78,19 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     target = Target(model, attends, precision)
     started = time.perf_counter()
     if target.device.type == "cuda" and not interpreted():
-        count = compile_kernels(partial(_passes_of_calls, target.sibling()))
+        with announced("compiling kernels for this model"):
+            compile_kernels(partial(_passes_of_calls, target.sibling()))
         target.checks = replace(target.checks, kernel_seconds=time.perf_counter() - started)
-        if target.checks.kernel_seconds > NOTEWORTHY:
-            _log.info("compiled the kernels of %d kinds of calls in %.1f s", count, target.checks.kernel_seconds)
     started = time.perf_counter()
     key = kept_checks.key_of(target, model)
     passed = kept_checks.find(key) if key is not None else None
     if passed is None:
-        longest = check_tree_logits(target, model)
-        check_moves(target)
-        invariance = brief_check(target)
+        with announced(
+            f"comparing the loop with {type(model).__name__}'s own forward pass, once per version and machine"
+        ):
+            longest = check_tree_logits(target, model)
+            check_moves(target)
+            invariance = brief_check(target)
         passed = KeptCheck(date.today().isoformat(), longest, invariance)
         if key is not None and (invariance is None or invariance.holds):
             kept_checks.keep(key, passed)
@@ -100,8 +98,6 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
         target.checks, day=passed.day, longest=passed.longest, invariance=passed.invariance,
         seconds=time.perf_counter() - started,
     )  # fmt: skip
-    if target.checks.seconds > NOTEWORTHY:
-        _log.info("checked %s against its own passes in %.1f s", type(model).__name__, target.checks.seconds)
     return target
 
 

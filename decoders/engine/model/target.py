@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...common import devices
+from ...common.announce import announced
 from ...common.transformers_compat import cache_keyword, decoder_layers
 from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
@@ -125,7 +126,10 @@ class Target:
         packed = take_packed(self.model)
         groups = shared_inputs(self.model, len(self.attending.kinds))
         head = self.model.get_output_embeddings()
-        quantized = quantize(self.model, precision.weights, head, groups=groups, given=packed)
+        with announced(
+            f"copying matrices for weights={precision.weights!r}" if precision.weights else "taking matrices over"
+        ):
+            quantized = quantize(self.model, precision.weights, head, groups=groups, given=packed)
         self.products = Products(groups, quantized, multiply_few_rows(self.model, groups, precision.exact_products))
         if precision.exact_products:
             replace_norms(self.model)

@@ -23,7 +23,7 @@ from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.slot_cache import SlotCache
 from decoders.engine.model.torch_compat import TorchDispatchMode
-from decoders.engine.model.weights import quantization, quantized
+from decoders.engine.model.weights import quantized
 from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
 from decoders.engine.model.weights.state import WeightState
 from decoders.errors import SettingsError, UnsupportedError
@@ -320,13 +320,6 @@ def test_without_kernels_weights_are_not_quantized_and_the_error_says_what_to_in
     Precision(cache="int8").check(torch.device("cpu"))
     layer = nn.Linear(64, 32)
     assert not quantize(nn.ModuleList([layer]), "int4", None, smallest=0).layers and type(layer) is nn.Linear
-
-
-def test_what_takes_long_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(quantization, "LONG", 0.0)
-    with caplog.at_level("INFO", "decoders"):
-        layers_of("int4", {"only": nn.Linear(64, 32)}, [])
-    assert "quantized 1 matrices to int4 in 0.0 s" in caplog.text
 
 
 def test_two_engines_share_a_quantized_copy() -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from ....common import devices
+from ....common.announce import announced
 from ..threads import set_threads, torchs_own
 from ..torch_compat import device_waits_behind, spare_compiler_warnings, traced_by_one_thread
 
@@ -69,7 +70,8 @@ class BackgroundCompile:
                 raise
         else:
             threads = torch.get_num_threads()
-            self._run()
+            with announced(f"compiling {name}, which this call waits for"):
+                self._run()
             set_threads(threads)
 
     def poll(self) -> bool:
@@ -83,7 +85,8 @@ class BackgroundCompile:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the compilation has ended, at most `timeout` seconds; returns the result of :meth:`poll`."""
-        self._over.wait(timeout)
+        with announced(f"compiling {self.name}, which this call waits for"):
+            self._over.wait(timeout)
         return self.poll()
 
     def _run(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,8 +27,6 @@ from .state import values_of
 Scheme = Literal["16bit", "int8", "int4"]
 #: Dense matrices with fewer elements are not quantized, because calling a kernel would cost more than it saves.
 SMALLEST = 128 * 128
-#: A quantization that takes longer than this many seconds is logged.
-LONG = 2.0
 #: Dtypes of dense matrices that can be quantized.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -187,7 +184,7 @@ def quantize(
         given: the result of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest
-    quantized, started = given or Quantized(), time.perf_counter()
+    quantized = given or Quantized()
     by_module: dict[int, QuantizedWeight] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
@@ -208,8 +205,6 @@ def quantize(
         _log.warning(
             "weights='16bit' copies no matrix: the model's matrices are not in float32, or 16 bits cannot hold their numbers"
         )
-    if (seconds := time.perf_counter() - started) > LONG:
-        _log.info("quantized %d matrices to %s in %.1f s", len(quantized.weights), scheme, seconds)
     return quantized
 
 

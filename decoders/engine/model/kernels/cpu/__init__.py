@@ -7,11 +7,9 @@ where the first process on a machine compiles it in 10 to 20 seconds. Without a 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .....common.announce import announced
 from .....common.files import cache_folder
 from .....errors import SettingsError
 from ...torch_compat import has_instructions
@@ -32,8 +31,6 @@ from . import build, four_bits
 VARIABLE = "DECODERS_CPU_KERNELS"
 #: Dtypes of the matrices that the kernels support.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_log = logging.getLogger("decoders")
 
 
 @dataclass(frozen=True)
@@ -175,19 +172,11 @@ def loaded(variant: str) -> Kernels:
     if (build.FOLDER / name).exists():
         path = build.FOLDER / name
     elif not path.exists():
-        with build.alone(path):  # another process may be compiling it
+        # Another process may be compiling it.
+        with announced(f"compiling the CPU kernels for {variant}, once on this machine"), build.alone(path):
             if not path.exists():
-                _compile(kept, variant)
+                build.compile_into(kept, variant)
     return Kernels.load(variant, path)
-
-
-def _compile(folder: Path, variant: str) -> None:
-    if build.compiler() is not None:
-        _log.warning("compiling the CPU kernels for %s, once on this machine: some 20 seconds", variant)
-    started = time.perf_counter()
-    path = build.compile_into(folder, variant)
-    seconds = time.perf_counter() - started
-    _log.info("compiled the CPU kernels for %s in %.1f s: %s", variant, seconds, path)
 
 
 def check(kernels: Kernels) -> str | None:
