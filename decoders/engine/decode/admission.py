@@ -1,4 +1,4 @@
-"""Admission of requests to a batch: each request gets a place in the pool, where its prompt is prefilled while other rows decode."""
+"""Admits requests to a batch: each request gets a place (a row of the pool), where its prompt is prefilled while other rows decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .prompt_reader import PromptReader, read_chunk
 from .request import Request
 from .session import Session
 
-#: Most tokens in a pass over several prompts. A prompt with more tokens gets its own passes, since it keeps the processor busy alone.
+#: Most tokens in a pass over several prompts. A longer prompt gets separate passes, because it alone keeps the processor busy.
 SHARED_PASS = 512
 
 
@@ -34,11 +34,11 @@ class Seat:
         place: index of the request's row in the pool.
         plan: how the prompt is prefilled; None before the prefill begins.
         to_read: chunks of the plan that are not prefilled yet, ``(offset from the plan's start, number of tokens)`` each.
-        chunks: results of passes over the prompt, for a strategy that reads prompts. They have no logits, because logits are large.
-        weights: state of the model's weights when the prefill began; None before.
+        chunks: results of passes over the prompt, kept for a strategy that reads prompts. Logits are left out, because they are large.
+        weights: state of the model's weights when the prefill began; None before the prefill begins.
         row: index of the request's row in the batch; None until the prompt is prefilled.
-        turns: number of passes over the prompt. The seat with the fewest turns is next, so a new seat starts with the fewest turns of
-            any waiting seat.
+        turns: number of passes over the prompt so far. The seat with the fewest turns is prefilled next. A new seat starts with the
+            fewest turns of all waiting seats, so that it does not get several passes in a row.
     """
 
     member: RequestOutput
@@ -69,7 +69,7 @@ class Admission:
     Args:
         prompts: the prompt reader of the batch that the requests will join.
         pool: the session whose rows are the places.
-        reserved: number of places at the start of the pool that no request gets.
+        reserved: number of places at the start of the pool that :meth:`take_place` does not give out.
 
     Attributes:
         seats: all requests, in order of arrival.
@@ -81,9 +81,9 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """Returns the free place whose kept text shares the longest prefix with the prompt; of equals, the least recently used.
+        """Returns the free place whose kept text shares the longest prefix with the prompt; of several, the least recently used.
 
-        The place's text behind that prefix is dropped, so that moving rows does not copy it.
+        The kept text is cut to the shared prefix, so that moving rows does not copy more than the prefix.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
@@ -95,7 +95,7 @@ class Admission:
 
     @property
     def _rows(self) -> int:
-        """Number of rows that are being decoded, and therefore wait while prompts are prefilled."""
+        """Number of rows that are being decoded. These rows wait while prompts are prefilled."""
         return sum(seat.row is not None for seat in self.seats)
 
     @property
@@ -107,7 +107,7 @@ class Admission:
         )
 
     def read(self, pause: float) -> None:
-        """Prefills waiting prompts in turns: for about `pause` seconds, at least one pass; to the end if no rows are being decoded."""
+        """Prefills waiting prompts in turns. If rows are being decoded, stops after about `pause` seconds and at least one pass."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -132,7 +132,7 @@ class Admission:
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
-        """The piece of a prompt that the next step prefills: the seat, the piece's first slot, and its number of tokens."""
+        """Takes the prompt piece for the next step. Returns its seat, first slot and number of tokens; None if there is no piece."""
         if (seat := self._next(pause)) is None:
             return None
         assert seat.plan is not None
@@ -141,12 +141,15 @@ class Admission:
         return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Adds a pass to the seat's report. The pass took `seconds` for `count` prompt tokens, of this seat and others."""
+        """Adds `seconds` of a prefill pass to the seat's report. count: number of prompt tokens in the pass, of all seats together."""
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """The waiting seat with the fewest turns; of equals, the first. together: whether several prompts may share passes."""
+        """Plans and returns the seat to prefill next: the waiting seat with the fewest turns; None if no pass is due.
+
+        together: whether several prompts may share passes.
+        """
         while waiting := [s for s in self.seats if s.row is None and not s.ready and s.member.error is None]:
             seat = min(waiting, key=lambda each: each.turns)
             if seat.plan is None:
@@ -160,15 +163,15 @@ class Admission:
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
-        """`seat`, and the seats that can share its next pass."""
+        """`seat`, and the seats whose next chunks can run in the same pass as the next chunk of `seat`."""
         following = seat.to_read[0]
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
-        """`seat`, and the seats whose prompts are prefilled in the same passes as its prompt.
+        """`seat`, and the seats whose prompts are prefilled in the same passes as the prompt of `seat`.
 
-        Their lengths differ by a factor of at most two. Prompts that share more than half of their text are prefilled one after the
-        other, so that the common part is computed once and copied.
+        The lengths of these prompts differ from the length of `seat`'s prompt by a factor of at most two. Prompts that share more than
+        half of their text are prefilled one after the other, so that the common part is computed once and copied.
         """
         own, prompt = seat.prefix, seat.prompt
         if seat.member.request.multimodal is not None:
@@ -186,7 +189,7 @@ class Admission:
     def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
         """`seat` and the waiting seats in adjacent places for which `fits` is True, in the order of places.
 
-        tokens: returns a seat's number of tokens per pass. The tokens of all returned seats are at most :data:`SHARED_PASS`.
+        tokens: returns the number of tokens that a seat adds to a pass. Several seats together add at most :data:`SHARED_PASS` tokens.
         """
         target = self.pool.target
         if target.recurrent or target.static or self.batch.request.strategy.reads_prompt:
@@ -202,8 +205,9 @@ class Admission:
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
-        """Puts prompts in their places, copies prefixes from other places, and plans the passes over the rest. Returns whether a pass
-        over images ran; an exception of that pass ends only its request.
+        """Writes prompts to their places, copies keys and values of shared prefixes from other places, and plans the other passes.
+
+        Returns whether a pass over images ran. An exception in that pass ends only its request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:
@@ -236,8 +240,8 @@ class Admission:
         return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a prefill pass. For a strategy that reads prompts, it also adds the pass's results to `seat.chunks`;
-        for prompts with images, :meth:`_start_reading` has done that already.
+        """The function that runs a prefill pass. For a strategy that reads prompts, the function also adds the pass's results to
+        `seat.chunks`. If the prompt has images, :meth:`_start_reading` has already added the results.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill
@@ -249,7 +253,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """The text in every place, used or free; for the place of `seat`, the text that it held before."""
+        """Per place: the pool, the place's index, and the text in the place. The place of `seat` has the text of an earlier request."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:

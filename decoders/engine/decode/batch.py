@@ -43,11 +43,11 @@ class Batch:
     (:mod:`~decoders.engine.decode.lane`) requests with one row each join and leave.
 
     Attributes:
-        request: one request made of all members: their common settings; its prompts are the texts of all rows.
-        members: each request's output and the index of its first row, in the order of rows. Every row except padding is a member's.
+        request: a request that stands for all members: it has their common settings, and its prompts are the texts of all rows.
+        members: per request, its output and the index of its first row, in the order of rows. Padding rows have no member.
         capacity: most rows that the batch can have.
         shared: whether requests join and leave; errors and reports are then per request.
-        width: number of rows in a step. Where sizes are static, some rows may be padding, which counts as ended.
+        width: number of rows in a step. If sizes are static, some rows may be padding. Padding rows count as ended.
         verifier: decides which draft tokens are accepted; None: the built-in rule.
         report: the report on all steps.
         session: holds the rows' tokens, keys and values.
@@ -57,7 +57,7 @@ class Batch:
         core: runs the forward pass over a block, verifies the block, and commits the accepted tokens.
         pending: number of committed tokens that the next step runs in front of the root: the end of the prompts, or tokens that were
             accepted on a later branch of a tree and run once more (:mod:`~decoders.engine.model.invariance`).
-        prompt_left: how many of the pending tokens are the end of the prompts, which is not prefilled yet.
+        prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the current phase, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
         root: ``[B, H]``, the embedding of each row's last position, for the first step only, if that position has no token id.
@@ -103,7 +103,7 @@ class Batch:
 
     @property
     def blocks(self) -> Blocks:
-        """The sizes of the rows' blocks."""
+        """Turns drafts for the rows into blocks."""
         return self.session.blocks
 
     @property
@@ -121,7 +121,7 @@ class Batch:
         return [ended for member, _ in self.members for ended in member.finished]
 
     def known(self, outcome: Outcome | None = None) -> HostRows:
-        """The rows as lists, without reading the device. outcome: a step whose tokens are not in the members' outputs yet."""
+        """The rows as lists, without reading the device. outcome: of a step whose tokens are not in the members' outputs yet."""
         count = self.row_count
         padding = self.width - count
         new = [[] for _ in range(count)] if outcome is None else outcome.written
@@ -144,7 +144,7 @@ class Batch:
 
     @property
     def culprit(self) -> str:
-        """The strategy's name in error messages."""
+        """The strategy's name and origin, for error messages."""
         strategy = self.request.strategy
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
@@ -156,7 +156,7 @@ class Batch:
         Args:
             request: see :attr:`request`.
             sources: the former index of each row, -1 for a new row.
-            same: whether the former rows were decoded by the same sampling plan; the core then stays.
+            same: whether the sampling plan is the same as for the former rows. If so, the core is kept.
         """
         self.request, self.members[:], self.width = request, members, len(sources)
         self.longest = max(
@@ -165,14 +165,14 @@ class Batch:
         self.noise_keys = self.rows.sampling.keys.clone()
         self.guide = self._guide(sources)
         if not same:
-            # A strategy may keep the tensors that it observes; without a copy the next replay would overwrite them.
+            # A strategy may keep the tensors that it observes. Without copies the next replay would overwrite these tensors.
             copy = request.strategy.observes
             rule = rule_of(self.forward_pass, request, self.verifier, self.members, self.shared)
             self.core = core_of(self.forward_pass, request.plan, rule, self.session.recordings, copy=copy)
         self.fit_blocks()
 
     def _guide(self, sources: Sequence[int]) -> Guide | None:
-        """The guide of the rows. Rows that stay in the batch keep their positions in their grammars."""
+        """The guide of the rows; None if no row has a grammar. Rows that stay in the batch keep their positions in their grammars."""
         request, target = self.request, self.target
         if not request.plan.masked:
             return None
@@ -185,7 +185,7 @@ class Batch:
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def fit_blocks(self) -> None:
-        """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so call it before `start`."""
+        """Sets the padding of blocks for the next pass, compiled or not. Call it before `start`: node budgets depend on the padding."""
         self.forward_pass.fit(self.blocks, self.row_count)
 
     def block_of(self, draft: Draft) -> NodeBlock:
@@ -217,9 +217,9 @@ class Batch:
             drafted = draft.tokens if draft.on_host else draft.tokens.new_empty(self.width, 0, device="cpu")
             tokens = F.pad(drafted, (0, tokens.shape[1] - drafted.shape[1]), value=-1)
         legal, masks = self.guide.block(tokens, block.shape_of(draft, self.guide.on_device), draft.levels)
-        if on_host:  # the draft reached the guide without a read of the device; its legal tokens now go to the device
+        if on_host:  # the guide read the draft on the host, so the legal tokens are copied to the device now
             legal = block.draft_tokens if legal is tokens else moved_together([legal], self.target.device)[0]
-        # A verifier that uses the draft's distribution must judge every token drawn from it: a token left out would bias the output.
+        # A verifier that uses the draft's distribution must judge every token drawn from it: leaving a token out would bias the output.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
     def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome:
@@ -241,8 +241,8 @@ class Batch:
         return outcome
 
     def check_drawn(self, outcome: Outcome, out: StepOutput | None = None) -> None:
-        """Raises InputError if logits processors left no token to draw. In a shared batch the error instead ends the request, and its
-        row gets no tokens from this step. out: the step in a shared batch, to cut the row; else None.
+        """Raises InputError if logits processors left a row no token to draw. In a shared batch the error ends only the row's request,
+        and the row gets no tokens from this step. out: the step's output; a shared batch needs it to cut the row.
         """
         for member, first in self.members if self.request.plan.reads_text else ():
             for row, tokens in enumerate(outcome.part(first, member.rows).written):
@@ -258,7 +258,7 @@ class Batch:
                     self._cut(first + row, outcome, out)
 
     def _cut(self, row: int, outcome: Outcome, out: StepOutput) -> None:
-        """Ends a row without the tokens of this step."""
+        """Ends a row, and takes the tokens of this step back from the row."""
         self.rows.length[row] -= outcome.emitted[row]
         self.rows.finished[row] = True
         outcome.emitted[row], outcome.accepted[row], outcome.ended[row] = 0, 0, 1
@@ -275,7 +275,7 @@ class Batch:
                     outcome.put(first, part)
 
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Advances recurrent states and grammars over the committed tokens; after :meth:`stop`, as a state cannot be cut back."""
+        """Advances recurrent states and grammars over the committed tokens. Runs after :meth:`stop`: a state cannot be rolled back."""
         if (states := self.rows.buffers.states) is not None:
             states.commit(out.path, out.summary[0], self.rows.length)
         if self.guide is not None:
@@ -289,7 +289,7 @@ class Batch:
         """
         self.where = "streamer"
         if self.shared:
-            self.report.steps += 1  # in a batch that is not shared, the one request's output counts them
+            self.report.steps += 1  # if the batch is not shared, its only request's output counts the steps
         for member, first in self.members:
             new = member.book(outcome.part(first, member.rows), out, first)
             with self._callback_of(member):
@@ -309,13 +309,13 @@ class Batch:
             member.error = member.error or error
 
     def raise_faults(self, wait: bool) -> None:
-        """Raises faults of strategies and verifiers that the device has noted. If `wait` is false, only a CPU's faults are read."""
+        """Raises faults of strategies and verifiers that the device has noted. Without `wait`, does nothing if sizes are static."""
         if not self.may_err or (self.target.static and not wait):
             return
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the end of the prompts that was left to the first step, for a draft model that shares the target's slots."""
+        """Prefills the prompt tokens left to the first step now, for a draft model that shares the target's slots."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
@@ -323,8 +323,9 @@ class Batch:
         self.pending = self.prompt_left = 0
 
     def rerun(self, count: int) -> int:
-        """How many committed tokens the next step runs in front of the root if it has to run the last `count`: the count rounded up to
-        a multiple, without tokens whose keys and values the loop cannot compute.
+        """The number of committed tokens that the next step runs again in front of the root, if it must run the last `count` again.
+
+        This is `count` rounded up to a multiple of `Target.multiple`, without tokens whose keys and values the loop cannot compute.
         """
         multiple, reaches = self.target.multiple, [n for member, _ in self.members for n in member.request.reach]
         tokens = round_up(count, multiple)
@@ -339,5 +340,5 @@ class Batch:
         return partial(self.forward_pass.prefill, recordings=self.session.recordings)
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
-        """``Context.compile`` for strategies that draft for the model of `engine`."""
+        """The function ``Context.compile`` for strategies that draft for the model of `engine`."""
         return partial(engine.function, compile=self.request.runtime.compile, report=self.report)

@@ -1,4 +1,4 @@
-"""Measures a model's cost curve, which is the seconds of a step by its size, with steps on rows of dummy text."""
+"""Measures a model's cost curve (the seconds of a step by the number of nodes) with steps on rows of dummy text."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from .sessions import Sessions
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Timed steps per size.
 REPEATS = 5
-#: Numbers of nodes to measure within a call, which waits for it, once per number of rows and tier. Devices that record steps also
-#: measure a larger block: many nodes may cost as much as one there, and node budgets end at twice the largest measured size.
+#: Numbers of nodes to measure within a call, once per number of rows and tier. They are few, because the call waits. On devices that
+#: record steps, many nodes may cost as much as one, and node budgets end at twice the largest measured size: 33 is measured, too.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
@@ -83,10 +83,10 @@ def subject_of(target: Target) -> Subject:
 
 
 class Calibrator:
-    """The costs of an engine's steps that are known so far, in memory and in files.
+    """The known costs of an engine's steps, in memory and in files.
 
     Attributes:
-        line: a line fitted to the steps of calls that have no cost curve.
+        line: a line fitted to observed steps, for calls that have no cost curve.
     """
 
     def __init__(self, forward_pass: ForwardPass, sessions: Sessions) -> None:
@@ -97,7 +97,7 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
-        """By tier (compiled or not), how steps of `rows` rows and such contexts differ from the curve; `StepCosts` updates it."""
+        """By tier (True: compiled), ratios of observed to expected seconds at `rows` and about `context`; `StepCosts` updates them."""
         return self._ratios.setdefault((rows, context.bit_length() // 2), {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
@@ -117,10 +117,10 @@ class Calibrator:
 
         Args:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
-            compile: the tier, as a call's setting; "auto" is the tier in which a call would run now.
+            compile: a call's setting, which decides the tier; "auto" means the tier in which a call would run now.
             seconds: time limit. At least two numbers of nodes are measured; then measuring stops when the time is up.
-            anew: whether to measure everything again. Otherwise, because a call waits for it, only a few numbers of nodes are measured,
-                and only for numbers of rows without measurements at any context.
+            anew: whether to measure everything again. Otherwise a call waits: only a few numbers of nodes are measured, and only for
+                numbers of rows that have no measurements at any context.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)
@@ -131,8 +131,8 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # A step without a draft was measured as a padded block, and may have a graph of one node by now: measure that. A context
-            # much longer than the call's is left out, because the measurement would take more memory and time than the call.
+            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again. Not at a
+            # context much longer than the call's: the measurement would take more memory and time than the call.
             elif (
                 near <= 4 * context
                 and (row_count, near, 1, compiled) not in places
@@ -170,12 +170,12 @@ def measure(
     forward_pass: ForwardPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
     repeats: int,
 ) -> list[CostPoint]:  # fmt: skip
-    """Returns the median seconds of a greedy call's steps, a point per size. After two sizes it stops at `end`, by the target's
-    ``ranks.clock``; seconds of compilation are added to `end`.
+    """Measures the steps of a greedy call. Returns a point per size, with the median seconds of a step.
 
-    Sizes take turns, so that a temporarily slower machine does not distort a single size. In each turn the second step counts, since
-    the first finds another size's data in the processor's caches. The slots keep whatever keys and values they have, because a step's
-    time does not depend on them.
+    Measuring stops when ``ranks.clock`` of the target reaches `end`, but not before two sizes are measured. Seconds of compilation are
+    added to `end`. Sizes take turns, so that a temporarily slower machine does not distort a single size. In each turn only the second
+    step counts, because the first step finds data of another size in the processor's caches. The slots keep whatever keys and values
+    they have, because a step's time does not depend on them.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock

@@ -39,7 +39,7 @@ SLOTS_AHEAD = 2048
 
 
 def decode(engine: Engine, request: Request) -> RequestOutput:
-    """Decodes a request to its end, and returns its output. Calls on one engine run one after the other.
+    """Decodes a request until all rows have ended, and returns the output. Calls on one engine run one after the other.
 
     An exception raised while decoding gets a note, and an attribute ``partial`` with the output so far.
     """
@@ -98,7 +98,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
-    # A strategy that reads prompts gets a pass over every token: equal calls then draft alike, and its own cache has no holes.
+    # A strategy that reads prompts gets every prompt token: equal calls then draft alike, and the strategy's own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
@@ -133,7 +133,7 @@ def end(proposer: Proposer) -> None:
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    if batch.request.given is None:  # otherwise slots hold the caller's keys and values, not to be reused
+    if batch.request.given is None:  # otherwise slots hold the caller's keys and values: no later call may reuse them
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = proposer.resources.peak_memory
@@ -152,7 +152,7 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 
 
 def agreed(request: Request, ranks: Ranks) -> Request:
-    """`request` in the form that all processes of a shared model can decode: with compilation off if there are several.
+    """Checks that all processes that share a model got the same request. Returns `request`; with several processes, compilation is off.
 
     Raises:
         RanksError: the processes were given different requests.
@@ -170,7 +170,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
 
 
 def recordable(proposer: Proposer) -> bool:
-    """Whether a step of `proposer` and its batch can be recorded and replayed: it needs nothing from the host, with fixed shapes."""
+    """Whether a whole step of `proposer` and its batch can be recorded: the device records, and no part of the step needs the host."""
     batch, request = proposer.batch, proposer.batch.request
     return (
         batch.session.recordings is not None and request.strategy.on_device
@@ -182,17 +182,17 @@ def recordable(proposer: Proposer) -> bool:
 
 
 def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
-    """The counts of `drafters`, and of the models that draft for them."""
+    """The draft counts of `drafters`, and of the models that draft for `drafters`."""
     return [each.counts for drafter in drafters for each in drafter.chain]
 
 
 class StepRecording:
     """Runs the steps of a batch. The first steps run unrecorded; later steps replay a recorded step.
 
-    After more of the step has been compiled, it is recorded again; within a call only if tokens do not depend on the tier.
+    When more parts of the step are compiled, the step is recorded again. Parts that could change tokens keep their tier within a call.
 
     Args:
-        proposer: the proposer of a batch that has made no step yet and is :func:`recordable`.
+        proposer: a :func:`recordable` proposer, whose batch has made no step yet.
         clock: times the steps that are not replayed.
     """
 
@@ -216,7 +216,7 @@ class StepRecording:
         self._failed = False
 
     def advance(self) -> None:
-        """Runs the next step; or, if a recording fits, replays it for as many steps as it can."""
+        """Runs the next step. If a recording fits, replays it instead, for as many steps as possible."""
         key = self._key
         recorded = self._earlier(key) or self._new(key)
         if recorded is not None:
@@ -229,14 +229,14 @@ class StepRecording:
                 step(self.proposer, self.batch, self.clock)
 
     def _earlier(self, key: tuple) -> Recording | None:
-        """A recording of an earlier call, if one fits, else None. With one, this call's state is in the recording's tensors."""
+        """Returns an earlier call's recording, with this call's state copied to its tensors; None if no recording fits."""
         if key in self._seen:
             return None
         self._seen.add(key)
         return self.recordings.reuse(key, RecordedCapacity(self.batch.width, 0, self.batch.longest), self.inputs.root)
 
     def _new(self, key: tuple) -> Recording | None:
-        """Records the step for this call and later calls, once enough steps with this key have run; else, or if it fails, None."""
+        """Records the step for this and later calls. Returns None if too few steps with this key have run, or if recording fails."""
         if self._plain[key] < WARM_UP_STEPS:
             return None
         batch, proposer, nodes = self.batch, self.proposer, self.batch.report.nodes
@@ -269,7 +269,7 @@ class StepRecording:
         return *self._depends_on, self.proposer.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
-        """Replays steps until all rows have ended or more is compiled. Phases of a replay cannot be timed: all time is the core's."""
+        """Replays steps until all rows have ended or another part is compiled. Phases cannot be timed, so all seconds count as core."""
         assert recorded.capacity is not None
         batch, report = self.batch, self.batch.report
         begun, first = time.perf_counter(), report.steps
@@ -286,7 +286,7 @@ class StepRecording:
                 last = now
                 if all(batch.finished):
                     break
-        finally:  # also if a callback has raised: the strategy's `finish` needs its state, and observers get the report
+        finally:  # also if a callback has raised: the strategy's `finish` needs the state, and observers get the report
             steps = report.steps - first
             report.replayed_steps += steps
             report.compiled_steps += steps * compiled

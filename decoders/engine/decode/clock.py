@@ -1,4 +1,4 @@
-"""The clock of a batch's steps: it times their phases for the report, and shows the seconds to the cost models."""
+"""The clock of a batch: it times the phases of each step for the report, and passes the seconds to the cost models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepClock(Clock):
     """Times the steps of a batch.
 
     Attributes:
-        piece_seconds: seconds of the last step that count for the prompt piece in its pass, by the piece's share of the pass's tokens.
+        piece_seconds: the prompt piece's share (by its number of tokens) of the core seconds of the last step with a piece.
     """
 
     def __init__(self, proposer: Proposer) -> None:
@@ -26,7 +26,7 @@ class StepClock(Clock):
         self.timings = batch.report.timings
         self.piece_seconds = 0.0
         self._threads = batch.engine.threads
-        self._observing = 0.0  # seconds of the last `observe`, if steps without a draft skip it
+        self._observing = 0.0  # seconds of the last `observe`, if the strategy does not observe steps without a draft
 
     def begun(self) -> None:
         self._before = replace(self.timings) if self.batch.shared else self.timings
@@ -62,7 +62,7 @@ class StepClock(Clock):
             self.proposer.book_replay(self._drafting + core)
         if batch.prompt_left and not report.steps:
             report.prefill_steps = 1
-            self.timings.prefill += core  # the pass read the end of the prompts, too: it does not show what nodes cost
+            self.timings.prefill += core  # the pass also ran the end of the prompts, so its seconds do not show what nodes cost
         else:
             self._learn_cost(core, draft, block, outcome)
         if not report.steps:
@@ -93,17 +93,17 @@ class StepClock(Clock):
                 member.report.waiting = self.report.waiting
 
     def _seconds(self) -> tuple[float, float]:
-        """Seconds since the step began, without compilation, and this thread's seconds on a processor."""
+        """Seconds since the step began, without compilation, and the CPU seconds of this thread since then."""
         wall, computing = (
             now - began for now, began in zip((time.perf_counter(), time.thread_time()), self._began, strict=True)
         )
         return wall - (self.timings.compile - self._compile_seconds), computing
 
     def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
-        """Books the `core` seconds of the step, and shows them to the cost models."""
+        """Adds the `core` seconds of the step to the report, and passes them to the cost models."""
         batch, timings = self.batch, self.timings
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
-        if block.piece is not None:  # the pass read a piece of a prompt, too: it does not show what nodes cost
+        if block.piece is not None:  # the pass also ran a piece of a prompt, so its seconds do not show what nodes cost
             read = block.piece.tokens.shape[1]
             self.piece_seconds = core * read / (read + nodes * batch.width)
             timings.core += core - self.piece_seconds

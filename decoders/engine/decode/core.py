@@ -1,4 +1,4 @@
-"""What a step computes: forward over a block of nodes, verify, commit. Steps run uncompiled until compiling or recording them pays."""
+"""The device's part of a step: forward over a block of nodes, verify, commit. Runs uncompiled until compiling or recording it pays."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StepOutput:
         )  # fmt: skip
 
     def observed(self, sequences: Sequences, known: HostStep | None = None) -> Step:
-        """This step as its strategy sees it. sequences: rows that include its tokens; known: the results that the host has read."""
+        """This step for the strategy's `observe`. sequences: the rows with the step's tokens; known: results that the host has read."""
         emitted, accepted, _, _ = self.summary.unbind(0)
         return Step(
             self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers,
@@ -78,7 +78,7 @@ class StepOutput:
         return replace(self, summary=summary, new=new, path=path, for_host=for_host)
 
     def read(self, lists: Callable[..., tuple[list, ...]], paths: bool = False) -> tuple[list, list, list]:
-        """:attr:`summary`, :attr:`new` and, if the caller needs `paths`, :attr:`path` as lists. lists: converts tensors to lists."""
+        """Returns :attr:`summary`, :attr:`new` and, with `paths`, :attr:`path` as lists. lists: converts tensors to lists."""
         if self.for_host is None:
             summary, new, *path = lists(self.summary, self.new, *([self.path] if paths else []))
             return summary, new, path[0] if path else []
@@ -137,7 +137,7 @@ class Core:
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
     ) -> StepOutput:  # fmt: skip
-        """Appends the tokens of the accepted path to the rows. Moves the path's keys and values, unless every path is `in_place`.
+        """Appends the accepted path's tokens to the rows. Moves the path's keys and values behind the text, unless they are `in_place`.
 
         Recurrent states are not advanced here, because stopping criteria may still cut the rows.
         """
@@ -159,7 +159,7 @@ class Core:
 
 
 def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
-    """The block's nodes ``[B, N]``, and the input of the pass over them and the text in front of them."""
+    """Returns the block's nodes ``[B, N]``, and the input of the pass over the nodes and the text in front of the root."""
     base = rows.length - 1
     nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
     tokens, begin, tree = nodes, base, block.tree
@@ -172,7 +172,7 @@ def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
 
 
 class StepFunctions(Beside):
-    """The draw of tokens and the acceptance of a path, each compiled or not, as the tiers of a pass say."""
+    """The functions that draw tokens and accept a path. The tiers of a pass decide which of them run compiled."""
 
     def __init__(self) -> None:
         self.forget()
@@ -192,7 +192,7 @@ class StepFunctions(Beside):
     def settle(
         self, tiers: Tiers, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:func:`decoders.engine.decode.verify.settle` in the tier of the passes."""
+        """:func:`decoders.engine.decode.verify.settle`, compiled if the passes run compiled."""
         if tiers.runs_compiled(len(nodes) > 1):
             return self._settle(nodes, chosen, _laid_out(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
@@ -207,8 +207,8 @@ class StepFunctions(Beside):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """:func:`decoders.engine.decode.verify.draw_tokens`, compiled or not.
 
-        On the CPU it runs uncompiled, which is faster. On other devices uncompiled code is many small kernels, so it is compiled if
-        the passes are.
+        On the CPU uncompiled code is faster, so it runs uncompiled. On other devices uncompiled code is many small kernels, so it runs
+        compiled if the passes do.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes
         if not tiers.target.static or not tiers.mode:
@@ -244,13 +244,13 @@ class CoupledRule:
 
 
 def _laid_out(tree: TreeTensors) -> TreeTensors:
-    """Copies of `tree` for the compiled :func:`settle`. It does not read visibility, so the ancestors stand in for it."""
+    """A copy of `tree` for the compiled :func:`settle`. The ancestors stand in for visibility, which :func:`settle` does not read."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
 
 
 def _settle_examples(target: Target, rows: int, count: int) -> tuple:
-    """Arguments to compile :func:`settle` with, of the sizes of :func:`~decoders.engine.model.compiled.regions.examples`."""
+    """Example arguments for compiling :func:`settle`, with the sizes of :func:`~decoders.engine.model.compiled.regions.examples`."""
     device, tree = target.device, Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device)
     block = torch.zeros(rows, len(tree), dtype=torch.int64, device=device)
     lengths, stops = torch.full((rows,), 20, device=device), torch.full((rows, 8), -1, device=device)

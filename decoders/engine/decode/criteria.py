@@ -1,6 +1,6 @@
 """Callbacks on the host: stopping criteria, which are called after every token, and logits processors that read the text so far.
 
-For any tree, processors get the same calls in the same order as in plain decoding, so processors with a state work, too.
+Whatever the draft tree, processors get the same calls in the same order as in plain decoding. So processors with a state work, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Criteria:
     """Stopping criteria, called on the host after every token.
 
     Attributes:
-        ask: ``(ids [B, P + t], scores)`` → ``[B]`` bool. scores: ``[B, V]`` per new token; None unless scores are kept.
+        ask: takes ``(ids [B, P + t], scores)``, returns which rows stop, ``[B]`` bool. scores: ``[B, V]`` per token; None if not kept.
         by_row: whether every criterion judges each row by itself and has no state, so that rows may have different lengths.
         ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, rows go on until all are stopped.
         names: the criteria's names, for error messages.
@@ -39,7 +39,7 @@ class Criteria:
 
 
 class CriteriaRun:
-    """The criteria of a call, called in the order of plain decoding.
+    """Calls the criteria of a request after every new token, in the order of plain decoding.
 
     Args:
         padded_rows: the rows in transformers' layout, which criteria read.
@@ -55,7 +55,7 @@ class CriteriaRun:
         self.stopped = torch.zeros((), dtype=torch.bool)
 
     def apply(self, outcome: Outcome, out: StepOutput, rows: Rows, finished: list[bool]) -> None:
-        """Cuts each row's new tokens after the first token at which a criterion stops, in `outcome`, `out` and `rows`."""
+        """Cuts each row's new tokens after the first token at which a criterion stops the row. Changes `outcome`, `out` and `rows`."""
         active = [row for row in range(self.batch) if not finished[row]]
         if self.criteria.by_row and self.criteria.ends_rows:
             ends = self._ask_each_row(outcome, active)
@@ -83,9 +83,9 @@ class CriteriaRun:
         return ends
 
     def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """:meth:`_ask_each_row` for criteria that judge whole batches. All rows are cut to the new tokens of the slowest row."""
+        """:meth:`_ask_each_row` for criteria that judge whole batches. Cuts all rows to the fewest new tokens of an unended row."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
-        ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → its new tokens
+        ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → number of its new tokens
         going = [emitted[row] for row in active if row not in ended]
         last = min(going) if going else max(ended.values())
         count, written = 0, {row: emitted[row] for row in active}
@@ -106,8 +106,8 @@ class CriteriaRun:
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Which rows must stop, ``[B]`` bool. If rows end together it may be ``[B, B]``, as transformers broadcasts the ``[B, 1]`` of a
-        criterion: the rows then end once every entry has been true.
+        """Returns which rows must stop, ``[B]`` bool. If rows end together, it may be ``[B, B]``, because transformers broadcasts the
+        ``[B, 1]`` of a criterion. The rows then end once every entry has been true.
         """
         stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
@@ -119,7 +119,7 @@ class CriteriaRun:
         )
 
     def _scores(self, out: StepOutput, active: list[int], count: int) -> tuple[Tensor, ...] | None:
-        """The scores ``[B, V]`` of each of the first `count` new tokens, zeros for ended rows; None unless scores are kept."""
+        """Per new token, up to `count` tokens, the scores ``[B, V]``, with zeros for ended rows; None unless scores are kept."""
         if self.scores is None or out.scores is None:
             return None
         steps = []
@@ -148,7 +148,7 @@ class PaddedRows:
     pad_token: int = 0
 
     def of(self, row: int, length: int, extra: tuple[int, ...] = ()) -> Tensor:
-        """``[1, P + length]``: the row's generated tokens, then `extra`, cut or padded to `length`."""
+        """``[1, P + length]``: the row's prompt, then its generated tokens and `extra`, cut or padded to `length` tokens."""
         tail = (self.generated[row] + list(extra))[:length]
         tail += [self.pad_token] * (length - len(tail))
         return torch.cat([self.prompt[row], torch.tensor(tail, dtype=torch.int64, device=self.prompt.device)])[None]
@@ -186,16 +186,16 @@ def choose_along_path(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Follows the target's own tokens down the trees of all rows, depth by depth.
 
-    Processors see whole batches at one length, as in plain decoding. So all rows stop at the depth at which the first row stops, and
-    some rows lose matching draft tokens.
+    Processors get all rows at one length, as in plain decoding. So all rows stop at the depth at which the first row stops, and some
+    rows lose matching draft tokens.
 
     Args:
         masks: their replacements are applied to the chosen tokens; `logits` are already masked.
         scores: ``[B, N, V]``, a buffer for the processed scores of nodes on the path; None if scores are not kept.
 
     Returns:
-        the token after each node, ``[B, N]`` int64, :data:`NOT_REACHED` off the path; and the number of tokens that each row may
-        commit, ``[B]`` int64.
+        the token after each node, ``[B, N]`` int64, with :data:`NOT_REACHED` for nodes off the path; and the number of tokens that
+        each row may commit, ``[B]`` int64.
     """
     batch = len(nodes)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)

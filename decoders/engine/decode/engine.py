@@ -41,13 +41,13 @@ from .sessions import Sessions
 
 #: Most compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
-#: Limits on the memories that strategies keep between calls: their number, and the total of their ``nbytes`` (0 for one without).
+#: Limits on the memories that strategies keep between calls: their number, and the sum of ``nbytes`` (0 if an object has none).
 KEPT_MEMORIES = 16
 KEPT_MEMORY_BYTES = 256 << 20
 
 #: Key of a memory: the strategy's class, the strategy with its settings, and the memory's name with the salt, if any.
 MemoryKey = tuple[str, str, str]
-#: The key of the texts that the user gave. Every strategy reads them, with any settings and salts.
+#: The key of the texts that the user gave. Every strategy reads these texts, whatever its settings and salts.
 TEXTS: MemoryKey = ("", "", "texts")
 
 
@@ -55,11 +55,11 @@ class Engine:
     """Everything that is kept between the calls on one model. Calls run one after the other.
 
     Attributes:
-        target: the model as the loop sees it.
+        target: the model, prepared for the passes of the loop.
         forward_pass: the target's forward pass, uncompiled or compiled.
         sessions: KV cache buffers, and the texts that they hold.
         calibration: the costs of the model's steps, measured or observed.
-        threads: the number of threads that its steps compute with; None unless the model is on the CPU.
+        threads: sets the number of threads that steps use; None unless the model is on the CPU.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -96,7 +96,7 @@ class Engine:
         self._stream: Any = None  # the last call's stream
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
-        """Whether this engine still fits `model` and the settings. Renews or drops data computed from weights that have changed."""
+        """Returns whether this engine still fits `model` and the settings. Renews or drops data computed from weights that have changed."""
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
@@ -123,7 +123,7 @@ class Engine:
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
-        """Seconds of packing the model, of compiling kernels and of checks; 0 if that was before `begun` (``time.perf_counter()``)."""
+        """Seconds of packing the model, compiling kernels, and checks; zeros if all this was before `begun` (``perf_counter()``)."""
         started, *seconds = self._prepared
         making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
         return making, kernels, checking
@@ -150,7 +150,7 @@ class Engine:
         """Gives one call, or one step of a lane, exclusive use of the model; other calls wait.
 
         Args:
-            side: the side of the target that the call's texts need, see :meth:`Target.side_of`.
+            side: which rotary table the call's texts need, see :meth:`Target.side_of`.
         """
         with (
             self.lock,
@@ -168,8 +168,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Queues this call's work on the device behind the last call's work. The last call may have used another stream, where a last
-        step without effect may still be running.
+        """Queues this call's work on the device behind the last call's work. The last call may have used another stream, on which a
+        superfluous last step may still be running.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)
@@ -249,7 +249,7 @@ class Engine:
             model: the model of this engine.
             target: its `layers` are the layers whose hidden states the pass also returns.
         """
-        # The first look needs no lock: with one, a submitted request would wait here until the running step has ended.
+        # The first look-up takes no lock. With a lock, a submitted request would wait here until the running step has ended.
         if (own := self._own.get(target.layers)) is not None:
             return own
         with self.lock:
@@ -258,7 +258,7 @@ class Engine:
             return self._own[target.layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
-        """See :attr:`decoders.strategy.Context.first_layers`; created once per count. model: the model of this engine.
+        """See :attr:`decoders.strategy.Context.first_layers`. The result is created once per `count`. model: the model of this engine.
 
         Raises:
             UnsupportedError, SettingsError: the model's first layers cannot draft.
@@ -278,7 +278,7 @@ class Engine:
 
     @property
     def functions_ready(self) -> int:
-        """How many functions of strategies are compiled, counted once per kind of arguments."""
+        """Number of compiled functions of strategies. A function counts once per kind of arguments."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
@@ -301,13 +301,13 @@ class Engine:
         return self._head(hidden)
 
     def module(self, module: nn.Module, example: tuple[Tensor, ...]) -> ModuleTwin:
-        """The twin of a drafter's module, created once; see :attr:`decoders.strategy.Context.module`."""
+        """The :class:`ModuleTwin` of a drafter's module, created once; see :attr:`decoders.strategy.Context.module`."""
         if module not in self._modules:
             self._modules[module] = ModuleTwin(module, example, self.target.device, self.target.attends)
         return self._modules[module]
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
-        """A strategy's tensor function as `compile` says: itself, or compiled, once for all calls on this engine."""
+        """Returns a strategy's tensor function, compiled if `compile` says so. It is compiled once for all calls on this engine."""
         if not compile or not devices.compiles(self.target.device):
             return function
         tiered = self._functions.pop(function, None)
@@ -316,7 +316,7 @@ class Engine:
             due = self.forward_pass.tiers.worth_compiling if self.target.static else lambda: False
             tiered = TieredFunction(function, CompiledFunction(function), due)
         self._functions[function] = tiered
-        # A strategy that creates functions in every call would pile them up: the least recently used function is dropped.
+        # If a strategy creates functions in every call, they pile up. So the least recently used function is dropped.
         if len(self._functions) > KEPT_FUNCTIONS:
             del self._functions[next(iter(self._functions))]
         _book(tiered.compiled, report, waited_for=compile is True)
@@ -324,14 +324,14 @@ class Engine:
 
 
 def _pass_of(target: Target) -> ForwardPass:
-    """The forward pass of a target, together with the :class:`StepFunctions` of its steps."""
+    """Creates the forward pass of a target, and the :class:`StepFunctions` that belong to the pass."""
     forward_pass = ForwardPass(target)
     StepFunctions.of(forward_pass)
     return forward_pass
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
-    """Books compilations of `compiled` from now on in `report`."""
+    """Counts later compilations of `compiled` in `report`. waited_for: whether a call waits for the compilations."""
 
     def book(seconds: float) -> None:
         if waited_for:

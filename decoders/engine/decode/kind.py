@@ -1,4 +1,4 @@
-"""The kind of a request's steps: what they depend on besides tensors, declared once for every field and setting of a request.
+"""The kind of a request's steps: what the steps depend on besides tensors. It is declared here for every field and setting.
 
 Recordings are looked up by kind, requests share steps if their kinds agree, and processes that share a model compare kinds.
 """
@@ -35,7 +35,7 @@ REQUEST = {
     "models.draft_models": Use.APART, "resolve": Use.APART, "origin": Use.APART, "padded_prompt": Use.APART,
     "stopping.pad_token": Use.APART, "returned.on_step": Use.APART, "returned.observers": Use.APART,
     "salts": Use.APART, "given": Use.APART, "multimodal": Use.APART, "begun": Use.APART,
-    "runtime": Use.APART,  # RUNTIME says it for each setting
+    "runtime": Use.APART,  # RUNTIME lists the settings
 }  # fmt: skip
 RUNTIME = {
     "compile": Use.KIND, "prune": Use.KIND, "memory": Use.KIND, "draft_weights": Use.KIND,
@@ -53,9 +53,9 @@ class StepKind:
     """The kind of a request's steps. It is equal in all processes that get the same request.
 
     Attributes:
-        parts: names and values of the fields and settings of :attr:`Use.KIND`, except the plan.
+        parts: names and values of the fields and settings with :attr:`Use.KIND`, except the plan.
         plan: the operations on logits.
-        host: names of the parts that need the host in every step.
+        host: names of the fields and settings that need the host in every step.
     """
 
     parts: tuple[tuple[str, object], ...]
@@ -77,7 +77,7 @@ def kind_of(request: Any) -> StepKind:
 
 
 def inputs_of(request: Any) -> list[object]:
-    """The fields and settings of :attr:`Use.INPUT`, as tensors, and values whose ``repr`` is the same in all processes."""
+    """The fields and settings with :attr:`Use.INPUT`: the prompts, and a dict of values whose ``repr`` all processes share."""
     values = dict(_used(request, Use.INPUT)) | {"grammars": [grammar is None for grammar in request.grammars]}
     tensors = values.pop("prompts")
     return [*tensors, values]
@@ -95,9 +95,9 @@ def _part(value: Any) -> object:
 
 
 class Made:
-    """Compares a strategy or a verifier with another by all attributes, including the attributes of the strategies inside it.
+    """Wraps a strategy or a verifier. ``==`` compares all its attributes, and the attributes of the strategies that it contains.
 
-    Comparing their ``repr`` is not enough, because it shows only the settings.
+    Comparing the ``repr`` of strategies is not enough, because a ``repr`` shows only the settings.
     """
 
     __slots__ = ("attributes", "shown")
@@ -128,5 +128,5 @@ def _alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_alike, one, other))
     try:
         return bool(one == other)
-    except Exception:  # values without a plain answer, such as tensors, count as different
+    except Exception:  # values whose comparison gives no single bool, such as tensors, count as different
         return False
