@@ -15,7 +15,7 @@ from ..errors import DraftError, amount
 
 #: The parent of a root in lists of parents.
 NO_PARENT = -1
-#: Greatest number of nodes of a block, the root included: masks and attention grow with its square.
+#: Greatest number of nodes of a block, the root included: masks and attention grow with the square of this number.
 MAX_NODES = 1024
 
 
@@ -25,10 +25,10 @@ class TreeTensors:
 
     Attributes:
         parents: ``[B, N]`` int64; 0 for nodes without a parent.
-        offsets: ``[B, N]`` int64, position of each node relative to the root's.
+        offsets: ``[B, N]`` int64, position of each node relative to the root.
         visible: ``[B, N, N]`` bool, ``visible[b, q, k]``: node ``q`` attends to node ``k``.
-        ancestors: ``[B, N, N]`` bool, ``ancestors[b, q, k]``: ``k`` is candidate ``q`` or lies on the path from the root to it; all
-            false if ``q`` is no candidate.
+        ancestors: ``[B, N, N]`` bool, ``ancestors[b, q, k]``: ``q`` is a candidate, and node ``k`` lies on the path from the root to
+            ``q``, both ends included.
     """
 
     parents: Tensor
@@ -71,7 +71,7 @@ class TreeTensors:
     def sound(self, wait: bool = False) -> Tensor:
         """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent. No sync without `wait`.
 
-        A candidate comes one position after its parent and attends to its own path only: otherwise its logits would belong to
+        A candidate comes one position after its parent and attends only to its path: otherwise its logits would belong to
         another text. Nodes that are never accepted may attend to any node.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors
@@ -158,7 +158,7 @@ class TreeTensors:
 
 
 def described(value: object) -> str:
-    """A wrong value as text for an error."""
+    """Describes a wrong value for an error message."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"
@@ -191,7 +191,7 @@ def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
     path[:, 0, 1:] = False
     depth = offsets[row, parents] + 1
     depth[:, 0] = 0
-    # A node that is no candidate must not be on the path to one.
+    # A node that is no candidate must have no ancestors.
     wrong = (candidate & ((ancestors ^ path) | (visible ^ path))) | (~candidate & ancestors)
     return (
         ~wrong.any(-1).any(-1) & ~(candidate[..., 0] & (depth != offsets)).any(-1) & inside.all(-1) & candidate[:, 0, 0]

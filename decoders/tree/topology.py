@@ -17,8 +17,8 @@ class Topology:
     """The static shape of a block of ``N`` nodes; hashable, so that its tensors are created once per device.
 
     Attributes:
-        parents: index of each node's parent, which comes before it; ``-1`` for the root and for nodes that are never accepted.
-        offsets: position of each node relative to the root's (the depth, for candidates).
+        parents: index of each node's parent, which comes before the node; ``-1`` for the root and for nodes that are never accepted.
+        offsets: position of each node relative to the root (the depth, for candidates).
         extra_visible: nodes that each node attends to, besides its ancestors and itself.
     """
 
@@ -47,7 +47,7 @@ class Topology:
         for node, seen in enumerate(self.extra_visible):
             if any(not 0 <= other < n for other in seen):
                 raise DraftError(f"node {node} attends to {seen}: nodes are numbered 0 to {n - 1}")
-            # With other nodes visible, a candidate's logits, and so an accepted token, would not be the target's.
+            # If a candidate attended to other nodes, its logits, and so the accepted tokens, would not be the target's.
             if seen and (node == 0 or self.parents[node] >= 0) and not set(seen) <= set(self.path_to(node)):
                 raise DraftError(f"node {node} may be accepted, so it may see its own ancestors only, not {seen}")
 
@@ -79,11 +79,11 @@ class Topology:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether every path from the root is the block's first nodes, as in a chain: accepting it then moves no cache slot."""
+        """Whether every path from the root consists of the block's first nodes, as in a chain. Accepting a path then moves no slots."""
         return all(parent in (NO_PARENT, node) for node, parent in enumerate(self.parents[1:]))
 
     def path_to(self, node: int) -> tuple[int, ...]:
-        """The nodes from the root (or a branch's first node) down to `node`, both included."""
+        """The nodes from the root (or from another node without a parent) down to `node`, both ends included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(self.parents[path[-1]])
@@ -110,7 +110,7 @@ class Topology:
     @staticmethod
     @lru_cache
     def branches(count: int, length: int) -> Topology:
-        """A root with `count` chains of `length` nodes; branch ``b`` takes nodes ``1+b·length …``."""
+        """A root with `count` chains of `length` nodes; branch ``b`` begins at node ``1 + b·length``."""
         parents = [NO_PARENT]
         for b in range(count):
             first = 1 + b * length

@@ -62,7 +62,7 @@ class StepClock(Clock):
             self.proposer.book_replay(self._drafting + core)
         if batch.prompt_left and not report.steps:
             report.prefill_steps = 1
-            self.timings.prefill += core  # the pass also ran the end of the prompts, so its seconds do not show what nodes cost
+            self.timings.prefill += core  # the pass also ran prompt tokens: the seconds do not show what nodes cost
         else:
             self._learn_cost(core, draft, block, outcome)
         if not report.steps:
@@ -103,7 +103,7 @@ class StepClock(Clock):
         """Adds the `core` seconds of the step to the report, and passes them to the cost models."""
         batch, timings = self.batch, self.timings
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
-        if block.piece is not None:  # the pass also ran a piece of a prompt, so its seconds do not show what nodes cost
+        if block.piece is not None:  # the pass also ran a prompt piece: the seconds do not show what nodes cost
             read = block.piece.tokens.shape[1]
             self.piece_seconds = core * read / (read + nodes * batch.width)
             timings.core += core - self.piece_seconds

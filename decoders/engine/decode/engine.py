@@ -96,7 +96,7 @@ class Engine:
         self._stream: Any = None  # the last call's stream
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
-        """Returns whether this engine still fits `model` and the settings. Renews or drops data computed from weights that have changed."""
+        """Returns whether this engine still fits `model` and the settings. Renews or drops data computed from changed weights."""
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:

@@ -1,4 +1,4 @@
-"""A lane: a scheduler's requests, of one row each, that join and leave one :class:`Batch` between two steps."""
+"""A lane: requests of a scheduler, with one row each, that join and leave a :class:`Batch` between steps."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ FIRST_SLOTS = 256
 class Lane:
     """Requests that share their steps, because they have the same strategy, sampling plan and verifier.
 
-    In float32 a request gets the same tokens as in its own call of ``generate``: noise depends on its seed and positions, and
+    In float32 a request gets the same tokens as in a separate call of ``generate``: noise depends on its seed and positions, and
     parameters, stop tokens, grammar and budget are per row. Other requests change its timing, not its tokens.
 
     Args:
         engine: the model's engine.
         request: the first request; it defines what all requests have in common.
-        capacity: most requests at a time. It becomes 1 if the strategy reads prompts and could not read the texts of running requests
-            again when another joins or leaves. That is so if the strategy does not rebatch, or if prompts have images.
+        capacity: most requests at a time. It becomes 1 if the strategy reads prompts, and either cannot rebatch or gets prompts with
+            images. Such a strategy cannot read the texts of running requests again when another request joins or leaves.
 
     Attributes:
         admission: finds places for new requests and prefills their prompts.
@@ -63,7 +63,7 @@ class Lane:
         self.proposer = Proposer(batch, self.stack)
         self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
         static = engine.target.static
-        # Rows may be padded to a bucket. Places are reserved for them, so that padding rows do not overwrite other places' texts.
+        # The batch may be padded to a bucket of rows. Places are reserved for it, so that padding rows do not overwrite kept texts.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
@@ -86,7 +86,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more was compiled since the lane's requests began. They stay in their tier; new requests need another lane."""
+        """Whether more was compiled since the lane's requests began. These requests keep their tier; new ones need another lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
@@ -116,9 +116,9 @@ class Lane:
         return member
 
     def advance(self, pause: float) -> list[RequestOutput]:
-        """Prefills prompts for about `pause` seconds, runs a step, and returns the requests that have ended, some with an error.
+        """Prefills prompts for about `pause` seconds, runs a step, and returns the outputs of the requests that have ended or failed.
 
-        An error that concerns all requests, for example of the strategy, is raised.
+        An exception that concerns all requests, for example an exception of the strategy, is raised.
         """
         with self._running():
             if self.template.runtime.compile is True and not self.proposer.arranged:
@@ -154,7 +154,7 @@ class Lane:
                 warnings.warn(f"decoders: {message}", stacklevel=2)
             if isinstance(cause, torch.OutOfMemoryError):
                 cause.add_note(f"decoders: {self.engine.sessions.make_room()}")
-        # The batch is in a reference cycle. Without this line its buffers would stay until the garbage collector runs.
+        # The batch is in a reference cycle. Without this line its buffers would not be freed until the garbage collector runs.
         del self.batch.session
 
     @contextmanager
@@ -168,13 +168,13 @@ class Lane:
             yield
 
     def _join(self) -> None:
-        """Requests whose prompts are prefilled join the batch, in free rows if there are any."""
+        """Adds the requests whose prompts are prefilled to the batch, in free rows if there are any."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
         if rows != self.rows:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
-        """Runs a step of the batch. If possible, its pass also prefills a prompt piece of about `pause` seconds; None: no piece."""
+        """Runs a step of the batch. If possible, the pass also prefills a prompt piece of about `pause` seconds. None: no piece."""
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
@@ -258,7 +258,7 @@ class Lane:
             seat.place = places.get(seat.place, seat.place)
 
     def _slots_used(self, seat: Seat) -> int:
-        """The number of used slots in a seat's place; before the prefill begins, an earlier text uses them."""
+        """The number of used slots in a seat's place. Before the prefill begins, these slots hold an earlier text."""
         if seat.row is not None:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
@@ -284,7 +284,7 @@ def in_place(seats: list[Seat]) -> list[Seat]:
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
-    """Expands the chunk of one row to a chunk of all rows, where other rows have no valid token. lengths: ``[B]``, tokens per row."""
+    """Expands the chunk of row `row` to all rows; other rows get no valid token. lengths: ``[B]``, number of tokens per row."""
     rows = len(lengths)
     if rows == 1:
         return chunk
@@ -308,7 +308,7 @@ def share_steps(one: Request, other: Request) -> bool:
     return (
         one.kind.shared == other.kind.shared
         and one.memory_salt == other.memory_salt
-        # The first row with a grammar restarts the strategy: one that reads prompts would have to read all texts again.
+        # The first row with a grammar restarts the strategy. A strategy that reads prompts would have to read all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and one.models.assistant_model is other.models.assistant_model and one.models.tokenizer is other.models.tokenizer
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Warnings about conditions on this machine that make decoding slow or comparisons wrong. Each is given once per process."""
+"""Warnings about conditions on this machine that make decoding slow or comparisons of speed wrong, each given once per process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def warn_of_format(target: Target) -> None:
-    """Warns of 16-bit weights on a CPU for which we have no kernels, because torch's products of several rows are slow there."""
+    """Warns of 16-bit weights on a CPU without kernels of this package: torch multiplies several rows slowly there."""
     if target.device.type != "cpu" or target.precision.weights is not None or target.dtype.itemsize != 2:
         return
     if (choice := cpu.chosen()).kernels is None:

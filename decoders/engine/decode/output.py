@@ -43,7 +43,7 @@ class RequestOutput:
         generated: generated token ids per row, stop token included.
         lengths: number of tokens per row, prompt included.
         finished: whether each row has ended.
-        drafters: per row and token, the strategy that drafted it; "" for the target's own.
+        drafters: per row and generated token, the name of the strategy that drafted the token; "" for a token that was not drafted.
         logprobs, logits, scores: per row and token, if requested.
         padded_rows: the rows in transformers' layout.
         criteria: the stopping criteria that run on the host; None if there are none.
@@ -87,7 +87,7 @@ class RequestOutput:
         return [prompt.tolist() for prompt in self.request.prompts]
 
     def tokens_from(self, row: int, first: int) -> list[int]:
-        """The prompt and generated tokens of a row, from index `first` on. All calls together read the prompts from the device once."""
+        """The prompt and generated tokens of a row, from index `first` on. The prompts are read from the device at most once."""
         prompt = len(self.request.prompts[row])
         if first >= prompt:
             return self.generated[row][first - prompt :]
@@ -182,7 +182,7 @@ class RequestOutput:
 
 
 def logprobs_of(tokens: list[int], logits: Tensor, top: int) -> list[TokenLogprobs]:
-    """The log-probabilities of the ``T`` `tokens`, and of the `top` likeliest tokens at each, by `logits` ``[T, V]``."""
+    """Log-probabilities of ``T`` generated `tokens` and of the `top` likeliest tokens at each position, from `logits` ``[T, V]``."""
     every = logits.float().log_softmax(-1)
     own = every.gather(1, torch.tensor(tokens, device=every.device)[:, None])[:, 0].tolist()
     best = every.topk(min(top, every.shape[-1]), dim=-1)

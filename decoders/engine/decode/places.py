@@ -12,10 +12,14 @@ from .session import Session
 def take_over(
     session: Session, prompts: Mapping[int, KeptText], held: Sequence[tuple[Session, int, KeptText]]
 ) -> list[int]:
-    """Copies to each row of `session` the keys and values of the longest prefix of its prompt that `held` has. Returns, per row, how
-    many first tokens have keys and values in place.
+    """For each row's prompt, finds the text in `held` with the longest common prefix, and copies the keys and values of this prefix.
 
-    held: the texts to copy from: a session, the index of its row, and the text in that row. prompts: by row.
+    Args:
+        prompts: the prompts by row of `session`.
+        held: the texts to copy from: a session, the index of a row in that session, and the text in the row.
+
+    Returns:
+        per row, the number of first tokens whose keys and values are in place now.
     """
     index = PrefixIndex([text for *_, text in held])
     reused, moves = [], []
@@ -27,12 +31,12 @@ def take_over(
             holder, source_row, _ = held[place]
             moves.append((row, holder.stored.buffers, source_row, reused[-1]))
     own, written = session.stored.buffers, {row for row, *_ in moves}
-    # A row that is overwritten may be another row's source, so such sources are copied first.
+    # A row that will be overwritten may be the source of another row. The contents of such sources are copied aside first.
     sources = [
         (source.of_row(place, count), 0) if source is own and place in written else (source, place)
         for _, source, place, count in moves
     ]
-    for row in written:  # first, because these rows have no reusable text if copying fails midway
+    for row in written:  # before copying: if a copy fails midway, these rows have no reusable text
         session.drop(row)
     for (row, _, _, count), (source, place) in zip(moves, sources, strict=True):
         own.copy_row(row, source, place, count)
@@ -61,10 +65,10 @@ def reorder(
 ) -> dict[int, int]:
     """Moves the first `counts[i]` slots of place `sources[i]` to place ``i``; a source of -1 moves nothing.
 
-    beside: by place, the number of used slots at other places. Their contents are kept, but may move.
+    beside: number of used slots of other places, by place. The contents of these places are kept, but may move.
 
     Returns:
-        by former place, the present place of its contents, for each place in use.
+        for each place in use, the place where its contents are now.
     """
     in_use = {**beside, **{source: count for source, count in zip(sources, counts, strict=True) if source >= 0}}
     where = {place: place for place in in_use}

@@ -57,7 +57,7 @@ NOTHING = KeptText(torch.empty(0, dtype=torch.int64, device="cpu"))
 class PrefixIndex:
     """Finds the text that shares the longest prefix with a prompt.
 
-    In sorted order, that text is directly before or behind the place of the prompt: n prompts take O(n log n) comparisons.
+    In sorted order, that text comes directly before or after the prompt. So n prompts take O(n log n) comparisons.
     """
 
     def __init__(self, texts: list[KeptText]) -> None:
@@ -70,7 +70,7 @@ class PrefixIndex:
         """The number of shared tokens, and the index of the text that shares them; ``(0, 0)`` if there is none."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
-        if self._any_whole:  # the neighbours may not be reusable although a shorter whole text is
+        if self._any_whole:  # the neighbours may not be reusable, although a shorter whole text may be
             beside = self._order
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))
 
@@ -83,7 +83,7 @@ class PrefillPlan:
         starts: per row, the first slot that is prefilled. All rows prefill the same number of tokens, so a row that reuses more tokens
             than others computes some of them again.
         chunks: ``(offset from starts, number of tokens)``; each is a pass over all rows.
-        left: number of tokens before each row's last that are left for the first step.
+        left: number of tokens in front of each row's last token that are not prefilled, but run in the first step.
     """
 
     starts: list[int]
@@ -95,7 +95,7 @@ class PrefillPlan:
         lengths: list[int], reused: list[int], chunk: int | None, target: Target, *, leave_last_chunk: bool = False,
         given: bool = False,
     ) -> PrefillPlan:  # fmt: skip
-        """The plan for arguments of :meth:`~decoders.engine.decode.session.Session.prefill`.
+        """Returns the plan. The arguments are those of :meth:`~decoders.engine.decode.session.Session.prefill`.
 
         Args:
             given: whether reused tokens must not be computed again, because they have no token ids (images, the caller's cache).
@@ -108,9 +108,9 @@ class PrefillPlan:
         # Smaller passes would run uncompiled in a compiled call, and give other bits. A recurrent state must not read beyond a text.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A chunk may reach beyond the end of a row's prompt; steps overwrite these slots before they read them. If block sizes are
-        # multiples, a step may run the last tokens of a prompt again and must write the same bits. A kept text may have the bits of
-        # another tier, so its last `multiple` tokens are computed again.
+        # A chunk may reach beyond the end of a row's prompt; steps overwrite these slots before they read them. If sizes of blocks are
+        # multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may have
+        # the bits of another tier, so its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

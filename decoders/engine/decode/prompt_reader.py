@@ -56,14 +56,14 @@ class PromptReader:
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
         """Whether all tokens that are still to be prefilled are text. lengths, reusable: see :meth:`read`."""
         target, starts = self.batch.target, reusable
-        if not target.recurrent:  # rows prefill equally many tokens: some reusable tokens may be computed again
+        if not target.recurrent:  # rows prefill equally many tokens, so some reusable tokens may be computed again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
         return inputs.in_front_of(starts)
 
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
         """Reads the prompts whose images are not in the cache yet, and returns their rows.
 
-        If it is known which images belong to which prompt, prompts are read one by one. That division is a guess. If it is wrong, the
+        If `inputs` divides the images among the prompts, prompts are read one by one. The division is a guess. If it is wrong, the
         model raises an exception, and all prompts are read together.
         """
         read: set[int] = set()
@@ -78,7 +78,7 @@ class PromptReader:
         except torch.OutOfMemoryError:  # reading all prompts together would need even more memory
             raise
         except WRONGLY_DIVIDED:
-            # Later calls find kept texts by the hashes of their images; a wrong division would give wrong hashes, so it is dropped.
+            # Later calls find kept texts by the hashes of their images. A wrong division would give wrong hashes, so it is dropped.
             self.batch.request = replace(self.batch.request, multimodal=replace(inputs, alone=()))
         self.read_images(inputs, lengths, 0, logits=False)
         return set(range(len(lengths)))
@@ -86,7 +86,7 @@ class PromptReader:
     def read_images(
         self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool
     ) -> PromptChunk | None:  # fmt: skip
-        """Reads prompts with the model's own forward pass. Returns the chunk for a strategy that reads prompts; None for others.
+        """Reads prompts with the model's own forward pass. Returns a chunk if the strategy reads prompts, else None.
 
         Args:
             lengths: number of tokens per prompt, padding rows included.
@@ -120,10 +120,10 @@ class PromptReader:
 def read_chunk(
     batch: Batch, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
 ) -> PromptChunk:  # fmt: skip
-    """Runs a chunk of texts for a strategy that reads prompts.
+    """Runs a pass over a chunk of texts, and returns the chunk for a strategy that reads prompts.
 
     Args:
-        lengths: ``[B]``, of the texts.
+        lengths: ``[B]``, number of tokens of each text.
         tokens, begin, buffers, view, latest: see :meth:`Target.features`.
         logits: whether the chunk has logits.
     """
@@ -135,7 +135,7 @@ def read_chunk(
 
 
 def _places(lengths: Tensor, tokens: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions of `tokens`, ``[B, N]``, which begin at `begin` ``[B]``, and which of them have a token after them in the text."""
+    """The positions ``[B, N]`` of `tokens`, from `begin` ``[B]`` on, and whether the text has a next token, ``[B, N]`` bool."""
     positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, positions < lengths[:, None] - 1
 

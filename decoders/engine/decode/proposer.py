@@ -1,4 +1,4 @@
-"""A strategy at work for a batch: calls its hooks in order, and decides which of its draft tokens are worth verifying."""
+"""Runs the strategy of a batch: calls its hooks in order, and decides which of its draft tokens are worth verifying."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Proposer:
         self.worth: DraftWorth | None = None
         request, shared = batch.request, batch.shared
         strategy = request.strategy
-        # Nothing is cut or skipped with static sizes, a verifier that judges drafts, or a strategy that learns from every step.
+        # Drafts are not cut or skipped if sizes are static, a verifier judges drafts, or the strategy learns from every step.
         self._prunes = not batch.target.static and batch.verifier is None and (strategy.rests or not strategy.observes)
         if self._prunes and request.runtime.prune:
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
             self.worth = DraftWorth(self.resources.step_costs, None if shared else ends, strategy.grade_rates)
         self.skipped = self.arranged = self._started = False
-        self._verified: int | None = None  # number of the draft's nodes that are verified, if its end was cut
+        self._verified: int | None = None  # number of the draft's nodes that are verified, if the draft's end was cut
 
     @property
     def drafters(self) -> list[ModelDrafter]:
@@ -89,7 +89,7 @@ class Proposer:
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Shows a chunk of the prompts to the strategy. latest: the largest slot at which a row's chunk begins."""
         self.batch.where = "prefill"
-        for module in self.resources.modules:  # the chunk may reach behind the prompts' ends, which takes slots, too
+        for module in self.resources.modules:  # the chunk may reach beyond the prompts, and needs slots there, too
             module.reserve(latest + chunk.tokens.shape[1])
         strategy = self.batch.request.strategy
         with untouched("prefill", strategy, chunk):
@@ -116,7 +116,7 @@ class Proposer:
         return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
-        """Books the seconds of a replayed step for every model that it runs. After enough seconds a model is worth compiling."""
+        """Divides the seconds of a replayed step equally among the step's models. After enough seconds a model is worth compiling."""
         share = seconds / (1 + len(self.drafters))
         self.batch.forward_pass.tiers.book_replay(share, self.batch.width)
         for drafter in self.drafters:
@@ -139,7 +139,7 @@ class Proposer:
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, batch.blocks.rows)
         batch.fit_blocks()
-        # Pending tokens in front of a block are a multiple of `Target.multiple`, so the block must be one, too: never a single node.
+        # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be a multiple, too, so not 1.
         if batch.pending:
             batch.blocks.single = False
         if batch.verifier is not None:  # the verifier judges the scores on the device
@@ -153,11 +153,11 @@ class Proposer:
 
     @property
     def _shows_lists(self) -> bool:
-        """Whether the strategy gets the rows as lists of the host. A strategy that promises to stay on the device does not."""
+        """Whether the strategy also gets the rows as lists on the host: not if it promises to stay on the device, or is recorded."""
         return not self.batch.request.strategy.on_device and not recorded()
 
     def _without_placeholders(self, draft: Draft) -> Draft:
-        """`draft` without placeholder tokens of images, which occur only in prompts. For a verifier all tokens stay."""
+        """`draft` without placeholder tokens of images, which occur only in prompts. If a verifier judges drafts, all tokens stay."""
         target = self.batch.target
         if target.vocabulary.placeholders is None or self.batch.verifier is not None:
             return draft

@@ -1,4 +1,4 @@
-"""The core of a step on a device that records: a replay computes everything, or only the pass."""
+"""The core of a step on a device that records: a replay runs the whole core, or only the forward pass."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .rows import Rows
 def core_of(
     forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule, recordings: Recordings | None, *, copy: bool
 ) -> Core:  # fmt: skip
-    """A core; if `recordings` are given, a :class:`RecordedCore` with `recordings` and `copy`."""
+    """Creates a :class:`RecordedCore` with `recordings` and `copy`; a :class:`Core` if there are no `recordings`."""
     if recordings is None:
         return Core(forward_pass, plan, rule)
     return RecordedCore(forward_pass, plan, rule, recordings, copy=copy)
 
 
 class RecordedCore(Core):
-    """A core on a device that records. For blocks of a recorded size it replays all, or just the pass if the rule needs the host.
+    """A core on a device that records. For blocks of a recorded size it replays the core, or only the pass if the rule needs the host.
 
     Args:
         recordings: the recordings of the rows' session.
-        copy: whether results are copied, so that the next replay does not overwrite them.
+        copy: whether to copy the results, so that the next replay does not overwrite them.
     """
 
     def __init__(

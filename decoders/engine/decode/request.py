@@ -81,7 +81,7 @@ class Stopping:
     Attributes:
         tokens: end-of-sequence ids.
         pad_token: fills rows that have ended.
-        criteria: asked after every token, on the host.
+        criteria: the stopping criteria, called on the host after every token; None if there are none.
     """
 
     tokens: tuple[int, ...]
@@ -117,7 +117,7 @@ class Request:
         origin: distribution and version of the strategy, for notes on errors.
         verifier: accepts draft tokens. With processors on the host it must be the coupled verifier.
         runtime: settings of the loop.
-        prompts: a 1-D int64 tensor per row, without padding; -1 at positions without a token id, whose keys and values are `given`.
+        prompts: per row, 1-D int64 without padding; -1 at a position without a token id, whose key and value come from `given`.
         padded_prompt: ``[B, P]`` int64, the prompts as the user passed them.
         new_tokens: most tokens to generate per row.
         stopping: the conditions that end a row before it has `new_tokens` tokens.
@@ -128,8 +128,8 @@ class Request:
         returned: results besides tokens, and observers of the steps.
         salts: cache salts per row; empty if every salt is "". Rows with different salts share neither keys and values nor memories of
             strategies.
-        given: the beginnings of prompts that the caller passed as embeddings or as a cache; None without.
-        multimodal: images and sounds of the prompts; None without.
+        given: the beginnings of prompts that the caller passed as embeddings or as a cache; None if the caller passed none.
+        multimodal: images and sounds of the prompts; None if there are none.
         side: which rotary table the texts need, if it depends on length (:meth:`~decoders.engine.model.target.Target.side_of`).
         begun: ``time.perf_counter()`` at the call of ``generate``; None in a scheduler, which does not time preparation.
     """
@@ -184,7 +184,7 @@ class Request:
     def prefix_of(self, row: int) -> KeptText:
         """A row's prompt, to be compared with kept texts."""
         text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
-        if self.side:  # its keys are computed with another rotary table
+        if self.side:  # the row's keys are computed with another rotary table
             salt = f"\0{self.side} {salt}"
         if inputs is None:
             return KeptText(text, salt=salt)
@@ -192,7 +192,7 @@ class Request:
 
     @property
     def memory_salt(self) -> str:
-        """The salt of the strategy's memories; "" if rows do not learn from each other, because memories then hold no texts."""
+        """The salt of the strategy's memories; "" if rows do not learn from each other: such memories hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
 
 

@@ -77,7 +77,7 @@ class CallResources:
 
     @property
     def _slots(self) -> int:
-        """How many slots a row of the batch may need."""
+        """The number of slots that a row of the batch may need."""
         return max(self.batch.longest if self.batch.target.static else max(self.batch.lengths), self.batch.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
@@ -101,7 +101,7 @@ class CallResources:
             calibration, folder = batch.engine.calibration, batch.request.cost_folder
             context = max(batch.lengths)
             known = calibration.known(folder)
-            # If rows join and leave, only two numbers of rows are measured: one, and the capacity.
+            # If requests join and leave, only two numbers of rows are measured, and only once: 1 and the capacity.
             if measure and not (batch.shared and self._measured_rows):
                 rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
                 known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)

@@ -41,7 +41,7 @@ class Rows:
         faults: ``[B]`` int64, flags of :class:`Fault`.
         buffers: the KV cache.
         sampling: noise keys, and parameters of the plan.
-        range: ``[L]`` int64, 0 … L-1. A pass gets a prefix of it as its `view`: attention looks at as many slots as that has entries.
+        range: ``[L]`` int64, 0 … L-1. A pass gets the first entries as its `view`; attention looks at ``len(view)`` slots.
     """
 
     tokens: Tensor
@@ -115,7 +115,7 @@ def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
-    """The shapes of the tensors in `sampling`. Recorded steps read these tensors, so each combination of shapes has its own."""
+    """The shapes of the tensors in `sampling`. Recorded steps read them, so each combination of shapes has its own recordings."""
     return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 
@@ -143,7 +143,7 @@ def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor
 
 @contextmanager
 def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
-    """Raises DraftError if a hook of `strategy` writes to the tensors `shown` to it, except through ``.data`` or ``.numpy()``."""
+    """Raises DraftError if a hook of `strategy` writes to the tensors in `shown`. Misses writes through ``.data`` or ``.numpy()``."""
     tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield

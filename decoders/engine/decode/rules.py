@@ -25,7 +25,7 @@ from .request import Request
 from .rows import Fault, Rows
 from .verify import Acceptance, Verified, path_to
 
-# Used as positions, which are never negative, so that the two draws of a step are independent of the draft's noise.
+# Positions for the noise of a step's two draws. Tokens have no negative positions, so the draws are independent of the draft's noise.
 _END_NODE = -1
 _NEXT_TOKEN = -2
 #: How far the sum of a verifier's probabilities may be from 1.
@@ -75,7 +75,8 @@ class VerifierRule:
         self, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows, drawn_from: Tensor | None,
         siblings: int | None,
     ) -> Verified:  # fmt: skip
-        """
+        """Computes the distributions of target and draft, and draws the path from the verifier's outcomes.
+
         Args:
             drawn_from: ``[B, N-1, V]``, the scores that the draft tokens were drawn from; None if they were not drawn.
             siblings: most children of a node; None if the host does not know it.
@@ -95,7 +96,7 @@ class VerifierRule:
         check_outcomes(outcomes, judged, self.verifier.name)
         acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
         rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
-        # The decision as chosen tokens: each accepted node's token is chosen after its parent, and `last` after the deepest node.
+        # `chosen` shows the decision: the token of each accepted node is chosen after its parent, and `last` after the deepest node.
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
         accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
@@ -167,7 +168,7 @@ def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> 
     """Draws the accepted path and the next token from a verifier's outcome distribution.
 
     Args:
-        nodes: ``[B, N]`` int64, as verified. A node without a draft token is never accepted, even if `outcomes` allows it.
+        nodes: ``[B, N]`` int64, the block's nodes. A node without a draft token is never accepted, even if `outcomes` allows it.
         outcomes: the outcome distribution.
         keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
 
@@ -190,12 +191,12 @@ def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> 
 
 
 def _is_outcomes(mass: Tensor) -> Tensor:
-    """``[B]`` bool: whether ``[B, n]`` are probabilities, up to rounding."""
-    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # NaN is neither positive nor negative
+    """``[B]`` bool: whether each row of `mass` ``[B, n]`` is a distribution, up to rounding."""
+    return (mass >= 0).all(-1) & ((mass.sum(-1) - 1).abs() < SUM_TOLERANCE)  # comparisons with NaN are false
 
 
 def _salt(keys: Tensor, value: int) -> Tensor:
-    """`value` as a position for every row, ``[B, 1]``."""
+    """`value` as the position of every row, ``[B, 1]``."""
     return torch.full_like(keys, value)[:, None]
 
 

@@ -16,7 +16,7 @@ from .rows import stop_tensor
 
 
 def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) -> SamplingInputs:
-    """The tensors for one request, or for several requests of one row each. Parameters with one value for all rows are not repeated.
+    """The tensors for one request, or for several requests of one row each. Parameters that are equal in all rows are stored once.
 
     Args:
         rows: number of rows, padding rows included.

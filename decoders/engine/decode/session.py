@@ -21,7 +21,7 @@ from .rows import Rows, shapes_of
 
 
 class Session:
-    """Rows with their slots, the views of them that steps use, the texts that they keep, and recordings.
+    """Rows with their slots of the KV cache, the views that steps use, the texts kept in the slots, and recordings of steps.
 
     The first rows are decoded, see :meth:`arrange`. Other rows are being prefilled, keep the texts of earlier requests, or are free.
 
@@ -31,7 +31,7 @@ class Session:
         batch: number of all rows.
         blocks: turns drafts into blocks.
         recordings: recordings of passes and steps on these tensors; None if the device records nothing.
-        texts: per row, the text in its slots, for rows that no request uses.
+        texts: per row that no request uses, the text in its slots.
         used: per row, when its text was kept, counted by the session's owner.
         shared: by number of layers, the session of a draft model made of the target's first layers (:class:`SharedSlots`).
     """
@@ -79,7 +79,7 @@ class Session:
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """Copies `sampling` to tensors that all calls with these shapes share, because recorded steps read the same tensors."""
+        """Copies `sampling` to tensors that all calls with these shapes share, because recorded steps read them. Returns the tensors."""
         own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
@@ -89,7 +89,7 @@ class Session:
 
     @property
     def replays(self) -> int:
-        """The number of replays of these recordings so far."""
+        """The number of replays of the session's recordings so far; 0 if the device records nothing."""
         return self.recordings.replays if self.recordings is not None else 0
 
     @property
@@ -192,7 +192,7 @@ class Session:
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of row ``i`` as its text. prompts: of the first rows; their salts become the texts'."""
+        """Keeps the first `lengths[i]` tokens of row ``i`` as its text. prompts: of the first rows; the texts get their salts."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):
@@ -202,7 +202,7 @@ class Session:
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
         """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the recurrent state has read more or less of it.
 
-        prompt: the kept text gets its salt and the end of its images.
+        prompt: the kept text gets the prompt's salt and image end (:attr:`KeptText.least`).
         """
         states = self.stored.buffers.states
         kept = replace(prompt, tokens=text, whole=states is not None)

@@ -1,4 +1,4 @@
-"""The sessions of a model. Some are kept after a call, and the next call gets the most suitable."""
+"""The sessions of a model. Some sessions are kept after a call, and the next call gets the most suitable session."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Sessions:
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
         shared: bool = False, prefixes: Sequence[KeptText] = (), shifts: Sequence[int] = (),
     ) -> Iterator[OpenSession]:  # fmt: skip
-        """Opens a session whose first rows hold `prompts`, with room for `slots` tokens in each row; it is free again afterwards.
+        """Opens a session whose first rows hold `prompts`, with room for `slots` tokens per row. Frees the session afterwards.
 
-        Later calls can reuse this call's texts after :meth:`Session.keep`.
+        After :meth:`Session.keep`, later calls can reuse this call's texts.
 
         Args:
             reuse: whether prefixes of earlier texts are taken over.
@@ -89,7 +89,7 @@ class Sessions:
             session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
             yield OpenSession(session, reusable, lengths)
         finally:
-            if self.target.weights is not weights:  # the weights changed meanwhile, in a nested call
+            if self.target.weights is not weights:  # a nested call has changed the weights
                 session.forget()
             self._free.append(session)
             del self._free[: -self.kept]
@@ -153,7 +153,7 @@ class OpenSession:
 
 
 def _continued(session: Session, texts: list[KeptText]) -> float:
-    """The share of the tokens of the session's texts that `texts` can reuse; 1 if the session has no texts."""
+    """Of all tokens in the session's texts, the share that `texts` can reuse; 1 if the session has no texts."""
     held = sum(len(text.tokens) for text in session.texts)
     if not held:
         return 1.0

@@ -55,7 +55,7 @@ class Proposes(Protocol):
 
     def propose(self) -> Draft: ...
     def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """outcome: the step's results on the host; None if the host has not read them."""
+        """Shows which draft tokens were accepted. outcome: the step's results on the host; None if the host has not read them."""
         ...
 
 
@@ -117,7 +117,7 @@ UNTIMED = Clock()
 
 
 class Stopwatch:
-    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` has them."""
+    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already counts them."""
 
     def __init__(self, timings: Timings) -> None:
         self._timings = timings

@@ -12,7 +12,7 @@ from ...sampling.prefixes import Prefixes
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, mix64
 from ...tree import TreeTensors
 
-#: Stands for a token where no token could be drawn.
+#: Takes the place of a token if no token could be drawn.
 NOTHING_LEFT = -3
 
 
@@ -114,7 +114,7 @@ def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptan
 def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
     """``[B]`` int64 keys for the draws of one step, from the rows' keys ``[B]`` and their lengths ``[B]``.
 
-    Every step adds a token, so no two steps of a row have the same key. No step has the row's own key.
+    Every step adds a token, so no two steps of a row have the same key. A step's key also differs from the row's key.
     """
     return mix64(mix64(keys) + positions)
 
@@ -136,7 +136,7 @@ def draw_tokens(
 
     Args:
         logits: ``[B, N, V]``.
-        positions: ``[B, N]`` int64, the number of generated tokens before each node's token.
+        positions: ``[B, N]`` int64, the number of generated tokens in front of the token that is drawn after each node.
         prefixes: the text that ends with each node; None unless the plan reads it.
     """
     left = candidates(logits, plan, inputs, positions, masks, prefixes=prefixes)
