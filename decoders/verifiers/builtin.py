@@ -14,12 +14,12 @@ from .verifier import Block, Outcomes, Verifier, normalised
 class Coupled(Verifier):
     """Token matching, the rule of :func:`decoders.engine.decode.verify.follow_matches`.
 
-    The compiled rule draws the target's token with noise that depends on seed and position alone, and a draft that adds the same
-    noise tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant
-    Speculative Decoding" (arXiv 2408.07978). This class gives the outcome distribution for drafts made without that noise, to compare
-    rules: the target draws from p, and a child that holds the drawn token is followed. Among children with equal tokens it follows
-    the first; the compiled rule follows the child with the longest accepted path, which emits the same tokens with the same
-    probability.
+    The compiled rule draws the target's token with noise that depends on seed and position alone. A draft that adds the same noise
+    tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative
+    Decoding" (arXiv 2408.07978). This class gives the outcome distribution for drafts made without that noise, to compare rules: the
+    target draws from p, and the path continues at the child that holds the drawn token. Among children with equal tokens this class
+    follows the first child, and the compiled rule follows the child with the longest accepted path. Both emit the same tokens with
+    the same probability.
     """
 
     name = "coupled"
@@ -39,7 +39,7 @@ class Coupled(Verifier):
             & (tokens[:, :, None] == tokens[:, None, :])
             & (index[None, :] < index[:, None])
         ).any(-1)
-        probability = parents * vocab + tokens  # for each node, where its token's p is in the flattened target
+        probability = parents * vocab + tokens  # [B, N], index of each token's p in the flattened target
         edges = torch.where(drafted & ~earlier_twin, p.flatten(1).gather(1, probability), 0.0)
         keep = torch.ones_like(p).flatten(1).scatter_reduce(1, probability, (~drafted).to(p.dtype), "amin")
         undrafted = p * keep.view(rows, n, vocab)
@@ -51,8 +51,8 @@ class Rejection(Verifier):
     Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", Algorithm 2.
 
     Leviathan's letters are ours (Chen swaps p and q). Draft token ``x_i`` is accepted with probability
-    ``min(1, p_i(x_i) / q_i(x_i))``. After the first rejection the token comes from ``norm(max(0, p_i - q_i))``; if the whole
-    chain is accepted, it comes from p.
+    ``min(1, p_i(x_i) / q_i(x_i))``. After the first rejection the next token is drawn from ``norm(max(0, p_i - q_i))``; after a
+    fully accepted chain it is drawn from p.
     """
 
     name = "rejection"
@@ -74,10 +74,10 @@ class BlockVerification(Verifier):
     A later draft token that is likelier to the target than to the draft can make up for an earlier, less likely token. The paper
     proves that the rule maximizes the expected number of tokens of a step.
 
-    Our letters: p, q for the paper's ``M_b``, ``M_s``; its ``p_i`` is `weight`, with ``p_0 = 1`` and
-    ``p_i = min(p_{i-1} · p(x_i) / q(x_i), 1)``. With ``S_i = Σ_x max(p_i · p(x | x_1 … x_i) - q(x | x_1 … x_i), 0)`` the
-    chain may end at i with probability ``h_i = S_i / (S_i + 1 - p_i)``, at its last token γ with ``h_γ = p_γ``, and it
-    ends at the largest such i. The next token comes from ``norm(max(p_i · p - q, 0))``, after γ from p. Each row has its own γ.
+    Our letters: p, q for the paper's ``M_b``, ``M_s``; the paper's ``p_i`` is `weight`, with ``p_0 = 1`` and
+    ``p_i = min(p_{i-1} · p(x_i) / q(x_i), 1)``. Let ``S_i = Σ_x max(p_i · p(x | x_1 … x_i) - q(x | x_1 … x_i), 0)``. Each i is drawn
+    as a possible end with probability ``h_i = S_i / (S_i + 1 - p_i)``, the last token γ with ``h_γ = p_γ``. The accepted chain ends
+    at the largest drawn i. The next token comes from ``norm(max(p_i · p - q, 0))``, or from p if i is γ. Each row has its own γ.
     """
 
     name = "block"
@@ -87,14 +87,14 @@ class BlockVerification(Verifier):
     def outcomes(self, block: Block) -> Outcomes:
         p, q, chain = block.target[:, :-1], block.draft, block.chain
         probability = p.gather(2, block.nodes[:, 1:, None].clamp(min=0))[..., 0]
-        # min(… min(r_1, 1) · r_2 …, 1) is the smallest product r_j … r_i of any tail, or 1: in logarithms a running sum
-        # less its running maximum. No loop, so the number of nodes may stay dynamic in a compiled graph.
+        # min(… min(r_1, 1) · r_2 …, 1) is the smallest product r_j … r_i of any tail, or 1. In logarithms this is a running sum
+        # minus its running maximum. Without a loop the number of nodes may stay dynamic in a compiled graph.
         ratio = pad(torch.where(chain, probability.log() - block.drawn.log(), 0.0), (1, 0)).cumsum(1)
         weight = (ratio - ratio.cummax(1).values).exp()  # [B, N]
 
         excess = (weight[:, :-1, None] * p - q).clamp(min=0)
         s = excess.sum(-1)
-        # In this order, because S_i + 1 would round a small S_i away. 0/0 means p_i = 1 and p = q: the chain surely goes on.
+        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q; then token i is surely kept.
         allowed = s + (1 - weight[:, :-1])
         h = torch.where(chain, torch.where(allowed > 0, s / allowed, 1.0), weight[:, :-1])
         h = torch.cat([h, weight[:, -1:]], 1)
@@ -109,13 +109,13 @@ class TreeRejection(Verifier):
     """Miao et al. 2024, "SpecInfer", Algorithm 2 (multi-step speculative sampling), for siblings drawn without
     replacement as in Chen et al. 2024, "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", Algorithm 2.
 
-    At a node with distribution p, with its children ``x_1, x_2, …`` in node order, ``r = p`` at first (Sequoia's R) and
-    ``q`` the draft's distribution (its D): ``x_j`` is accepted with probability ``min(1, r(x_j) / q(x_j))``; if it is
-    not, ``r`` becomes ``norm(max(r - q, 0))``, and ``q`` loses ``x_j`` and is scaled to sum to 1 again. After the last
-    child the token comes from ``r``. Where Sequoia's draft has run out of tokens and drafts uniformly, ours proposes
-    nothing. For draft tokens that were not sampled (one-hot ``q``) the rule equals :class:`~decoders.verifiers.Coupled`.
+    At each node, ``r`` (Sequoia's R) starts as the target's distribution p, and ``q`` (Sequoia's D) as the draft's. The
+    children ``x_1, x_2, …`` are judged in node order: ``x_j`` is accepted with probability ``min(1, r(x_j) / q(x_j))``. If
+    ``x_j`` is rejected, ``r`` becomes ``norm(max(r - q, 0))``, and ``q`` loses ``x_j`` and is scaled to sum to 1 again. If
+    all children are rejected, the next token comes from ``r``. If ``q`` has no tokens left, Sequoia drafts uniformly; this rule
+    accepts no further child. For draft tokens that were not sampled (one-hot ``q``) the rule equals :class:`~decoders.verifiers.Coupled`.
 
-    The loop runs over the rank among siblings, all parents at once; each turn reads and writes ``[B, N, V]`` a few times.
+    The loop runs over the rank among siblings, for all parents at once. Each turn reads and writes ``[B, N, V]`` a few times.
     """
 
     name = "tree_rejection"
@@ -138,10 +138,10 @@ class TreeRejection(Verifier):
         edges = torch.zeros_like(stay)
         for turn in range(n - 1 if block.siblings is None else block.siblings):
             on_turn = is_child & (rank[:, None, :] == turn)
-            child = torch.where(on_turn, index, 0).sum(-1)  # [B, N] for each parent; 0: it has no further child
+            child = torch.where(on_turn, index, 0).sum(-1)  # [B, N], by parent; 0: the parent has no further child
             token = block.nodes.gather(1, child).clamp(min=0)[..., None]
             q = draft.gather(1, (child - 1).clamp(min=0)[..., None].expand_as(p))
-            if turn > 0:  # scaled only now, because scaling rounds, and q equal to p must stay equal
+            if turn > 0:  # not on turn 0, because scaling rounds, and a q equal to p must stay equal
                 q = self.left(q, tried)
             drawn = q.gather(2, token)
             proposed = (child > 0)[..., None] & (drawn > 0)  # [B, N, 1]
@@ -172,12 +172,12 @@ class TypicalSettings(Settings):
 class TypicalAcceptance(Verifier):
     """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", section 2.3.1.
 
-    A draft token x is accepted if ``p(x) > min(ε, δ·exp(-H(p)))`` with the entropy H of the target's distribution p at its place,
-    and all draft tokens before it are accepted: few tokens pass if the target is sure, many if it is unsure. The longest accepted
-    path is kept, of equally long paths the likeliest (as in the authors' code); the token after it is drawn from p. The path itself
-    is not drawn, so among plausible tokens the drafter decides: the output does *not* follow the target's distribution.
+    A draft token x is accepted if all draft tokens before x are accepted, and ``p(x) > min(ε, δ·exp(-H(p)))``: p is the target's
+    distribution at the position of x, and H(p) its entropy. Few tokens pass if the target is sure, many if the target is unsure. The
+    longest accepted path is kept, of equally long paths the likeliest (as in the authors' code). The next token is drawn from p. The
+    path is not drawn: among plausible tokens the drafter decides, so the output does *not* follow the target's distribution.
 
-    In greedy decoding p has all its mass on one token, and the rule is exact; the report says lossy all the same.
+    In greedy decoding p has all its mass on one token, and the rule is exact. The report still says that the rule is lossy.
     """
 
     name = "typical"

@@ -1,8 +1,8 @@
 """The contract of a verifier: from a draft and both models' distributions it computes the outcome distribution of a step.
 
 A verifier draws nothing. It gives the probability that the accepted path ends at each node, and the distribution of the next token
-there; the engine draws from these (:func:`decoders.engine.decode.rules.draw`). So a rule is a pure function of tensors, and whether
-it keeps the target's distribution can be computed instead of measured (:func:`decoders.testing.check_verifier`).
+after each node. The engine draws from these distributions (:func:`decoders.engine.decode.rules.draw`). So a rule is a pure function of
+tensors, and a check can compute whether it keeps the target's distribution (:func:`decoders.testing.check_verifier`).
 
 Letters: ``B`` rows, ``N`` nodes of a block, ``V`` vocabulary, ``p`` the target's distribution, ``q`` the draft's.
 """
@@ -23,7 +23,7 @@ from ..tree import TreeTensors, described
 
 @dataclass(frozen=True)
 class Block:
-    """A verified draft with the distributions of both models.
+    """A draft to verify, with the distributions of both models.
 
     A node's token may depend only on its ``q``, and whether the node has a token may depend only on the tokens before it: a drafter
     that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
@@ -32,11 +32,11 @@ class Block:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
         tree: the block's tree.
         target: ``[B, N, V]`` float32, p: the processed distribution of the target after each node, sums to 1.
-        draft: ``[B, N-1, V]`` float32, q: the processed distribution (given its parent) that the token of node ``i+1``
-            was drawn from. Siblings share their ``q`` and are drawn without replacement, in the order of the nodes; a
-            draft token that was not sampled has a one-hot ``q``. Rows of ``-1`` nodes are not read.
+        draft: ``[B, N-1, V]`` float32, q: entry ``i`` is the processed distribution after the parent of node ``i+1``, from which
+            the node's token was drawn. Siblings share one ``q`` and are drawn without replacement, in the order of the nodes. A
+            draft token that was not sampled has a one-hot ``q``. Entries of ``-1`` nodes are not read.
         siblings: the most children of a node, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`).
-            A verifier may ignore further children: too small a number costs accepted tokens, never exactness. ``None``: unknown, at
+            A verifier may ignore further children: too small a number costs accepted tokens, but not exactness. ``None``: unknown, at
             most ``N - 1``.
     """
 
@@ -48,7 +48,7 @@ class Block:
 
     @property
     def drawn(self) -> Tensor:
-        """``[B, N-1]``: q of the token of each node after the root; 0 without a token."""
+        """``[B, N-1]``: q of each node's token, without the root; 0 for nodes without a draft token."""
         tokens = self.nodes[:, 1:]
         mass = self.draft.gather(2, tokens.clamp(min=0)[..., None])[..., 0]
         return torch.where(tokens >= 0, mass, 0.0)
@@ -65,7 +65,7 @@ class Block:
 
     @property
     def chain(self) -> Tensor:
-        """``[B, N-1]`` bool: node ``i+1`` continues the unbroken chain ``0 … i``. For rules that judge chains only."""
+        """``[B, N-1]`` bool: whether node ``i+1`` continues the unbroken chain ``0 … i``. For rules that judge only chains."""
         index = torch.arange(self.nodes.shape[1] - 1, device=self.nodes.device)
         links = self.drafted[:, 1:] & (self.tree.parents[:, 1:] == index)
         return links.long().cumprod(1).bool()
@@ -74,7 +74,7 @@ class Block:
         """``[B, N]``: probability that the accepted path reaches each node.
 
         Args:
-            edges: ``[B, N]``, probability to go on to each node from its parent; the root's entry is not read.
+            edges: ``[B, N]``, probability that a path at the parent of each node goes on to the node; the root's entry is not read.
         """
         root = torch.arange(edges.shape[1], device=edges.device) == 0
         arrived = torch.where(self.tree.ancestors & ~root, edges[:, None, :], 1.0).prod(-1)
@@ -119,9 +119,10 @@ class Verifier(Configured, ABC):
         name: registry name, ``snake_case``.
         summary: one line for listings.
         exact: whether the committed tokens follow the target's distribution. A lossy rule is marked in every report.
-        trees: whether it judges trees; otherwise chains only (node ``i+1`` continues node ``i``; shorter rows end in ``-1``).
-        coupled: whether the compiled core decides by the target's own draw, with the noise that the draft used too;
-            :meth:`outcomes` is then the outcome distribution for drafts made without that noise.
+        trees: whether the rule judges trees. If False, it judges only chains: node ``i+1`` continues node ``i``, and shorter rows end
+            in ``-1``.
+        coupled: whether the compiled core decides by the target's own draw, with the same noise as the draft. :meth:`outcomes` then
+            gives the outcome distribution for drafts made without that noise.
     """
 
     name: ClassVar[str]
@@ -140,10 +141,10 @@ class Verifier(Configured, ABC):
 
 
 def normalised(mass: Tensor, otherwise: Tensor | float) -> Tensor:
-    """`mass` scaled to sum to 1 over the last axis; `otherwise` where it is zero.
+    """`mass` scaled to sum to 1 over the last axis; `otherwise` where the sum is zero.
 
-    The residual of ``p`` after a draft that agrees with it is zero, or rounding noise: such rows are reached with
-    probability close to zero, but must stay finite.
+    If ``q`` equals ``p``, the residual of ``p`` is zero or rounding noise. Such a residual is drawn from with a probability close to
+    zero, but must stay finite.
     """
     total = mass.sum(-1, keepdim=True)
     # Not `> 0`: compiled code may divide by multiplying with the reciprocal, which overflows for subnormal numbers.

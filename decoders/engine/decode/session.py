@@ -79,7 +79,7 @@ class Session:
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """Copies `sampling` to tensors that all calls with these shapes share, because recorded steps read them. Returns the tensors."""
+        """Copies `sampling` to tensors that all calls with these shapes share, and returns them: recorded steps read these tensors."""
         own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
