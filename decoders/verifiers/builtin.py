@@ -113,7 +113,8 @@ class TreeRejection(Verifier):
     children ``x_1, x_2, …`` are judged in node order: ``x_j`` is accepted with probability ``min(1, r(x_j) / q(x_j))``. If
     ``x_j`` is rejected, ``r`` becomes ``norm(max(r - q, 0))``, and ``q`` loses ``x_j`` and is scaled to sum to 1 again. If
     all children are rejected, the next token comes from ``r``. If ``q`` has no tokens left, Sequoia drafts uniformly; this rule
-    accepts no further child. For draft tokens that were not sampled (one-hot ``q``) the rule equals :class:`~decoders.verifiers.Coupled`.
+    accepts no further child. For draft tokens that were not sampled (one-hot ``q``) the rule equals
+    :class:`~decoders.verifiers.Coupled`.
 
     The loop runs over the rank among siblings, for all parents at once. Each turn reads and writes ``[B, N, V]`` a few times.
     """

@@ -205,7 +205,7 @@ class Admission:
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
-        """Writes prompts to their places, copies keys and values of shared prefixes from other places, and plans the other passes.
+        """Writes prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
 
         Returns whether a pass over images ran. An exception in that pass ends only its request.
         """

@@ -79,7 +79,7 @@ class Batch:
         self.width = row_bucket(len(request.prompts), self.target.static)
         self.shared, self.capacity = capacity is not None, self.width if capacity is None else capacity
         chosen = request.verifier
-        # In greedy decoding every exact verifier keeps the draft tokens that match the target's.
+        # In greedy decoding every exact verifier accepts the same draft tokens as the built-in rule.
         built_in = chosen.coupled or (chosen.exact and not request.plan.sample)
         self.verifier = None if built_in else chosen
         self.report = empty_report(request, self.target)
@@ -121,7 +121,7 @@ class Batch:
         return [ended for member, _ in self.members for ended in member.finished]
 
     def known(self, outcome: Outcome | None = None) -> HostRows:
-        """The rows as lists, without reading the device. outcome: of a step whose tokens are not in the members' outputs yet."""
+        """The rows as lists, without reading the device. outcome: a step's outcome, if the outputs lack its tokens."""
         count = self.row_count
         padding = self.width - count
         new = [[] for _ in range(count)] if outcome is None else outcome.written

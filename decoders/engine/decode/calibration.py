@@ -97,7 +97,7 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
-        """By tier (True: compiled), ratios of observed to expected seconds at `rows` and about `context`; `StepCosts` updates them."""
+        """Ratios of observed to expected seconds at `rows` and about `context`, by tier (True: compiled). `StepCosts` updates them."""
         return self._ratios.setdefault((rows, context.bit_length() // 2), {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
@@ -131,8 +131,8 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again. Not at a
-            # context much longer than the call's: the measurement would take more memory and time than the call.
+            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again, except
+            # at a context much longer than the call's: the measurement would take more memory and time than the call.
             elif (
                 near <= 4 * context
                 and (row_count, near, 1, compiled) not in places

@@ -189,7 +189,8 @@ def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
 class StepRecording:
     """Runs the steps of a batch. The first steps run unrecorded; later steps replay a recorded step.
 
-    When more parts of the step are compiled, the step is recorded again. Parts that could change tokens keep their tier within a call.
+    When more parts of the step are compiled, the step is recorded again. Within a call, parts that could change tokens do not switch
+    between uncompiled and compiled.
 
     Args:
         proposer: a :func:`recordable` proposer, whose batch has made no step yet.
@@ -216,7 +217,7 @@ class StepRecording:
         self._failed = False
 
     def advance(self) -> None:
-        """Runs the next step. If a recording fits, replays it instead, for as many steps as possible."""
+        """Runs the next step. If a recording fits, replays the recording instead, for as many steps as possible."""
         key = self._key
         recorded = self._earlier(key) or self._new(key)
         if recorded is not None:

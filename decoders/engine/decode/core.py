@@ -37,7 +37,7 @@ class StepOutput:
         logits: ``[B, N, V]``.
         scores: ``[B, N, V]``, the processed scores, if the plan keeps them.
         hidden: ``[B, N, H]``.
-        layers: ``[B, N, T, H]``, hidden states of the T layers that the strategy reads; None if it reads none.
+        layers: ``[B, N, T, H]``, hidden states of the T layers that the strategy reads; None if the strategy reads none.
         for_host: everything that the host reads, in one tensor; set by :meth:`packed`.
     """
 
@@ -114,11 +114,11 @@ class Rule(Protocol):
 
 
 class Core:
-    """The device's part of a step: the model's pass over a block, its verification by a rule, and the commit of the accepted tokens.
+    """The device's part of a step: the model's pass over a block, the rule's verification, and the commit of the accepted tokens.
 
     Attributes:
         forward_pass: the forward pass of the model.
-        functions: the :class:`StepFunctions` of that pass.
+        functions: the :class:`StepFunctions` of the forward pass.
         rule: decides which nodes are accepted.
         plan: the operations on the logits.
     """
@@ -128,7 +128,7 @@ class Core:
         self.functions = StepFunctions.of(forward_pass)
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """Runs the target's pass over a block, verifies its nodes, and updates the rows."""
+        """Runs the target's pass over a block, verifies the block's nodes, and updates the rows. Returns the step's results."""
         nodes, given = input_of(block, rows)
         forwarded = self.forward_pass(given)
         verified = self.rule.verify(draft, block, nodes, forwarded, rows)
@@ -207,8 +207,8 @@ class StepFunctions(Beside):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """:func:`decoders.engine.decode.verify.draw_tokens`, compiled or not.
 
-        On the CPU uncompiled code is faster, so it runs uncompiled. On other devices uncompiled code is many small kernels, so it runs
-        compiled if the passes do.
+        On the CPU the function runs uncompiled, which is faster. On other devices uncompiled code is many small kernels, so the
+        function runs compiled if the passes do.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes
         if not tiers.target.static or not tiers.mode:

@@ -83,7 +83,7 @@ class CriteriaRun:
         return ends
 
     def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """:meth:`_ask_each_row` for criteria that judge whole batches. Cuts all rows to the fewest new tokens of an unended row."""
+        """:meth:`_ask_each_row` for criteria that judge whole batches. Unended rows keep equally many new tokens."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → number of its new tokens
         going = [emitted[row] for row in active if row not in ended]
@@ -119,7 +119,7 @@ class CriteriaRun:
         )
 
     def _scores(self, out: StepOutput, active: list[int], count: int) -> tuple[Tensor, ...] | None:
-        """Per new token, up to `count` tokens, the scores ``[B, V]``, with zeros for ended rows; None unless scores are kept."""
+        """The scores ``[B, V]`` of each of the first `count` new tokens, with zeros for ended rows; None unless scores are kept."""
         if self.scores is None or out.scores is None:
             return None
         steps = []
@@ -190,7 +190,7 @@ def choose_along_path(
     rows lose matching draft tokens.
 
     Args:
-        masks: their replacements are applied to the chosen tokens; `logits` are already masked.
+        masks: grammar masks, whose replacements are applied to the chosen tokens; `logits` are already masked.
         scores: ``[B, N, V]``, a buffer for the processed scores of nodes on the path; None if scores are not kept.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The kind of a request's steps: what the steps depend on besides tensors. It is declared here for every field and setting.
+"""The kind of a request's steps: what the steps depend on besides tensors. Every field and setting is classified here.
 
 Recordings are looked up by kind, requests share steps if their kinds agree, and processes that share a model compare kinds.
 """

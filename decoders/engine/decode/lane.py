@@ -63,7 +63,7 @@ class Lane:
         self.proposer = Proposer(batch, self.stack)
         self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
         static = engine.target.static
-        # The batch may be padded to a bucket of rows. Places are reserved for it, so that padding rows do not overwrite kept texts.
+        # The batch may be padded to a bucket of rows. Places are reserved for the batch, so that padding rows overwrite no kept texts.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)

@@ -59,7 +59,7 @@ class Proposer:
         return self.resources.drafters
 
     def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: Sequence[int]) -> bool:
-        """Arranges the batch anew (:meth:`Batch.arrange`), and starts or rebatches the strategy.
+        """Arranges the rows of the batch (:meth:`Batch.arrange`), and starts or rebatches the strategy.
 
         Returns:
             whether the strategy was started again.
@@ -110,7 +110,7 @@ class Proposer:
 
     @property
     def tiers(self) -> tuple:
-        """The tiers of the step's parts: the target's pass, the draft models' passes, and the strategy's functions."""
+        """Which parts of the step are compiled: the target's pass, the strategy's functions, and the draft models' passes."""
         batch = self.batch
         target = batch.forward_pass.tiers.tier(batch.width, batch.request.plan)
         return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class DraftModels(Protocol):
-    """Gives access to the draft models that a call may use. The caller names each by the loaded model or by its path."""
+    """Gives access to the draft models that a call may use. The caller names a draft model by the loaded model or its path."""
 
     def engine_of(self, model: PreTrainedModel | str) -> Engine:
         """The engine of `model`, a draft model with the target's vocabulary."""
@@ -66,7 +66,7 @@ class Sampling:
     Attributes:
         values: the plan's parameters (see :class:`~decoders.sampling.SamplingPlan`).
         seed: seed of the noise.
-        sequences: per operation, the token sequences that it looks for in the text, each with the bias on the sequence's last token.
+        sequences: per operation, the token sequences that the operation looks for, each with the bias on the sequence's last token.
     """
 
     values: tuple[float, ...]
@@ -124,7 +124,7 @@ class Request:
         plan: the operations on logits inside the step; ``masked`` if a row has a grammar.
         sampling: the values of the plan's operations, and the seed.
         processors: logits processors that run on the host, because the plan cannot express them; None if there are none.
-        grammars: per row, None for rows without a grammar; empty if no row has a grammar.
+        grammars: per row, the compiled grammar, or None for a row without a grammar; empty if no row has a grammar.
         returned: results besides tokens, and observers of the steps.
         salts: cache salts per row; empty if every salt is "". Rows with different salts share neither keys and values nor memories of
             strategies.

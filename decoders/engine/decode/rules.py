@@ -1,4 +1,4 @@
-"""The rules of verification besides `CoupledRule`: one asks a verifier, the other runs logits processors on the host."""
+"""The rules besides `CoupledRule`: `VerifierRule` asks a verifier, and `HostRule` runs logits processors on the host."""
 
 from __future__ import annotations
 

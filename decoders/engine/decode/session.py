@@ -192,7 +192,7 @@ class Session:
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of row ``i`` as its text. prompts: of the first rows; the texts get their salts."""
+        """Keeps the first `lengths[i]` tokens of row ``i`` as its text. The texts get the salts of `prompts`."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):

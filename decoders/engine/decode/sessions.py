@@ -121,8 +121,8 @@ class Sessions:
     def _take(self, texts: list[KeptText], slots: int) -> Session:
         """A free session of the batch's size, or a new session.
 
-        A free session is preferred if it has no texts, or if the prompts continue its texts. A free session with other texts is left
-        alone if a new session may be allocated.
+        A free session is preferred if it has no texts, or if the prompts continue its texts. A free session with other texts keeps
+        these texts if a new session may be allocated.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
         continued = [_continued(session, texts) for session in fitting]

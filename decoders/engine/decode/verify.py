@@ -91,8 +91,8 @@ class Outcome:
 def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
     """The longest path whose tokens are all the target's own choices.
 
-    It is exact for greedy decoding, and for sampling with noise that is a function of the position (Daliri et al. 2024, "Coupling
-    without Communication and Drafter-Invariant Speculative Decoding"): the target's choice does not depend on the draft.
+    This rule is exact for greedy decoding, and for sampling with noise that is a function of the position (Daliri et al. 2024,
+    "Coupling without Communication and Drafter-Invariant Speculative Decoding"): the target's choice does not depend on the draft.
 
     Args:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, the other nodes are draft tokens; -1 means "no draft token".
@@ -137,7 +137,7 @@ def draw_tokens(
     Args:
         logits: ``[B, N, V]``.
         positions: ``[B, N]`` int64, the number of generated tokens in front of the token that is drawn after each node.
-        prefixes: the text that ends with each node; None unless the plan reads it.
+        prefixes: the text that ends with each node; None unless the plan reads text.
     """
     left = candidates(logits, plan, inputs, positions, masks, prefixes=prefixes)
     if plan.keep_scores:
