@@ -128,7 +128,7 @@ class Core:
         self.functions = StepFunctions.of(forward_pass)
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """Runs the target's pass over a block, verifies the block's nodes, and updates the rows. Returns the step's results."""
+        """Runs the target's pass over a block, verifies its nodes, and updates the rows."""
         nodes, given = input_of(block, rows)
         forwarded = self.forward_pass(given)
         verified = self.rule.verify(draft, block, nodes, forwarded, rows)

@@ -55,7 +55,7 @@ class StepKind:
     Attributes:
         parts: names and values of the fields and settings with :attr:`Use.KIND`, except the plan.
         plan: the operations on logits.
-        host: names of the fields and settings that need the host in every step.
+        host: names of the fields and settings that need the host in every step, and "keep_scores" if the plan keeps scores.
     """
 
     parts: tuple[tuple[str, object], ...]

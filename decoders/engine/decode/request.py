@@ -96,7 +96,7 @@ class Returned:
     Attributes:
         logits: whether the logits of every generated token are returned.
         top_logprobs: number of likeliest tokens whose log probabilities are kept beside the generated token's; None: keep none.
-        on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
+        on_step: called after every step with the new tokens and all generated tokens of every row, and with which rows have ended.
         observers: called when the call starts, after every step, and when the call ends.
     """
 

@@ -95,12 +95,12 @@ class Sessions:
             del self._free[: -self.kept]
 
     def forget(self) -> None:
-        """Drops all kept texts, because weights have changed."""
+        """Drops all kept texts, for example because weights have changed."""
         for session in self._free:
             session.forget()
 
     def forget_recordings(self) -> None:
-        """Drops all recordings, because addresses of weights have changed."""
+        """Drops all recordings, for example because addresses of weights have changed."""
         for recordings in self._recordings:
             recordings.clear()
 
