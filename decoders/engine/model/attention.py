@@ -27,7 +27,7 @@ NAME = "decoders"
 INDEX_ATTRIBUTE, KIND_ATTRIBUTE = "decoders_kind_index", "decoders_kind"
 #: Attention of a long block of text runs in stretches of this many queries. A stretch looks only at the slots up to its last query.
 STRETCH = 64
-#: transformers' names of the layer types without attention; some of them have a recurrent state.
+#: transformers' names of layer types without attention. Some of these layers have a recurrent state.
 STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 
 
@@ -134,7 +134,7 @@ def configs_within(configs: Iterable[PreTrainedConfig]) -> Iterator[PreTrainedCo
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
     """Registers an attention function with transformers as `name`."""
     AttentionInterface.register(name, function)
-    # For a name with a mask function, transformers returns the loop's 4-D masks unchanged; without one it would drop them.
+    # With a mask function for `name`, transformers passes the loop's 4-D masks on unchanged. Otherwise transformers would drop them.
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
@@ -220,7 +220,7 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask layout of a trial pass. For every layer that calls this attention, it records query heads per key head, and the keys."""
+    """The mask layout of a trial pass. Records the keys, and the number of query heads per key head, of layers with this attention."""
 
     groups: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)

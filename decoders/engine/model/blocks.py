@@ -42,7 +42,7 @@ def after_text(count: int, tree: TreeTensors) -> TreeTensors:
     text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
     n = count + len(tree)
     index = torch.arange(n, device=tree.offsets.device)
-    # The root and all nodes behind it see the text in front of the root.
+    # The root and all nodes after the root see the text in front of the root.
     in_front = (index[:, None] >= count) & (index[None] < count)
     visible = F.pad(tree.visible, (count, 0, count, 0)) | F.pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
     offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
@@ -130,7 +130,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The topology of `draft`, the draft in this block. With `on_device`, trees of tensors are returned as copied to the device."""
+        """The topology of the block's `draft`. If it is a `TreeTensors` and `on_device` is True, returns the padded :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 

@@ -22,7 +22,7 @@ import torch
 
 #: Least number of nodes of a block: 1 and 2 nodes would need separate graphs, and 3 nodes cost little more.
 LEAST_NODES, LEAST_STATIC_NODES = 3, 4
-#: Blocks above this size are multiples of it, since rounding up to a power of two would compute up to twice as much.
+#: Larger blocks are rounded up to a multiple of this size, because rounding up to a power of two would compute up to twice as much.
 NODE_STEP = 128
 LEAST_SLOTS, SLOT_STEP = 256, 64
 #: The cache has room for a block of up to this many nodes after the longest row.
@@ -30,12 +30,12 @@ BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
 #: In low precision on the CPU, blocks and chunks of text are multiples of this.
 ROWS = 4
-#: Numbers of slots after the last full 512 slots of a view for which PyTorch's attention on the CPU gives the same bits.
+#: A view has a multiple of 512 slots plus one of these numbers, so that PyTorch's attention on the CPU gives the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
 
 
 def row_bucket(rows: int, static: bool = True) -> int:
-    """The number of rows of a batch: if sizes are static, `rows` rounded up to a power of two. Padding rows count as ended."""
+    """The padded number of rows of a batch. If sizes are static, it is a power of two. Padding rows count as ended."""
     return _power_of_two(rows) if static else rows
 
 
@@ -60,7 +60,7 @@ def view_bucket(length: int) -> int:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """Returns the number of which the sizes of blocks and chunks have to be multiples: :data:`ROWS` on a CPU in low precision, because
+    """The sizes of blocks and chunks have to be multiples of the returned number. It is :data:`ROWS` on a CPU in low precision, because
     torch's CPU kernels sum in another order for a remainder of one to three rows; else 1.
     """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
@@ -100,7 +100,7 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1)
 
 
 def chunk_bucket(tokens: int, static: bool = True) -> int:
-    """`tokens`; if sizes are static, rounded down to a power of two, but not below :data:`LEAST_CHUNK`."""
+    """The largest chunk size up to `tokens`. If sizes are static, it is a power of two and not less than :data:`LEAST_CHUNK`."""
     return max(1 << (tokens.bit_length() - 1), LEAST_CHUNK) if static else tokens
 
 

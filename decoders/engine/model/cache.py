@@ -196,7 +196,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Identifies the memory of the buffers. A recording is valid only for buffers in the place for which it was recorded."""
+        """Identifies the memory of the buffers. A recording is valid only while its buffers have the same place."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 
@@ -266,7 +266,7 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
 
     Args:
         base: ``[B]`` int64.
-        path: ``[B, N]`` int64. Our kernel requires that each entry ``n`` of a path is ``n`` or larger than the entry before.
+        path: ``[B, N]`` int64. Our kernel requires that ``path[b, n]`` is ``n`` or larger than ``path[b, n-1]``.
     """
     if buffers.places is not None:
         moves.move_in_one_launch(buffers.places, base, path, buffers.tensors)

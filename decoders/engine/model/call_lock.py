@@ -13,8 +13,8 @@ from .threads import release_threads
 class CallLock:
     """A re-entrant, fair lock: threads get it in the order of arrival, except a thread that asks to be first.
 
-    A thread that releases the lock and acquires it again waits behind the waiting threads. In a child of ``os.fork`` the lock is free,
-    because its owner exists only in the parent.
+    A thread that releases the lock and acquires it again queues behind the waiting threads. In a child of ``os.fork`` the lock is free,
+    because the lock's owner exists only in the parent.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class CallLock:
 
     def release(self) -> None:
         """Undoes one :meth:`acquire`. When all are undone, the next waiting thread gets the lock."""
-        if self._owner != threading.get_ident():  # a child that was forked within a call does not own its new lock
+        if self._owner != threading.get_ident():  # after a fork within a call, the child does not own its new lock
             return
         if self._depth == 1 and self._waiting:
             release_threads()

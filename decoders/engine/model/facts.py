@@ -64,7 +64,7 @@ class Products:
     """How a target multiplies by the matrices of linear layers.
 
     Attributes:
-        groups: paths of the layers that read the same input. The matrices of such a group are multiplied as one matrix if they are
+        groups: groups of layers, by path, that read the same input. The matrices of a group are multiplied as one matrix if they are
             stored or quantized alike.
         quantized: the quantized matrices.
         few_rows: number of layers that use our kernels for few rows, with which one row costs less than three rows.

@@ -3,7 +3,7 @@
 The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one to three threads; :func:`check` measures a given model:
 
 - This package's products (:mod:`~decoders.engine.model.kernels.products`, :mod:`~decoders.engine.model.weights.quantized`) give a row
-  the same bits for any number of rows. torch's products give the same bits at best for two rows and more.
+  the same bits for any number of rows. torch's products give a row the same bits at best if there are two or more rows.
 - This package's attention (:mod:`~decoders.engine.model.kernels.attention`) sums over keys in the order of a node's path, so the node
   has the same bits in every block, whatever slots the path is in. The bits of PyTorch's attention depend on sizes and slots:
 
@@ -36,7 +36,7 @@ from .target import Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """The number of tokens at the end of a step's path that are in slots other than ``base + depth``; the largest number of all rows.
+    """The number of tokens at the end of a step's path that are in slots other than ``base + depth``, as the maximum over all rows.
 
     path: ``[B, N]`` int64, the accepted nodes; emitted: per row, the number of new tokens.
     """

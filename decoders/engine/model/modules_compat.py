@@ -36,7 +36,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
-    """``list(model.modules())`` in a third of the time, because every call of the engine needs the list."""
+    """``list(model.modules())`` in a third of the time. Every call of the engine needs this list."""
     found: dict[int, nn.Module] = {}
     waiting: list[nn.Module] = [model]
     while waiting:

@@ -48,10 +48,10 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """The processes that share `model`. Raises UnsupportedError unless the model uses tensor or expert parallelism."""
+        """The processes that share `model`. Raises UnsupportedError for parallelism other than tensor or expert parallelism."""
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
-        from torch.distributed.fsdp import FSDPModule  # the import takes a second, so it is left to shared models
+        from torch.distributed.fsdp import FSDPModule  # the import takes a second, and only shared models need it
         from torch.distributed.tensor import DTensor
 
         shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]

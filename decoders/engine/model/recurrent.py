@@ -236,7 +236,7 @@ def projections(
     module: nn.Module, call: Callable[[Tensor], Tensor], hidden: Tensor
 ) -> tuple[tuple[str, ...], str | None]:
     """The names of the linear layers in `module` that read `hidden`, and the name of the linear layer whose output is ``call(hidden)``
-    (or None). Only layers that run once per call count.
+    (or None). Layers that run several times per call are left out.
     """
     seen: list[tuple[str, Tensor, Tensor]] = []
     handles = [
@@ -313,7 +313,7 @@ def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Cal
 
 @cache
 def _replaceable(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain` in which a module's stand-in, if it is set, replaces ``forward``."""
+    """A subclass of `plain` whose ``forward`` calls the module's stand-in, if a stand-in is set."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         stand_in = vars(self).get(_STAND_IN)

@@ -101,7 +101,7 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     return target
 
 
-#: Number of tokens of the longest branch after a text. The logits of a block are compared along a branch.
+#: Number of tokens of the longest branch after a text. For each block, the check compares the logits along the last branch.
 LONGEST_BRANCH = 3
 
 
@@ -125,7 +125,7 @@ class Sizes:
         return replace(self, texts=tuple(min(count, longest - row) for row, count in enumerate(self.texts)))
 
 
-#: On the CPU the check has two short texts and a block of 16 nodes. It must be quick, because a process waits for it at its beginning.
+#: On the CPU the check has two short texts and a block of 16 nodes. It must be quick, because a process runs it before its first call.
 ON_CPU = Sizes((16, 8), ((5, 3),), 6)
 #: On CUDA the check has a text longer than a bucket of slots and than a split of the attention kernel, and blocks of up to 64 nodes, as
 #: calls have. A kernel that is right at small sizes may be wrong at these sizes.
@@ -239,7 +239,7 @@ def _tree_logits(
 
 
 def check_moves(target: Target) -> None:
-    """If a kernel of ours moves slots, raises UnsupportedError if the kernel's results differ from plain copies."""
+    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Without the kernel, returns."""
     buffers = target.buffers(2, 64)
     if buffers.places is None:
         return

@@ -111,7 +111,7 @@ def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Non
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """Sets ``buffer[b, :, slots[b, n]] = states[b, :, n]``. buffer: ``[B, h, L, d]``; slots: ``[B, N]``; states: ``[B, h, N, d]``."""
     if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
-        # For one row this takes half the time. Compiled code takes the other way, so that one graph serves all numbers of rows.
+        # For one row this takes half the time. Compiled code writes all rows alike, so that one graph serves all numbers of rows.
         buffer[:, :, slots[0]] = states.to(buffer.dtype)
         return
     # This is index_put and not scatter, because inductor runs index_put in place, but copies the whole buffer for scatter.

@@ -85,13 +85,13 @@ class StaticInputs:
 
     @property
     def settled(self) -> bool:
-        """Whether `root` still has these tensors. If steps have replaced a tensor, another call's values cannot be loaded."""
+        """Whether `root` still holds the tensors of this object. If steps have replaced one, another call's values cannot be loaded."""
         tensors, _ = find_tensors(self.root)
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
-        """Copies the values of the tensors in `root` to these tensors. Returns False, without copying, if `root` does not fit."""
+        """Copies the values of the tensors in `root` to :attr:`tensors`. Returns False, without copying, if `root` does not fit."""
         tensors, others = find_tensors(root)
         if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():
             return False
@@ -103,11 +103,11 @@ class StaticInputs:
         return True
 
     def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Copies the values of `tensors` to these tensors. tensors: found by :func:`find_tensors` in a state that fits."""
+        """Copies the values of `tensors` to :attr:`tensors`. tensors: found by :func:`find_tensors` in a state that fits."""
         _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """The reverse of :meth:`load`: copies the values of these tensors to the tensors in `root`, which must fit."""
+        """The reverse of :meth:`load`: copies the values of :attr:`tensors` to the tensors in `root`, which must fit."""
         tensors, _ = find_tensors(root)
         _copy_all(tensors, self.tensors, copy)
 
@@ -156,7 +156,7 @@ def _whole_buffers(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple, Tensor], 
 
 
 def _fill(tensors: list[Tensor]) -> bool:
-    """Whether `tensors`, which share a buffer, are contiguous and cover it."""
+    """Whether `tensors`, which share a buffer, are contiguous and cover the whole buffer."""
     end = 0
     for begin, size in sorted((int(t.storage_offset()) * t.itemsize, t.nbytes) for t in tensors if t.is_contiguous()):
         if begin > end:
