@@ -25,25 +25,25 @@ from .buckets import ROWS, view_bucket
 NAME = "decoders"
 #: Names of two attributes of a layer's attention module: the index of the layer's kind, and the kind itself.
 INDEX_ATTRIBUTE, KIND_ATTRIBUTE = "decoders_kind_index", "decoders_kind"
-#: Attention of a long block runs in stretches of this many queries; each stretch looks at the slots up to its end.
+#: Attention of a long block of text runs in stretches of this many queries. A stretch looks only at the slots up to its last query.
 STRETCH = 64
-#: transformers' names of the layer types without attention; some of them have a recurrent state.
+#: transformers' names of layer types without attention. Some of these layers have a recurrent state.
 STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How far a layer looks back: ``window`` positions (sliding), to the begin of a chunk of ``chunk`` positions, or without limit."""
+    """How far a layer looks back: ``window`` positions (sliding), to the beginning of a chunk of ``chunk`` positions, or unlimited."""
 
     window: int | None = None
     chunk: int | None = None
 
     def within(self, reach: int) -> LayerKind:
-        """The same kind with windows and chunks of at most `reach`; unlimited layers stay unlimited."""
+        """This kind with a window or chunk of at most `reach` positions. An unlimited kind stays unlimited."""
         return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
 
     def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
-        """`allowed` without pairs of positions that are too far apart for this kind of layer."""
+        """Returns `allowed` with False for each pair of a query and a key that this kind's window or chunk separates."""
         if self.window is not None:
             allowed = allowed & (position_q - position_k < self.window)
         if self.chunk is not None:
@@ -54,11 +54,11 @@ class LayerKind:
 def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The distinct kinds of attention layer of a model, and the index of each layer's kind.
 
-    As in transformers' caches, ``layer_types`` decides if present; else all layers have the same kind. Layers without attention
-    (:data:`STATES_ONLY`) get the first kind.
+    As in transformers' caches, ``layer_types`` in the config decides. Without ``layer_types``, the config's window and chunk size
+    decide. Layers without attention (:data:`STATES_ONLY`) get the first kind.
 
     Raises:
-        UnsupportedError: a layer is of another type.
+        UnsupportedError: the loop does not support the type of a layer.
     """
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None)
@@ -115,7 +115,7 @@ def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
 def attend_by(model: PreTrainedModel, name: str) -> None:
     """Makes all layers of our copy of a model run the attention function `name`."""
     model.set_attn_implementation(name)
-    # set_attn_implementation changes only the configs of whole models; a layer that comes from another model has another config.
+    # set_attn_implementation changes only the configs of whole models. A layer taken from another model has that model's config.
     of_models = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     known = {id(config) for config in configs_within(of_models)}
     for config in module_configs(model).values():
@@ -134,7 +134,7 @@ def configs_within(configs: Iterable[PreTrainedConfig]) -> Iterator[PreTrainedCo
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
     """Registers an attention function with transformers as `name`."""
     AttentionInterface.register(name, function)
-    # For a name with a mask function, transformers returns the loop's 4-D masks unchanged; without one it would drop them.
+    # With a mask function for `name`, transformers passes the loop's 4-D masks on unchanged. Otherwise transformers would drop them.
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
@@ -148,20 +148,22 @@ def refuse_position_bias(module: nn.Module) -> NoReturn:
 def build_mask(
     kinds: tuple[LayerKind, ...], base: Tensor, offsets: Tensor, visible: Tensor, view: int, dtype: torch.dtype
 ) -> Tensor:
-    """The additive mask of a pass, ``[B, len(kinds), N, view]`` of `dtype`: 0 where node ``q`` sees slot ``s``, else the minimum.
+    """The additive mask of a pass, ``[B, len(kinds), N, view]``: 0 if node ``q`` sees slot ``s``, else the minimum of `dtype`.
 
-    Node ``q`` sees slot ``s`` if ``s < base`` (committed), or if ``s - base`` is a node that `visible` shows it. Sliding and chunked
-    layers also limit the distance of *positions*. The position is ``s`` for committed slots, and ``base + offset`` for nodes.
+    Node ``q`` sees slot ``s`` if ``s < base`` (committed), or if `visible` is True for ``q`` and node ``s - base``. Sliding and
+    chunked layers also limit how far the *positions* of ``q`` and ``s`` may be apart. A committed slot ``s`` has position ``s``; a
+    node has position ``base + offset``.
 
     Args:
         base: ``[B]`` int64, slot of node 0.
         offsets: ``[B, K]`` int64, depths of all ``K`` nodes of the tree.
-        visible: ``[B, N, K]`` bool, which nodes the last ``N`` nodes see; the keys and values of earlier nodes are in the cache.
+        visible: ``[B, N, K]`` bool, which of the ``K`` nodes each of the last ``N`` nodes sees. The pass runs only the last ``N``
+            nodes; the keys and values of the nodes before them are already in the cache.
     """
     rows, n = offsets.shape
     queries = visible.shape[1]
     slot = torch.arange(view, device=base.device)
-    node = slot[None] - base[:, None]  # [B, view]: the index of the node in a slot; outside the block no index
+    node = slot[None] - base[:, None]  # [B, view]: the node in each slot; outside of the block, < 0 or >= n
     in_block = (node >= 0) & (node < n)
     inside = node.clamp(0, n - 1)
     seen = (node < 0)[:, None] | (in_block[:, None] & visible.gather(2, inside[:, None].expand(rows, queries, view)))
@@ -174,12 +176,12 @@ def build_mask(
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The layout of a mask. It is stored in the mask tensor's attribute ``decoders_shape``, as model code passes on only the tensor.
+    """The layout of a mask. The mask tensor's attribute ``decoders_shape`` holds it, because model code passes on only the tensor.
 
     Attributes:
-        group: how many times the mask's rows are repeated already, for the query heads of a key head.
-        text: the text at the beginning of a block that runs in stretches; None: the block runs in one stretch.
-        parts: the masks of stretches, by kind of layer, group size and begin; the first layer that needs one computes it.
+        group: how many times the mask's rows are already repeated, once for each query head of a key head.
+        text: the text at the beginning of the block, if attention runs in stretches; None if attention runs in one piece.
+        parts: the masks of stretches, by kind of layer, group size and first query. The first layer that needs a mask adds it.
     """
 
     group: int = 1
@@ -188,19 +190,19 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. Designs whose last layers share keys and values slice the mask, and the slice lacks the attribute:
-        its number of rows then shows whether rows are repeated, and attention runs in one stretch.
+        """The layout of `mask`. Designs whose last layers share keys and values slice the mask, and the slice lacks the attribute.
+        Then the number of mask rows shows how often rows are repeated, and attention runs in one piece.
         """
         shape = getattr(mask, "decoders_shape", None)
         return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
 
     def note(self, query: Tensor, key: Tensor) -> None:
-        """Is called with the queries and keys of every layer."""
+        """Every layer calls this method with its queries and keys. Only :class:`Probe` records them."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
     ) -> Tensor:  # fmt: skip
-        """Attention of a layer, ``[B, N, Hq, Dv]``, by one or more calls of `kernel` (:func:`_attend`). kind: the index of its kind."""
+        """The attention output of a layer, ``[B, N, Hq, Dv]``, by one or more calls of `kernel`. kind: index of the layer's kind."""
         text = self.text
         if text is None:
             return kernel(query, key, value, mask, self.group)
@@ -218,7 +220,7 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask layout of a trial pass. Records the keys, and the query heads per key head, of every layer that calls this attention."""
+    """The mask layout of a trial pass. Records the keys, and the number of query heads per key head, of layers with this attention."""
 
     groups: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
@@ -229,13 +231,13 @@ class Probe(MaskShape):
 
 
 def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
-    """Sets the layout of `mask`."""
+    """Stores `shape` as the layout of `mask`."""
     setattr(mask, "decoders_shape", shape)  # noqa: B010  (by its annotations a tensor has no such attribute)
 
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
-    """`mask` in the form for :func:`tree_attention`: unchanged for a long block that begins with `text`, because attention runs in
-    stretches; else with its rows repeated for the `group` of query heads, so that layers need not do it.
+    """`mask` in the form that :func:`tree_attention` takes. A long block that begins with `text` keeps its mask, because its attention
+    runs in stretches. Otherwise the rows are repeated for the `group` query heads of a key head, so that no layer has to repeat them.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))
@@ -246,7 +248,7 @@ def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
 
 
 def repeat_for_group(mask: Tensor, group: int) -> Tensor:
-    """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask for the queries of `group` heads, packed as rows of one head."""
+    """Repeats a mask ``[B, T, N, view]`` to ``[B, T, group·N, view]``, for the queries of `group` heads packed as rows of one head."""
     if group == 1:
         return mask
     rows, kinds, n, view = mask.shape
@@ -282,7 +284,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, repeated: int, scaling: float | None, softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention by PyTorch's kernels, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``; repeated: how many times its rows are repeated."""
+    """Attention by PyTorch's kernels, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``; repeated: how often the rows of `mask` are repeated."""
     rows, q_heads, n, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
@@ -308,13 +310,13 @@ def _attend(
 
 
 def _spare_queries(packed: Tensor, nodes: int) -> int:
-    """The number of padding queries for ``[B, H, Q, D]`` with which the real queries have the same bits in every block.
+    """The number of padding queries to append to `packed` ``[B, H, Q, D]``, so that the real queries have the same bits in every block.
 
-    Only blocks of few nodes need padding; larger blocks are multiples already (:mod:`.invariance`).
+    Only blocks of few nodes need padding; the sizes of larger blocks are already multiples of ``ROWS`` (:mod:`.invariance`).
     """
     if packed.dtype not in (torch.bfloat16, torch.float16) or packed.device.type != "cpu":
         return 0
-    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # already a multiple; computing it would add a guard
+    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple of ROWS; computing it would add a guard
         return 0
     return -packed.shape[2] % ROWS
 

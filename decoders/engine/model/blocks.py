@@ -21,8 +21,8 @@ class LeadingText(NamedTuple):
     """Committed text that runs in front of a block's root.
 
     Attributes:
-        length: number of its tokens, the same in every row.
-        latest_start: the largest slot in which a row's text begins, as the host knows it.
+        length: number of text tokens, the same in every row.
+        latest_start: the largest slot in which any row's text begins, known to the host without a sync.
     """
 
     length: int = 0
@@ -30,7 +30,7 @@ class LeadingText(NamedTuple):
 
 
 def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
-    """A chunk of text as a block: a chain of `n` nodes that are not verified."""
+    """The tree of a chunk of text: a chain of `n` nodes. These nodes are run and not verified."""
     index = torch.arange(n, device=device)
     visible = (index[:, None] >= index[None]).expand(rows, n, n)
     offsets = index.expand(rows, n)
@@ -38,11 +38,11 @@ def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
 
 
 def after_text(count: int, tree: TreeTensors) -> TreeTensors:
-    """`tree` with `count` text tokens in front of its root, for a forward pass. Only offsets and visibility are valid."""
+    """`tree` with `count` text tokens in front of its root, for a forward pass. Only the result's offsets and visibility are valid."""
     text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
     n = count + len(tree)
     index = torch.arange(n, device=tree.offsets.device)
-    # The root and all nodes behind it see the text in front of the root.
+    # The root and all nodes after the root see the text in front of the root.
     in_front = (index[:, None] >= count) & (index[None] < count)
     visible = F.pad(tree.visible, (count, 0, count, 0)) | F.pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
     offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
@@ -50,7 +50,7 @@ def after_text(count: int, tree: TreeTensors) -> TreeTensors:
 
 
 def ending(values: Tensor, count: int) -> Tensor:
-    """The last `count` entries along dimension 1. Compiled code gathers them, because a slice's strides would need another graph."""
+    """The last `count` entries along dimension 1. Compiled code gathers the entries: a slice's strides would need another graph."""
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
     return values[:, -count:]
@@ -58,14 +58,14 @@ def ending(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """A piece of a prompt that is prefilled in the pass of a step of other rows.
+    """A piece of a prompt that is prefilled in the same pass in which other rows decode.
 
     Attributes:
         tokens: ``[1, C]`` int64.
         start: ``[1]`` int64, slot of the first token.
-        latest: `start` on the host.
-        view: ``[view]``; its length is the number of slots that attention looks at.
-        buffers: the cache of the step's rows; its last row is the prompt's.
+        latest: the value of `start` on the host.
+        view: ``[view]``; its length is the number of slots that the piece's attention looks at.
+        buffers: the cache of the decoding rows and, as the last row, of the prompt.
     """
 
     tokens: Tensor
@@ -86,13 +86,14 @@ class PassInput(NamedTuple):
 
     Attributes:
         nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") run as an arbitrary token. If `tree` has
-            more nodes, `nodes` are its last nodes, and earlier passes ran the others.
+            more than ``N`` nodes, `nodes` are the last nodes of `tree`, and earlier passes ran the nodes before them.
         base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. It is negative if
-            a block begins before its row: nodes before position 0 have no results, and go to slots at the end of the cache.
+            the block begins before the row's first position. Nodes before position 0 have no valid results, and their keys and values
+            go to slots at the end of the cache.
         view: ``[view]``, any values; its length is the number of slots that attention looks at, at least ``base + N``.
         text: the committed tokens at the beginning of `nodes`, which get no results.
         piece: a piece of another row's prompt to prefill in this pass.
-        root: ``[B, H]``, the embedding of the node behind the text; None if that node is a token.
+        root: ``[B, H]``, the input embedding of the root, which comes after the text; None if the root is a token.
     """
 
     nodes: Tensor
@@ -115,9 +116,9 @@ class NodeBlock:
         view: ``[view]`` int64, 0 … view-1, the slots that attention looks at.
         masks: grammar masks after each node; None if no row has a grammar.
         text: committed tokens that run in front of node 0: the end of the prompts in the first step, or a few tokens that were
-            accepted on a branch.
+            accepted on a branch and have to run again.
         piece: the piece of another row's prompt to prefill in the same pass.
-        root: ``[B, H]``, the embedding of node 0; None if node 0 is a token.
+        root: ``[B, H]``, the input embedding of node 0; None if node 0 is a token.
     """
 
     draft_tokens: Tensor
@@ -129,21 +130,21 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The tree of `draft`, from which this block was made: on the device if `on_device`, else where the draft is."""
+        """The topology of the block's `draft`. If it is a `TreeTensors` and `on_device` is True, returns the padded :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
 class Blocks:
-    """Turns drafts into blocks: pads them to sizes for compiled or recorded code, and makes the trees of all rows.
+    """Turns drafts into blocks: pads drafts to the sizes of compiled or recorded code, and creates the tree tensors of all rows.
 
-    A session has one object per number of rows, because recorded steps read the tensors that the object keeps.
+    A session keeps one `Blocks` object per number of rows, because recorded steps read the tensors that the object keeps.
 
     Args:
         static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
-        exact: whether blocks get no padding: in uncompiled passes over several rows, if a row has the same bits without it.
-        single: whether a block of one node per row gets no padding, because its bits are the same.
+        exact: whether blocks get no padding. True in uncompiled passes over several rows, if padding does not change a row's bits.
+        single: whether a block of one node per row gets no padding, because padding would not change its bits.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
@@ -157,7 +158,7 @@ class Blocks:
     def of(self, draft: Draft) -> tuple[Tensor, TreeTensors]:
         """The padded draft tokens ``[B, N-1]`` and the tree of ``N`` nodes; ``N`` is the :meth:`size` for the draft.
 
-        :func:`~decoders.draft.check_draft` has checked the draft.
+        The caller has checked the draft with :func:`~decoders.draft.check_draft`.
         """
         tree, nodes = draft.topology, self.size(len(draft.topology))
         if self.static and isinstance(tree, Topology) and not draft.tokens.shape[1]:
@@ -175,13 +176,13 @@ class Blocks:
         return padded_tokens(draft.tokens, nodes), trees
 
     def _nothing(self, tree: Topology, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """The block for a draft without tokens; kept by size."""
+        """The result of :meth:`of` for a draft without tokens. It is created once per size."""
         if nodes not in self._empty:
             self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64, device="cpu"), tree, nodes)
         return self._empty[nodes]
 
     def _brought(self, tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """:meth:`of` for a draft on the host: pads the draft there, and moves it to the device in one copy."""
+        """The result of :meth:`of` for a draft on the host. Pads the draft on the host, and moves it to the device in one copy."""
         if isinstance(tree, TreeTensors):
             trees = tree.padded(nodes)
         else:
@@ -192,11 +193,11 @@ class Blocks:
         return own, TreeTensors(*parts)
 
     def size(self, nodes: int) -> int:
-        """Number of nodes of the padded block for a draft with `nodes` nodes; both include the root."""
+        """Number of nodes of the padded block for a draft with `nodes` nodes. Both numbers include the root."""
         return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
-        """`tree`, padded, as tensors on the device; kept by size."""
+        """`tree`, padded, as tensors on the device. The tensors are created once per tree and size."""
         size = self.size(len(tree))
         if (tree, size) not in self._trees:
             self._trees[tree, size] = tree.padded(size).tensors(self.rows, self.device)

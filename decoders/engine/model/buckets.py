@@ -1,7 +1,7 @@
 """Sizes are rounded up to buckets, so that few sizes occur.
 
-On CUDA every size needs its own recording, so rows, nodes, slots and prefill chunks are rounded up to the next bucket. The CPU records
-nothing: there `static` is False, and only the least sizes matter. Compiled code has dynamic sizes on both devices.
+On CUDA every size needs its own recording, so rows, nodes, slots and prefill chunks are rounded up to the next bucket. On the CPU
+nothing is recorded: `static` is False, and most sizes stay as they are. Compiled code has dynamic sizes on both devices.
 
 ==============  ==========================================  =================================
 size            buckets on CUDA                             on the CPU
@@ -12,8 +12,8 @@ slots           256, 512, 1024, …                           few multiples of 6
 prefill chunk   32, 64, … up to the call's chunk            as they are
 ==============  ==========================================  =================================
 
-In low precision on the CPU, nodes and chunks are multiples of 4, and views have few sizes (:mod:`.invariance`). With several rows or
-quantized weights, steps without a draft run one node per row if that gives the same bits.
+In low precision on the CPU, nodes and chunks are multiples of 4, and views have few sizes (:mod:`.invariance`). A step without a draft
+runs one node per row instead of 3 if that gives the same bits (:meth:`~decoders.engine.model.target.Target.takes_single_nodes`).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import torch
 
 #: Least number of nodes of a block: 1 and 2 nodes would need separate graphs, and 3 nodes cost little more.
 LEAST_NODES, LEAST_STATIC_NODES = 3, 4
-#: Blocks above this size are multiples of it, since rounding up to a power of two would compute up to twice as much.
+#: Larger blocks are rounded up to a multiple of this size, because rounding up to a power of two would compute up to twice as much.
 NODE_STEP = 128
 LEAST_SLOTS, SLOT_STEP = 256, 64
-#: A block of up to this many nodes fits behind the longest row without enlarging the cache.
+#: The cache has room for a block of up to this many nodes after the longest row.
 BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
 #: In low precision on the CPU, blocks and chunks of text are multiples of this.
 ROWS = 4
-#: Numbers of slots in the last block of 512 slots for which attention on the CPU gives the same bits.
+#: A view has a multiple of 512 slots plus one of these numbers, so that PyTorch's attention on the CPU gives the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
 
 
 def row_bucket(rows: int, static: bool = True) -> int:
-    """The number of rows of a batch: if sizes are static, `rows` rounded up to a power of two. Padding rows count as ended."""
+    """The padded number of rows of a batch. If sizes are static, it is a power of two. Padding rows count as ended."""
     return _power_of_two(rows) if static else rows
 
 
 def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
-    """The number of nodes of a block for `nodes` nodes, root included; if sizes are not static, a multiple of `multiple`."""
+    """The padded size of a block of `nodes` nodes, root included. If sizes are not static, it is a multiple of `multiple`."""
     if not static:
         return round_up(max(nodes, LEAST_NODES), multiple)
     if nodes > NODE_STEP:
@@ -49,7 +49,7 @@ def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
 
 
 def slot_bucket(slots: int, static: bool = True) -> int:
-    """`slots` of a cache, or of attention's view of it, rounded up to the next bucket."""
+    """`slots`, a number of slots of a cache or of attention's view of a cache, rounded up to the next bucket."""
     return max(_power_of_two(slots), LEAST_SLOTS) if static else max(-(-slots // SLOT_STEP), 1) * SLOT_STEP
 
 
@@ -60,14 +60,14 @@ def view_bucket(length: int) -> int:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """The numbers of nodes in blocks and chunks are multiples of the result: :data:`ROWS` on a CPU in low precision, because torch's
-    kernels there round by groups of rows; else 1.
+    """The sizes of blocks and chunks have to be multiples of the returned number. It is :data:`ROWS` on a CPU in low precision, because
+    torch's CPU kernels sum in another order for a remainder of one to three rows; else 1.
     """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 
 
 def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
-    """Whether a difference in the last bit is large enough to change a token now and then; in float32 it practically is not.
+    """Whether a difference in the last bit can change a token now and then. In float32 this practically never happens.
 
     rounds: whether intermediate values are rounded to a lower precision than `dtype`.
     """
@@ -79,18 +79,18 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def slots_for(tokens: int, static: bool = True) -> int:
-    """The number of slots per row for `tokens` tokens and a block behind them.
+    """The number of slots per row for `tokens` tokens and a block after them.
 
-    If sizes are dynamic, a view must be smaller than the cache, because graphs were traced with two different sizes for them.
+    If sizes are dynamic, a view must be smaller than the cache, because graphs are traced with different sizes for view and cache.
     """
     return slot_bucket(tokens + BLOCK_MARGIN) if static else view_bucket(tokens + BLOCK_MARGIN) + SLOT_STEP
 
 
 def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1) -> list[tuple[int, int]]:
-    """``(start, size)`` of the passes that prefill `tokens` tokens, at most `chunk` per pass. The last size is rounded up to a bucket;
-    if sizes are not static, to at least `least` tokens.
+    """``(start, size)`` of the passes that prefill `tokens` tokens, at most `chunk` per pass. If sizes are static, the last size is
+    rounded up to a bucket; otherwise it is at least `least`.
 
-    Padding behind the prompt goes to slots that the next block overwrites before they are read. The cache needs room for it.
+    Padding after the prompt goes to slots that the next block overwrites before attention reads them. The cache needs room for it.
     """
     passes = [(start, chunk) for start in range(0, tokens - tokens % chunk, chunk)]
     if rest := tokens % chunk:
@@ -100,7 +100,7 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1)
 
 
 def chunk_bucket(tokens: int, static: bool = True) -> int:
-    """The size of the largest chunk of at most `tokens` tokens; if sizes are static, at least :data:`LEAST_CHUNK`."""
+    """The largest chunk size up to `tokens`. If sizes are static, it is a power of two and not less than :data:`LEAST_CHUNK`."""
     return max(1 << (tokens.bit_length() - 1), LEAST_CHUNK) if static else tokens
 
 

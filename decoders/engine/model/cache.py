@@ -20,7 +20,8 @@ class StateSpec:
     """A recurrent state of a layer. Its size per row is fixed.
 
     Attributes:
-        part, index: the list attribute of transformers' ``LinearAttentionLayer`` that has the state, and the state's index in it.
+        part: the attribute of transformers' ``LinearAttentionLayer`` that holds the state.
+        index: the index of the state in this attribute.
         shape: the shape for one row.
     """
 
@@ -33,10 +34,10 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer stores.
+    """What a layer stores in the cache.
 
     Attributes:
-        key_heads, value_heads: number of heads of the keys and of the values; 0 if the layer stores none.
+        key_heads, value_heads: number of heads of the keys and of the values; 0 if the layer stores no keys and values.
         key_dim, value_dim: width of a head.
         quantized: whether keys and values are stored as int8, with a scale of `dtype` per head and slot.
         states: the layer's recurrent states (:mod:`.recurrent`).
@@ -53,12 +54,12 @@ class LayerSpec:
 
     @staticmethod
     def without_keys(like: LayerSpec) -> LayerSpec:
-        """The storage of a layer without keys and values, with the dtype and device of `like`."""
+        """The spec of a layer without keys and values, with the dtype and device of `like`."""
         return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
 
 
 class LayoutProbe(Cache):
-    """A cache that stores nothing. It records keys and the layout of every layer, and whether a layer asks for the number of tokens."""
+    """An empty cache for a trial pass. It records every layer's keys and layout, and whether a layer asks for the number of tokens."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -96,7 +97,8 @@ class CacheBuffers:
         keys, values: a tensor per layer; int8 if quantized.
         key_scales, value_scales: a tensor ``[B, heads, L, 1]`` per layer, with a scale per head and slot; empty if not quantized.
         states: the recurrent states of every layer; None if the model has none.
-        shifts: ``[B]`` int64, position minus slot of a row's next token, which is not 0 after images. None for text-only models.
+        shifts: ``[B]`` int64, the position minus the slot of each row's next token. Images make it differ from 0. None for text-only
+            models.
         places: addresses of the tensors (:func:`~decoders.engine.model.kernels.moves.places_of`); None unless a kernel moves slots.
     """
 
@@ -130,12 +132,12 @@ class CacheBuffers:
         return CacheBuffers(*parts, states, shifts).placed(by_kernel)
 
     def placed(self, by_kernel: bool) -> CacheBuffers:
-        """The same buffers, with :attr:`places` if `by_kernel`. It copies addresses from the host, so no recording may contain it."""
+        """The same buffers, with :attr:`places` if `by_kernel`. Must not be recorded, because it copies addresses from the host."""
         return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors with an axis of slots, which is the third."""
+        """All tensors that have slots. The slots are the third axis."""
         return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
     def _each(
@@ -194,7 +196,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Identifies the memory of the buffers. A recording is valid only for the place that it was recorded on."""
+        """Identifies the memory of the buffers. A recording is valid only while its buffers have the same place."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 
@@ -264,7 +266,7 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
 
     Args:
         base: ``[B]`` int64.
-        path: ``[B, N]`` int64. Our kernel relies on it that each entry is larger than the one before, or is ``n`` itself.
+        path: ``[B, N]`` int64. Our kernel requires that ``path[b, n]`` is ``n`` or larger than ``path[b, n-1]``.
     """
     if buffers.places is not None:
         moves.move_in_one_launch(buffers.places, base, path, buffers.tensors)

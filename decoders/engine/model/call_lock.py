@@ -1,4 +1,4 @@
-"""The lock of a model's calls: fair, re-entrant, and free in a child of ``os.fork``."""
+"""The lock that serializes a model's calls: fair, re-entrant, and free in a child of ``os.fork``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .threads import release_threads
 class CallLock:
     """A re-entrant, fair lock: threads get it in the order of arrival, except a thread that asks to be first.
 
-    A thread that releases the lock and acquires it again waits behind the waiting threads. In a child of ``os.fork`` the lock is free,
-    because its owner exists only in the parent.
+    A thread that releases the lock and acquires it again queues behind the waiting threads. In a child of ``os.fork`` the lock is free,
+    because the lock's owner exists only in the parent.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class CallLock:
 
     def renew(self) -> None:
         """Drops the owner and all waiting threads."""
-        self._guard = threading.RLock()  # re-entrant, because a finalizer may run within a method
+        self._guard = threading.RLock()  # re-entrant, because a finalizer that uses the lock may run within a method
         self._owner: int | None = None
         self._depth = 0
         self._waiting: list[tuple[int, threading.Event]] = []
 
     def acquire(self, first: bool = False) -> None:
-        """Waits for the lock. first: before all waiting threads."""
+        """Waits for the lock and takes it. first: whether this thread goes before all waiting threads."""
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
@@ -43,7 +43,7 @@ class CallLock:
         try:
             release_threads()  # another thread decodes now
             waiting[1].wait()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # the wait was interrupted, for example by Ctrl-C
             with self._guard:
                 if waiting in self._waiting:
                     self._waiting.remove(waiting)
@@ -52,8 +52,8 @@ class CallLock:
             raise
 
     def release(self) -> None:
-        """Undoes one :meth:`acquire`. After the last one the lock is free."""
-        if self._owner != threading.get_ident():  # a child that was forked within a call does not own its new lock
+        """Undoes one :meth:`acquire`. When all are undone, the next waiting thread gets the lock."""
+        if self._owner != threading.get_ident():  # after a fork within a call, the child does not own its new lock
             return
         if self._depth == 1 and self._waiting:
             release_threads()

@@ -1,7 +1,7 @@
-"""Products of a mixture of experts that do not wait for the device, where torch's grouped product does.
+"""The matrix products of a mixture of experts, for use where torch's grouped product would wait for the device.
 
 Only in bfloat16 on compute capability 9.0 and 10.0 does torch multiply all groups of tokens by their experts' matrices in one kernel.
-Elsewhere it reads the sizes of groups on the host, so that no step can be recorded.
+Otherwise torch on CUDA reads the group sizes on the host, so that no step can be recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .modules_compat import own_parameters
 
 #: The name of :func:`forward` in transformers' registry.
 NAME = "decoders_experts"
-#: Up to this many rows times experts, every expert multiplies all rows. Beyond, each multiplies its own rows, counted on the host.
+#: If rows times experts are at most this number, every expert multiplies all rows. Otherwise the host counts the rows of each expert,
+#: and an expert multiplies only these rows.
 MOST_PRODUCTS = 1 << 14
 #: Copying a matrix costs as much as reading this many matrices.
 COPYING = 3
@@ -58,7 +59,12 @@ torch.library.register_fake(
 
 
 def forward(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """A layer's experts ``[T, H]``, with the signature of transformers' functions. hidden: ``[T, H]``; experts, weights: ``[T, k]``."""
+    """The output of a layer's experts, ``[T, H]``. The signature is that of transformers' expert functions.
+
+    Args:
+        hidden: ``[T, H]``.
+        experts, weights: ``[T, k]``, the experts of each token, and the experts' weights.
+    """
     chosen, product = experts.reshape(-1), torch.ops.decoders.expert_product
     x = hidden.repeat_interleave(experts.shape[-1], dim=0)
 
@@ -81,18 +87,18 @@ register_experts(NAME, forward)
 
 
 def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped product runs on `device` without waiting for the device. On the CPU it always does."""
+    """Whether torch's grouped product runs on `device` without a wait for the device. Always True on the CPU."""
     if device.type != "cuda":
         return device.type == "cpu"
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
 def take_over(twin: nn.Module) -> int:
-    """Sets :func:`forward` for the experts of our copy of a model, where torch would need the host. Returns the number of layers."""
+    """Sets :func:`forward` in expert layers of our copy of a model, if torch's product would wait there. Returns how many it set."""
     taken = 0
     for module in twin.modules():
         matrices = [t for t in own_parameters(module).values() if t is not None and t.dim() == 3]
-        # Layers may share a config, which the first layer has then set to NAME.
+        # Several layers may share a config. The first of them has then already set the config to NAME.
         if not matrices or experts_of(module) not in ("grouped_mm", NAME):
             continue
         if not all(is_grouped_natively(t.device, t.dtype) for t in matrices):

@@ -22,7 +22,7 @@ class Vocabulary:
 
     Attributes:
         size: number of logits ``V``.
-        embeddings: number of tokens that can be read.
+        embeddings: number of token ids that the model can read.
         placeholders: ``[P]`` int64 on the model's device, the tokens that stand for images, videos and sounds; None for text only.
         placeholders_on_host: `placeholders` on the host.
     """
@@ -42,14 +42,14 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Attending:
-    """How layers attend.
+    """How a target computes attention.
 
     Attributes:
         by: "triton" (our kernel for CUDA), "cpu" (our kernel for CPUs) or "sdpa" (PyTorch's attention).
-        kinds: the distinct kinds of layers.
-        kind_of_layer: per decoder layer, the index of its kind.
-        group: query heads per key head, if that is the same number in all layers; else 1.
-        in_levels: whether attention reads the int8 values of a quantized cache, not values converted back.
+        kinds: the distinct kinds of attention layers.
+        kind_of_layer: per decoder layer, the index of its kind in `kinds`.
+        group: query heads per key head, if the number is the same in all layers; else 1.
+        in_levels: whether the kernel reads the int8 values of a quantized cache. Otherwise the cache dequantizes them for attention.
     """
 
     by: Literal["sdpa", "triton", "cpu"]
@@ -61,12 +61,13 @@ class Attending:
 
 @dataclass(frozen=True)
 class Products:
-    """How matrices are multiplied.
+    """How a target multiplies by the matrices of linear layers.
 
     Attributes:
-        groups: paths of layers that read the same input; their matrices are multiplied as one if they are stored or quantized alike.
+        groups: groups of layers, by path, that read the same input. The matrices of a group are multiplied as one matrix if they are
+            stored or quantized alike.
         quantized: the quantized matrices.
-        few_rows: number of layers that multiply with our kernels, for which one row costs less than three rows.
+        few_rows: number of layers that use our kernels for few rows, with which one row costs less than three rows.
     """
 
     groups: list[Group]
@@ -80,8 +81,8 @@ class Lengths:
 
     Attributes:
         most: number of positions that the model has.
-        sides: the lengths at which its rotary tables change; None if they never change.
-        counted: how its layers use the number of tokens in the cache; None if they do not use it.
+        sides: the lengths at which the model's rotary tables change; None if the tables never change.
+        counted: how the model's layers use the number of tokens in the cache; None if no layer uses it.
     """
 
     most: int
@@ -94,9 +95,9 @@ class Invariance:
     """Whether a node has the same bits in every block (:mod:`.invariance`).
 
     Attributes:
-        holds: whether decoding with drafts that are chains gives the bits of plain decoding.
-        differs: the comparisons in which bits differed. The comparison of branches does not count for `holds`.
-        single: whether a block of one node in one row has the same bits; False if that was not compared.
+        holds: whether decoding with chains as drafts gives the same bits as plain decoding.
+        differs: names of the comparisons in which bits differed. `holds` does not depend on the comparison of branches.
+        single: whether a block of one node in one row has the same bits as larger blocks; False if they were not compared.
     """
 
     holds: bool
@@ -114,7 +115,7 @@ class Checks:
     """The results of checking a target (:func:`~decoders.engine.model.self_check.target_of`).
 
     Attributes:
-        rejected: why a kernel of ours was tried and not used; None if there was none.
+        rejected: why a kernel of ours was tried and then not used; None if no kernel was rejected.
         longest: the length up to which the target's logits agree with the model's; None for any length.
         invariance: in low precision, whether a node has the same bits in every block; None in float32.
         day: ISO date on which the target was compared with the model (:mod:`.kept_checks`).

@@ -1,4 +1,4 @@
-"""The target's outputs for strategies besides logits: hidden states of decoder layers, and the input of the output head."""
+"""The outputs of the target that strategies read besides logits: hidden states of decoder layers, and the output head's input."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
 
 
 class HeadInputs:
-    """Keeps the input of the output head in a pass, for strategies, and restricts the head to some nodes."""
+    """Keeps the output head's input in a pass, for strategies, and can restrict the head to some nodes."""
 
     def __init__(self, head: nn.Module) -> None:
         # The input is kept in a list, because Dynamo can trace a list.
@@ -64,7 +64,7 @@ class HeadInputs:
             self._kept.append(nodes)
 
     def taken(self) -> Tensor:
-        """``[B, N, H]``, the head's input in the last pass, of all nodes."""
+        """Returns the head's input for all nodes of the last pass, ``[B, N, H]``, and drops it."""
         states = self._seen[-1]
         self._seen.clear()
         return states
@@ -75,7 +75,7 @@ class HeadInputs:
 
 
 class LayerStates:
-    """Keeps the outputs of decoder layers in a pass. layers: the indices of these layers, in any order."""
+    """Keeps the outputs of some decoder layers in a pass. layers: indices of these layers, in any order."""
 
     def __init__(self, model: nn.Module, layers: tuple[int, ...]) -> None:
         self._order = sorted(set(layers))
@@ -90,7 +90,7 @@ class LayerStates:
             remove_hooks(module, self._ids)
 
     def taken(self) -> Tensor:
-        """``[B, N, T, H]``, the layers' outputs in the last pass, in the order of `layers`."""
+        """Returns the layers' outputs in the last pass, ``[B, N, T, H]``, in the order of `layers`, and drops them."""
         states = self._seen[-len(self._order) :]
         self._seen.clear()
         return torch.stack([states[place] for place in self._places], dim=2)
@@ -114,12 +114,12 @@ class LayerStates:
 
 
 class Taps:
-    """What passes over our copy of a model keep besides logits.
+    """The hooks in our copy of a model that keep outputs of a pass besides logits.
 
     Attributes:
         head: keeps the input of the output head.
         layers: indices of the decoder layers whose outputs are kept.
-        states: keeps these outputs; None if `layers` is empty.
+        states: keeps the outputs of `layers`; None if `layers` is empty.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:

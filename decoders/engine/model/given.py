@@ -1,4 +1,4 @@
-"""Copies the keys, values and states of a transformers cache that the caller passed to the slots of rows."""
+"""Copies keys, values and recurrent states into the slots of rows, from a transformers cache in the caller's ``past_key_values``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class GivenPrompts:
         cache: the cache; None if it would be empty.
         length: number of tokens per row of the cache, padding included.
         sources: per prompt, the index of its row in the cache.
-        padding: per prompt, the number of left padding tokens in that row.
-        last: ``[B, H]``, the input embedding of each prompt's last position; None if that position is a token.
+        padding: per prompt, the number of left padding tokens in its row of the cache.
+        last: ``[B, H]``, the input embedding of each prompt's last position; None if the last position is a token.
     """
 
     cache: Cache | None
@@ -41,11 +41,11 @@ class GivenPrompts:
 
     @property
     def fixed(self) -> list[int]:
-        """Per prompt, the number of first tokens that no pass can run again, because they have no token ids."""
+        """Per prompt, the number of positions at its beginning that have no token ids, so that no pass can run them again."""
         return [count + (self.last is not None) for count in self.reach]
 
     def put(self, target: Target, buffers: CacheBuffers) -> None:
-        """Copies the prompts' beginnings to the slots of the first rows."""
+        """Copies the prompts' beginnings from the cache to the slots of the first rows of `buffers`."""
         if self.cache is None:
             return
         for row, (source, padding) in enumerate(zip(self.sources, self.padding, strict=True)):
@@ -63,7 +63,7 @@ def cached_tokens(cache: Cache) -> int:
 
 
 def check_cache(target: Target, cache: Cache) -> int:
-    """Checks that every layer of a cache holds all tokens that the layer looks back at. Returns the cache's number of rows.
+    """Checks that every layer of a cache holds all tokens to which the layer looks back. Returns the cache's number of rows.
 
     Raises:
         InputError: the cache does not fit the model. UnsupportedError: the cache lacks a part of the text.
@@ -115,12 +115,13 @@ def put_cache(
 ) -> int:  # fmt: skip
     """Copies a text from a transformers cache to the first slots of `row`. Returns the text's number of tokens.
 
-    For layers with a window, only slots within the window may be written, so the text must not be shortened later.
+    A layer with a window may hold only the tokens within its window. Then only their slots are written, and the text must not be
+    shortened later.
 
     Args:
         cache: a cache that :func:`check_cache` accepts.
         source: the index of the text's row in the cache.
-        padding: the number of left padding tokens in that row.
+        padding: the number of left padding tokens in the text's row.
     """
     length, layers = cached_tokens(cache), _layers(cache)
     count = max(length - padding, 0)
@@ -160,7 +161,7 @@ def _layers(cache: Cache) -> list[Any]:
 
 
 def _stored(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """The keys and values in a layer of a cache, ``[B, heads, k, d]`` each; None if it has none."""
+    """The keys and values in a layer of a cache, ``[B, heads, k, d]`` each; None if the layer has no keys and values."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
         return None

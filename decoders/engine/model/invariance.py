@@ -1,22 +1,22 @@
-"""Invariance: a node's logits have the same bits in every block. This file has a check of a model's invariance on the CPU.
+"""Invariance: a node's logits have the same bits in every block. This file checks whether a model on the CPU has this property.
 
 The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one to three threads; :func:`check` measures a given model:
 
 - This package's products (:mod:`~decoders.engine.model.kernels.products`, :mod:`~decoders.engine.model.weights.quantized`) give a row
-  the same bits for any number of rows. torch's products do so, at best, for two rows and more.
-- This package's attention (:mod:`~decoders.engine.model.kernels.attention`) adds keys in the order of a path, so a node has the same
-  bits in every block, whatever slots its path is in. PyTorch's attention does not:
+  the same bits for any number of rows. torch's products give a row the same bits at best if there are two or more rows.
+- This package's attention (:mod:`~decoders.engine.model.kernels.attention`) sums over keys in the order of a node's path, so the node
+  has the same bits in every block, whatever slots the path is in. The bits of PyTorch's attention depend on sizes and slots:
 
   - Fused attention works on 32 query rows of a head at a time. It sums a remainder of one to three rows in another order, so blocks
     and chunks of text are multiples of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
-  - Fused attention works on 512 slots at a time. It sums a last block of more than 192 and fewer than 384 slots in another order
+  - Fused attention works on 512 slots at a time. It sums a remainder of more than 192 and fewer than 384 slots in another order
     (:func:`~decoders.engine.model.buckets.view_bucket`).
   - Softmax sums by slot modulo 16, and the product with values sums by groups of slots. So a path has the same bits only if its nodes
-    are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches run again before the
-    next block (:func:`branch_length`). On such a branch a near-tie may be decided in the other way.
-- silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds in another way
+    are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on another branch run again before the
+    next block (:func:`branch_length`). While another branch is verified, a near-tie between two tokens may come out differently.
+- silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds differently
   (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round alike.
-- torch multiplies a single row of an expert by another kernel, and an expert's number of rows depends on the block.
+- torch uses another kernel if an expert has a single row, and an expert's number of rows depends on the block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from .target import Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """How many of a step's last tokens were accepted in slots other than ``base + depth``, in the row with most. path: ``[B, N]``."""
+    """The number of tokens at the end of a step's path that are in slots other than ``base + depth``, as the maximum over all rows.
+
+    path: ``[B, N]`` int64, the accepted nodes; emitted: per row, the number of new tokens.
+    """
     longest = 0
     for nodes, count in zip(path.tolist(), emitted, strict=True):
         moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
@@ -53,7 +56,7 @@ SINGLE = "whether a block has one node"
 def brief_check(target: Target) -> Invariance | None:
     """Makes only the comparisons that are most likely to differ, in few passes; ``decoders doctor MODEL`` makes all comparisons.
 
-    Returns None in float32, where bits matter little, and for models with recurrent layers, whose steps have other sizes.
+    Returns None in float32, where bits matter little, and for models with recurrent layers, whose blocks run level by level.
     """
     if target.recurrent or not low_precision(target.dtype, target.rounds):
         return None
@@ -90,7 +93,7 @@ class _Text:
         self._slots = torch.arange(slots, device=target.device)
 
     def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:
-        """The cache after prefill passes; `chunks` are the numbers of tokens of each pass."""
+        """Prefills the text and returns the cache. chunks: number of tokens of each prefill pass."""
         target, done = self.target, 0
         buffers = CacheBuffers.allocate(target.layout, rows, len(self._slots) + 64)
         for size in chunks:
@@ -103,7 +106,7 @@ class _Text:
     def run(
         self, buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
-        """Logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text."""
+        """Runs a block after the text. Returns the logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text."""
         target, length, device = self.target, self.length, self.target.device
         if padded:
             tree = tree.padded(node_bucket(len(tree), target.static, self._multiple))
@@ -116,7 +119,7 @@ class _Text:
         ).logits[0, path]
 
     def cached(self, buffers: CacheBuffers, until: int | None = None) -> Tensor:
-        """Keys and values of the first row's text, or of its first `until` tokens."""
+        """Keys and values of the first row's text, or of the text's first `until` tokens, in one flat tensor."""
         return torch.cat([t[0, :, : until or self.length].reshape(-1) for t in buffers.tensors])
 
 
@@ -124,7 +127,7 @@ CHAIN, DEPTHS = Topology.chain(3), [0, 1, 2, 3]
 
 
 def _at_once(target: Target, length: int) -> Invariance | None:
-    """Makes the first comparisons at once, between two passes that differ in all respects. Returns None if any bits differ."""
+    """Makes the first comparisons at once: two runs differ in prefill chunks, rows and block size. Returns None if any bits differ."""
     text = _Text(target, length)
     parted, whole = text.read(12, length - 12), text.read(length, rows=3)
     chained = text.run(parted, CHAIN, DEPTHS)
@@ -136,7 +139,7 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 
 def _takes_single(target: Target) -> bool:
-    """Whether it is worth comparing a block of one node: only in low precision, with this package's attention or products."""
+    """Whether a block of one node is worth a comparison: only in low precision, with this package's attention or products."""
     ours = target.attends == "cpu" or target.products.quantized.layers or target.products.few_rows
     return bool(ours) and target.dtype != torch.float32
 

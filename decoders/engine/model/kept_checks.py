@@ -1,8 +1,8 @@
-"""Keeps passed checks of models on a CPU in files, so that later processes need not check the same design again.
+"""Keeps the results of passed checks on a CPU in files, so that later processes need not check the same model design again.
 
-The name of a check's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
-their plain attributes, the code's files, the versions and the machine. Only checks of unmodified models of transformers are kept: not
-if modules come from other packages, have hooks or a replaced ``forward``, or hold unknown objects.
+The name of a result's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
+their plain attributes, the files of code, the versions and the machine. Only results for unmodified models of transformers are kept.
+A model counts as modified if a module comes from another package, has hooks or a replaced ``forward``, or holds unknown objects.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .target import Target
 from .torch_compat import float32_precision, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: Most bytes of a buffer that is hashed.
+#: A buffer with more bytes is not hashed; the check is then not kept.
 _BUFFER = 64 << 20
-#: Packages whose code is identified by its version and files.
+#: Packages whose code is identified by the package's version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
-#: Attributes of modules that are not part of a design.
+#: Attributes of modules that are not part of a model's design, so that no check depends on them.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 
 
@@ -65,7 +65,7 @@ def folder() -> Path:
 
 
 def find(key: str) -> KeptCheck | None:
-    """The check that was kept under `key`; None without a readable file."""
+    """The result that was kept under `key`; None if there is no readable file."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         kept = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
         own, longest = kept["invariance"], kept["longest"]
@@ -76,13 +76,13 @@ def find(key: str) -> KeptCheck | None:
 
 
 def keep(key: str, check: KeptCheck) -> None:
-    """Keeps a check under `key`, if the folder can be written."""
+    """Keeps a result under `key`, if the folder can be written."""
     with suppress(OSError):
         write_whole(folder() / f"{key}.json", json.dumps(asdict(check)).encode())
 
 
 def key_of(target: Target, model: PreTrainedModel) -> str | None:
-    """The key of the check of `target`, which was made from `model`; None if its check must not be kept."""
+    """The key for the check of `target`, a target of `model`; None if the check must not be kept."""
     if target.device.type != "cpu" or target.ranks.several or hooks_everywhere():
         return None
     try:
@@ -106,7 +106,7 @@ def _surroundings(target: Target) -> Iterator[object]:
 
 
 def _design(model: nn.Module) -> Iterator[object]:
-    """Yields the modules of `model` with their attributes, and their parameters without values."""
+    """Yields every module of `model` with its attributes, and with the dtypes and shapes of its parameters."""
     kinds = dict.fromkeys(map(type, model.modules()))
     for kind in kinds:
         yield from _code(kind)
@@ -132,11 +132,11 @@ def _design(model: nn.Module) -> Iterator[object]:
 
 
 def _code(kind: type[nn.Module]) -> Iterator[object]:
-    """Yields the file of a module's class. Raises _UnknownError if a function in it was replaced by another package's function."""
+    """Yields the file of a module's class. Raises _UnknownError if another package has replaced a function in the file."""
     file = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _LIBRARIES or file is None or file.__file__ is None:
         raise _UnknownError
-    held = list(vars(file).values())  # a copy, because another thread may import or compile
+    held = list(vars(file).values())  # a copy, because another thread may import meanwhile
     for value in (kind.forward, *held):
         if isinstance(value, types.FunctionType) and not _of_library(value):
             raise _UnknownError
@@ -155,7 +155,7 @@ def _of_library(function: types.FunctionType) -> bool:
 
 
 def _held(value: Any, depth: int = 4) -> object:
-    """A stand-in for `value`, an attribute of a module, whose ``repr`` is the same in every process."""
+    """A stand-in for `value`, an attribute of a module. The stand-in's ``repr`` is the same in every process."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Finds the parts of a model by running one token, and checks by behaviour, not by name, whether the loop supports its design."""
+"""Finds the parts of a model by running one token, and checks by behaviour, not by name, whether the loop supports the model."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ class Layout:
 
     Attributes:
         layers: the storage of each layer.
-        groups: query heads per key head, of every layer that calls this package's attention.
-        as_stored: whether attention gets the keys that the cache returns, not other keys computed from these.
+        groups: for every layer that calls this package's attention, the number of query heads per key head.
+        as_stored: whether attention gets the keys that the cache returns. False if the model computes other keys from them.
         recurrent: the modules that keep recurrent states.
-        counted: how the model uses the number of tokens in its cache; None if it does not use it.
+        counted: how the model uses the number of tokens in its cache; None if the model does not use the number.
     """
 
     layers: list[LayerSpec]
@@ -116,10 +116,10 @@ class Layout:
 
 @torch.no_grad()
 def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
-    """The layout of `model`, found by running one token; more tokens if the model asks for the number of tokens in its cache.
+    """The layout of `model`, found by running one token, or several if the model asks for the number of tokens in its cache.
 
     Raises:
-        UnsupportedError: the model does not run with the loop's cache and mask, or stores data that the loop's cache cannot.
+        UnsupportedError: the model does not run with the loop's cache and mask, or stores data that the loop's cache cannot store.
     """
     probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     name = type(model).__name__
@@ -155,14 +155,14 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
-    """Groups of plain linear layers that read the same input, found by running one token without products."""
-    if may_keep_states(model):  # recurrent layers may depend on values
+    """Groups of plain linear layers that read the same input, found by running one token while these layers return zeros."""
+    if may_keep_states(model):  # the code of recurrent layers may depend on values
         return []
     return reading_alike(model, lambda: _run_one_token(model, kinds, LayoutProbe()))
 
 
 def reading_alike(module: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """Calls `run`, which runs `module`, and groups its plain linear layers by their input. The layers return zeros meanwhile."""
+    """Calls `run`, which runs `module` while its plain linear layers return zeros. Returns groups of these layers by their input."""
     layers = {path: layer for path, layer in module.named_modules() if plain_weight(layer) is not None}
     with SharedInputs(layers) as shared:
         try:
@@ -194,21 +194,21 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
     )
 
 
-#: Fewest positions that a model needs: the check compares a text of two tokens and a branch behind it with the model's own pass.
+#: Fewest positions that a model needs: the check runs a text of at least two tokens and a branch of three tokens after it.
 SHORTEST = 5
-#: Most tokens of a trial pass. One token is not enough: attention to a single token would not show a temperature.
+#: Most tokens of a trial pass. One token is not enough: softmax over a single key does not depend on a temperature.
 PROBED = 8
-#: Longest context to try, because some designs create a tensor of its length.
+#: Longest context to try. It is limited, because some designs create a tensor of the context's length.
 LONGEST = 1 << 24
 
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """How a design uses the number of tokens in its cache.
+    """How a design uses the number of tokens in its cache, for example for a temperature of attention.
 
     Attributes:
         harmless: up to this number of tokens, the design computes as with an empty cache.
-        by_node: whether the design accepts a tensor with a number per node.
+        by_node: whether the design accepts, instead of a single number, a tensor with a number per node.
     """
 
     harmless: int
@@ -227,7 +227,7 @@ class CountedTokens:
 
 
 class CountingProbe(LayoutProbe):
-    """A cache that returns `count` as its number of tokens."""
+    """An empty cache that returns `count` as its number of tokens."""
 
     def __init__(self, count: int | Tensor) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def _parameters_of(forward: Callable) -> frozenset[str]:
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for a design that cannot run several nodes in one pass. It asks for capabilities, not for names."""
+    """Raises UnsupportedError for a design that cannot run several nodes in one pass. It asks for capabilities, not class names."""
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
@@ -316,7 +316,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Turns an exception of a model in a trial pass into an UnsupportedError with the text `trouble`."""
+    """Turns an exception that `model` raises in a trial pass into an UnsupportedError with the text `trouble`."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):
@@ -328,7 +328,7 @@ def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises UnsupportedError while the caller records a CUDA graph, because calls wait for the device, which cannot be recorded."""
+    """Raises UnsupportedError while the caller records a CUDA graph, because a call waits for the device, which a graph cannot do."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: it "

@@ -1,8 +1,8 @@
 """Mixed passes (chunked prefill): one pass decodes rows and prefills a piece of another row's prompt.
 
 A mixed pass reads the weights once, and the rows do not wait for a separate pass over the prompt (Agrawal et al. 2023, "SARATHI",
-arXiv 2308.16369). The ``N`` nodes of ``R`` rows and the ``C`` tokens of the piece form one line, ``[1, R·N + C]``: only attention and
-the cache need to know each token's row.
+arXiv 2308.16369). The ``N`` nodes of ``R`` rows and the ``C`` tokens of the piece form one line of tokens, ``[1, R·N + C]``. Only
+attention and the cache need to know each token's row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .target import ForwardResult, Target
 
 
 def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:
-    """The model's arguments for a mixed pass. nodes, base, tree, view: the rows' input, see :class:`PassInput`."""
+    """The model's arguments for a mixed pass. nodes, base, tree, view: the input of the decoded rows, see :class:`PassInput`."""
     (rows, n), count, device = nodes.shape, piece.tokens.shape[1], nodes.device
     text = causal_block(1, count, device)
     views = view.shape[0], piece.view.shape[0]
@@ -44,20 +44,20 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
     if shifts is not None:
         places, stretch = places + shifts[:rows, None], stretch + shifts[rows:, None]
     positions = torch.cat([places.reshape(1, -1), stretch], dim=1)
-    # The row of each token; the prompt has the last row.
+    # The row of each token. The prompt's row is the last one.
     row = torch.arange(rows * n + count, device=device).div(n, rounding_mode="floor").clamp(max=rows)
     cache = MixedCache(piece.buffers, row, slots[0], max(view.shape[0], piece.view.shape[0]))
     return target.arguments(torch.cat([nodes.reshape(1, -1), piece.tokens], dim=1), positions, mask, cache)
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """``[R · (N - text)]`` int64: the indices, in the line, of the nodes that get logits. Each row's first `text` tokens get none."""
+    """``[R · (N - text)]`` int64: the indices in the line of the nodes that get logits, all but the first `text` nodes of each row."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 
 
 def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
-    """Arranges the results of a mixed pass by row; only the nodes of :func:`with_logits` have logits."""
+    """The results of a mixed pass for the decoded rows, ``[R, N, …]``. Only the nodes of :func:`with_logits` have logits."""
 
     def split(states: Tensor) -> Tensor:
         return states[0, : rows * n].view(rows, n, *states.shape[2:])
@@ -68,7 +68,7 @@ def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
 
 
 def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResult:
-    """:meth:`Target.forward` for the rows. The pass also writes the keys and values of `piece`."""
+    """The result of :meth:`Target.forward` for the decoded rows. The pass also writes the keys and values of `piece`."""
     (rows, n), text = given.nodes.shape, given.text.length
     kept = with_logits(rows, n, text, given.nodes.device)
     result = target.results(inputs(target, given.nodes, given.base, given.tree, given.view, piece), kept)
@@ -77,12 +77,12 @@ def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResu
 
 @dataclass(frozen=True)
 class MixedShape(MaskShape):
-    """The layout of a mixed pass's mask. The mask is a line, too: first the rows' mask, then the piece's mask.
+    """The layout of a mixed pass's mask. The mask is flat: first come the entries of the decoded rows' mask, then of the piece's mask.
 
     Attributes:
-        rows, nodes: number of decoded rows, and of nodes in each row.
-        views: numbers of slots that attention looks at: for the rows, and for the piece.
-        masks: shapes of the rows' mask and of the piece's mask, for one kind of layer.
+        rows, nodes: number of decoded rows, and number of nodes in each row.
+        views: numbers of slots that attention looks at: for the decoded rows, and for the piece.
+        masks: shapes of the decoded rows' mask and of the piece's mask, for one kind of layer.
     """
 
     rows: int = 0
@@ -103,7 +103,7 @@ class MixedShape(MaskShape):
 
 
 class MixedCache(SlotCache):
-    """The cache of several rows, for ``T`` tokens in a line. row, slots: ``[T]`` int64, the row and the slot of each token."""
+    """The cache of several rows for a line of ``T`` tokens. row, slots: ``[T]`` int64, the row and the slot of each token."""
 
     def __init__(self, buffers: CacheBuffers, row: Tensor, slots: Tensor, view: int) -> None:
         super().__init__(buffers, slots, view)

@@ -8,35 +8,35 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-#: A module's forward hooks and forward pre-hooks by id. torch has no public list of them. Every call asks every module, so this is an
-#: `attrgetter`, which is faster than a Python function.
+#: Returns a module's forward hooks and forward pre-hooks, both by id. torch has no public list of hooks. This is an `attrgetter`, which
+#: is faster than a Python function, because every call of the engine asks every module.
 hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks"
 )
 
 
 def hooks_everywhere() -> tuple[int, ...]:
-    """The ids of global hooks (``register_module_forward_hook``). torch has no public list of them."""
+    """The ids of global hooks (``register_module_forward_hook``). torch has no public list of global hooks."""
     registered = nn.modules.module
     return *registered._global_forward_hooks, *registered._global_forward_pre_hooks
 
 
 def remove_hooks(module: nn.Module, ids: Iterable[int]) -> None:
-    """Removes hooks from a copy of the module that they were registered on. Their handles remove them only from the original."""
+    """Removes hooks from `module`, a copy of the module that they were registered on. A hook's handle works only on the original."""
     for hooks in hooks_of(module):
         for name in ids:
             cast(dict, hooks).pop(name, None)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's dict of its own parameters. Writing to the dict bypasses ``register_parameter``, which would run hooks and accepts
-    only parameters. A parametrized or pruned weight is not in the dict, although ``module.weight`` exists.
+    """The module's dict of its own parameters. A write to the dict bypasses ``register_parameter``, which runs hooks and accepts only
+    parameters. A parametrized or pruned weight is not in the dict, although ``module.weight`` exists.
     """
     return module._parameters
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
-    """``list(model.modules())`` in a third of the time. It must be fast, because every call needs it."""
+    """``list(model.modules())`` in a third of the time. Every call of the engine needs this list."""
     found: dict[int, nn.Module] = {}
     waiting: list[nn.Module] = [model]
     while waiting:
@@ -48,7 +48,7 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The own parameters of `modules`, without duplicates. Faster than ``Module.parameters``, because every call needs them."""
+    """The own parameters of `modules`, without duplicates. Every call of the engine needs them, and ``Module.parameters`` is slower."""
     return list({id(t): t for module in modules for t in own_parameters(module).values() if t is not None}.values())
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class OutputHead:
-    """The output head of our copy of a model, with everything that the model applies to logits behind it.
+    """The output head of our copy of a model, with everything that the model does with the head's logits, for example a softcap.
 
-    It runs the model's own forward pass, where a stand-in replaces the modules in front of the head.
+    A call runs the model's own forward pass, in which a stand-in replaces the modules in front of the head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -52,7 +52,7 @@ class OutputHead:
 
 @dataclass
 class _Output(BaseModelOutputWithPast):
-    """The output of the stand-in: hidden states. All other attributes are None."""
+    """The output of the stand-in :class:`_Given`: hidden states. All other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -67,10 +67,10 @@ class _HiddenStates:
 
 
 class _Given(nn.Module):
-    """Replaces the module that computes hidden states, and returns the given hidden states.
+    """Replaces the backbone, the module that computes hidden states, and returns the hidden states in `given`.
 
-    Modules inside it, which some models call directly (OPT), are replaced, too. Its other attributes, which some models read
-    (Falcon-H1 reads a multiplier), are passed through.
+    Some models call a module inside the backbone directly (OPT): a stand-in replaces this module, too. Some models read another
+    attribute of the backbone (Falcon-H1 reads a multiplier): the stand-in returns the backbone's value.
     """
 
     def __init__(self, replaced: Callable, given: _HiddenStates) -> None:

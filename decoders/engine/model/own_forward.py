@@ -1,6 +1,6 @@
 """Reads prompts with images by the model's own forward pass, masks and positions, and copies keys and values to slots of rows.
 
-The loop then decodes the text behind the last image as usual, at positions that are shifted by the images.
+The loop then decodes the text after the last image as usual. The images shift the positions of this text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-#: Errors that designs raise for a prompt with the images of another prompt, because lengths or shapes do not fit.
+#: Errors that designs raise if a prompt comes with the images of another prompt, so that lengths or shapes do not fit.
 WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, ValueError)
-#: Most tokens behind an image that are run a second time to check a design.
+#: To check a design, at most this many tokens at the end of each prompt are run a second time.
 CHECKED = 4
 
 
@@ -44,9 +44,9 @@ class MultimodalInputs:
         lengths: per row, number of tokens of the prompt.
         hashes: per row, a hash of all images and of the prompt's index; equal hashes mean equal images.
         ends: per row, number of tokens of the prompt up to its last placeholder.
-        shifts: per row, position minus number of tokens at the end of the prompt.
-        alone: per prompt, the inputs of this prompt only; None for one without images. Empty if it is unknown which images belong to
-            which prompt.
+        shifts: per row, the position after the prompt minus the prompt's number of tokens.
+        alone: per prompt, the inputs of this prompt only; None for a prompt without images. Empty if it is unknown which images
+            belong to which prompt.
     """
 
     arguments: dict[str, Any]
@@ -58,19 +58,19 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images if it is known which these are; else of all images and the prompt's index."""
+        """The hash of a row's own images, or "" without images. If it is unknown which images are the row's, its entry in `hashes`."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
         return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
-        """Whether all images of every row come before the row's slot in `starts`."""
+        """Whether all images of every row come before the row's slot in `starts`, from which the loop reads on."""
         return all(end <= start for end, start in zip(self.ends, starts, strict=False))
 
 
 class OwnForward:
-    """A model's own forward pass, without the loop's attention and masks, on the target's weights. model: the user's model."""
+    """A model's own forward pass with the target's weights, without the loop's attention and masks. model: the user's model."""
 
     _reads_embeddings = _ignores_zeros = False
 
@@ -87,16 +87,18 @@ class OwnForward:
     def read(
         self, inputs: MultimodalInputs, buffers: CacheBuffers, tokens: Tensor, *, every: bool = False, logits: bool = False
     ) -> ForwardResult | None:  # fmt: skip
-        """Reads all prompts into the first slots of rows. With recurrent layers, each prompt's last token is left out.
+        """Reads all prompts into the first slots of their rows. With recurrent layers, each prompt's last token is left out.
 
         Args:
             buffers: the rows' cache; the first rows belong to the prompts.
             tokens: ``[B, L]``, the rows' tokens.
-            every: whether to return the results ``[B, N, …]`` of all tokens except the last. Padding rows repeat the first row.
-            logits: whether results have the logits of all tokens; otherwise of a single token.
+            every: whether to return the results ``[B, N, …]`` of all tokens except the last; otherwise None is returned. Padding rows
+                repeat the first row.
+            logits: whether the results have logits of all tokens; otherwise they have logits of a single token.
 
         Raises:
-            UnsupportedError: the design does not store images as it stores text, or the loop's pass over the text differs.
+            UnsupportedError: the design does not store images as it stores text, or the loop's pass over the end of a prompt gives
+                other results.
         """
         target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
         behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
@@ -133,7 +135,7 @@ class OwnForward:
             self._check(inputs.lengths, behind, buffers, tokens, last_logits[source, -1].float())
         if not every:
             return None
-        # A row's text begins behind its padding; results behind the end of the text are arbitrary.
+        # A row's text begins after its left padding. Results after the end of the text are arbitrary.
         begin = torch.tensor([width - length for length in inputs.lengths], device=tokens.device)
         begin, source = (F.pad(values, (0, len(tokens) - len(values)))[:, None] for values in (begin, source))
         place = begin + torch.arange(max(max(inputs.lengths) - 1, 1), device=tokens.device)
@@ -143,7 +145,7 @@ class OwnForward:
         return ForwardResult(read.float(), hidden[source, place], seen)
 
     def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
-        """The cache after a pass over `vectors` ``[B, P, H]``, embeddings instead of tokens. mask: ``[B, P]``, 0 for left padding."""
+        """The cache after a pass over `vectors` ``[B, P, H]``, input embeddings of prompts. mask: ``[B, P]``, 0 for left padding."""
         if self.target.recurrent and not self._reads_embeddings:
             self._check_embeddings()
         cache = DynamicCache(config=self.model.config)
@@ -178,8 +180,9 @@ class OwnForward:
             )
 
     def _check_embeddings(self) -> None:
-        """Compares a pass over tokens with a pass over their embeddings, and raises UnsupportedError if the design reads more of a
-        token than its embedding. With recurrent layers, a prompt's last vector and the drafts run in one pass, as embeddings.
+        """Compares a pass over tokens with a pass over their embeddings. Raises UnsupportedError if the logits differ, because the
+        design then reads more of a token than its embedding. It would compute drafts wrongly: after a prompt of embeddings, recurrent
+        layers read drafts as embeddings, in one pass with the prompt's last embedding.
         """
         tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.vocabulary.embeddings
         try:
@@ -202,7 +205,9 @@ class OwnForward:
     def _check(
         self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
     ) -> None:
-        """Runs the ends of prompts again by the loop's pass, and compares. behind: number of text tokens at the end of every row.
+        """Runs the ends of prompts again by the loop's pass, and compares the results with `logits` and the stored keys and values.
+
+        behind: number of tokens that every row has after its last image.
 
         Raises:
             UnsupportedError: the last token has other logits, or a token before it has other keys or values.
@@ -232,14 +237,16 @@ class OwnForward:
 
 
 def _whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that keeps every token, also in layers with a window, because a later, shorter text looks further back."""
+    """A cache that keeps every token, also in layers with a window. A later text may share only the beginning of this text, and then
+    its windows begin earlier.
+    """
     cache = DynamicCache(config=model.config)
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
     return cache
 
 
 def _attend_as(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
-    """Sets the attention implementation of `config` and of the configs inside it to those of `other`."""
+    """Sets the attention implementation of `config` to that of `other`, and likewise for the configs inside `config`."""
     if (name := attention_of(other)) is not None:
         set_attention(config, name)
     for part in config.sub_configs:

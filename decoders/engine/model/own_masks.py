@@ -1,7 +1,7 @@
-"""Attention modules that keep a causal mask in a buffer, and cut out the part for the present number of keys.
+"""Some attention modules keep a causal mask in a buffer, and slice the mask by the present number of keys.
 
-The number of keys in the loop's view of the cache does not determine positions, so the module would cut out a wrong part. The loop's
-own masks suffice: in our copy of a model these buffers are set to True, and their windows become kinds of layers.
+In the loop, the number of keys is the view of the cache and does not determine positions, so such a module would take a wrong slice.
+The loop's own masks suffice. So our copy of a model gets buffers of True, and the windows in the masks become kinds of layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from .attention import LayerKind
 
-#: Slots by which a view of the cache may exceed the longest text, because of a block and rounding.
+#: A view of the cache may have this many more slots than the longest text has tokens, because of a block and rounding.
 MARGIN = 2048
 OWN_KIND = "decoders_own_kind"
 
 
 def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Sets such masks in our copy of a model to True. Returns `kinds` with their windows; the layers then use their kind's mask."""
+    """Sets the masks in buffers of our copy of a model to True. Returns `kinds`, extended by the masks' windows. Each of these modules
+    then uses the loop's mask for the kind of its window.
+    """
     masks = _masks(model)
     for mask in masks:
         kind = LayerKind(mask.window if mask.window < mask.length else None)
@@ -38,7 +40,7 @@ def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind
 
 @contextmanager
 def within(model: nn.Module, reach: int, length: int) -> Iterator[None]:
-    """Limits the windows of all such masks in a model to `reach`, for texts of up to `length` tokens, within the context."""
+    """Within this context, limits the windows of all masks in a model's buffers to `reach`, for texts of up to `length` tokens."""
     longer = [mask for mask in _masks(model) if reach < mask.window < mask.length]
     try:
         for mask in longer:
@@ -77,7 +79,7 @@ def _masks(model: nn.Module) -> list[_Mask]:
 
 
 def _window(buffer: Tensor) -> int | None:
-    """The window of a causal mask ``[…, T, T]``; T if it has no window; None if `buffer` is not a causal mask."""
+    """The window of the causal mask ``[…, T, T]`` in `buffer`; T if the mask has no window; None if `buffer` is not a causal mask."""
     if buffer.dtype != torch.bool or buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2] or not buffer.numel():
         return None
     mask = buffer.reshape(-1, *buffer.shape[-2:])[0]
@@ -89,6 +91,6 @@ def _window(buffer: Tensor) -> int | None:
 
 
 def _pick(module: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A hook that selects the mask of the layer's kind."""
+    """A forward pre-hook that passes only the mask of the module's kind on to the module."""
     mask, kind = given.get("attention_mask"), getattr(module, OWN_KIND)
     return args, given if mask is None else given | {"attention_mask": mask[:, kind : kind + 1]}

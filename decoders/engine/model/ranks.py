@@ -1,12 +1,12 @@
 """Tensor parallelism: several processes run a model together, each with a part of the weights. This file keeps them synchronized.
 
 A collective ends when every process has entered it, so all processes must run the same passes over blocks of the same sizes. These
-rules make them decide alike:
+rules make all processes decide alike:
 
-- All processes commit the same tokens, without sending any: logits are gathered or summed over the processes and have the same bits in
-  all, and noise depends only on seed, position and token.
-- Values that may differ come from the first process: a seed that the call does not name, clocks, measured costs, results of stopping
-  criteria. Weights count as changed if they have changed in any process.
+- All processes commit the same tokens without exchanging tokens: logits are gathered or summed over the processes, so that all have the
+  same bits, and noise depends only on seed, position and token.
+- Values that may differ between processes are taken from the first process: a seed that the call does not name, clocks, measured costs,
+  results of stopping criteria. Weights count as changed if they have changed in any process.
 - Passes run uncompiled, because processes finish compiling at different times, and compiled passes round differently.
 - Calls, and every step's draft, are compared before they run. If they differ, every process raises an error instead of waiting forever.
 """
@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a model. With a single process, the methods do nothing.
+    """The processes that share a model. With a single process, the methods exchange nothing.
 
     Attributes:
         group: the process group; None for a single process.
@@ -48,10 +48,10 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """The processes that share `model`. Raises UnsupportedError for parallelism other than of tensors or experts."""
+        """The processes that share `model`. Raises UnsupportedError for parallelism other than tensor or expert parallelism."""
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
-        from torch.distributed.fsdp import FSDPModule  # the import takes a second, so it is left to shared models
+        from torch.distributed.fsdp import FSDPModule  # the import takes a second, and only shared models need it
         from torch.distributed.tensor import DTensor
 
         shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -93,15 +93,15 @@ class Ranks:
         return self.size > 1
 
     def first(self, values: Sequence[int]) -> list[int]:
-        """`values` of the first process."""
+        """The `values` that the first process passes, returned in every process."""
         return [int(value) for value in self._first(list(values), torch.int64)] if self.several else list(values)
 
     def first_number(self, value: float) -> float:
-        """`value` of the first process."""
+        """The `value` that the first process passes, returned in every process."""
         return float(self._first([value], torch.float64)[0]) if self.several else value
 
     def clock(self) -> float:
-        """Seconds of the first process's clock."""
+        """The time in seconds on the first process's clock."""
         return self.first_number(time.perf_counter())
 
     def first_object(self, make: Callable[[], Value]) -> Value:
@@ -129,8 +129,8 @@ class Ranks:
         """Raises RanksError in every process if `parts` differ between processes.
 
         Args:
-            what: what `parts` are, for the error message.
-            parts: tensors, and values that are compared by ``repr``.
+            what: names `parts` in the error message.
+            parts: tensors, which are compared by shape and bits, and other values, which are compared by ``repr``.
         """
         if not self.several:
             return
@@ -145,7 +145,7 @@ class Ranks:
             )
 
     def check_draft(self, draft: Draft, lengths: Sequence[int]) -> None:
-        """:meth:`check` of a step's draft. lengths: number of tokens per row."""
+        """Raises RanksError in every process if a step's draft differs between processes. lengths: number of tokens per row."""
         tree = draft.topology
         shape = tree.parents if isinstance(tree, Topology) else (tree.parents, tree.visible)
         self.check("what a step drafts", draft.tokens, shape, list(lengths))

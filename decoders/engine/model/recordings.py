@@ -3,9 +3,9 @@
 A whole step (propose, core, observe) is recorded if nothing in it needs the host (:mod:`~decoders.engine.decode.call`). Otherwise only
 the parts that run a model are recorded: the core of a step, passes of draft models, chunks of a prompt (:meth:`Recordings.run`).
 
-A replay reads and writes the tensors that the work was recorded with. The session keeps these tensors: rows and cache itself, all other
-tensors in :class:`StaticInputs`. A later call copies its values into them and replays. All uses of the device go through a
-:class:`Recorder`, which tests replace.
+A replay reads and writes the tensors that the work was recorded with. The session owns the rows and the cache; :class:`StaticInputs`
+keeps all other tensors of a recording. A later call copies its values into these tensors and replays. All uses of the device go through
+a :class:`Recorder`, which tests replace.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-#: By stream, the recorder that records on it.
+#: The recorder that records on each stream.
 _recording_on: weakref.WeakValueDictionary[torch.cuda.Stream, Recorder] = weakref.WeakValueDictionary()
 
 
@@ -60,17 +60,17 @@ class Recorder:
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Runs the Python code of `body` once, but none of its kernels. Returns the graph, and the output that replays write to."""
+        """Records `body`: its Python code runs once, its kernels do not. Returns the graph, and the output that replays write to."""
         # This variable keeps a graph alive: torch refuses to record into a pool that has memory (cuBLAS's workspace) but no graph.
         living = next(iter(self._in_pool), None)
         if living is None or self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._in_pool.clear()
-        # Graphs that share memory must be recorded on the same stream. torch keeps a workspace of cuBLAS for every stream.
+        # Graphs that share memory must be recorded on the same stream, because torch keeps a cuBLAS workspace per stream.
         stream = self._stream = self._own_stream() if self._stream is None else self._stream
         pool = self._pool
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # Every thread has its own cuBLAS handle. The call creates it now, because it cannot be created within a recording.
+        # Every thread has its own cuBLAS handle. This call creates the handle now, because a recording cannot create it.
         torch.cuda.current_blas_handle()
         stream.wait_stream(current)
         # "thread_local" lets other threads allocate and wait for streams during the recording.
@@ -88,10 +88,10 @@ class Recorder:
         return graph, output
 
     def _own_stream(self) -> torch.cuda.Stream:
-        """A stream that no other recorder records on, if there is one. torch has 32 streams, which it returns in turn.
+        """A stream that no other recorder records on, if there is such a stream. torch has 32 streams, which it returns in turn.
 
-        All graphs of a stream share a workspace of cuBLAS, whatever their pool, and torch 2.13 frees it with any of these graphs. Then
-        a graph in another recorder's pool would write to memory that may hold anything.
+        All graphs recorded on a stream share a cuBLAS workspace, even graphs in different pools. torch 2.13 frees this workspace as
+        soon as any of these graphs is freed. A graph in another recorder's pool would then write to memory that may be in other use.
         """
         for _ in range(32):
             stream = torch.cuda.Stream(self.device)
@@ -117,7 +117,7 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 class HostCopies:
-    """Pinned host buffers for copies of small tensors of the device, which are all copied at once."""
+    """Pinned host buffers for small tensors on the device, which are all copied at once."""
 
     def __init__(self, recorder: Recorder, tensors: tuple[Tensor, ...]) -> None:
         self.recorder = recorder
@@ -130,18 +130,18 @@ class HostCopies:
         self.arrived.record()
 
     def lists(self) -> tuple[list, ...]:
-        """The values of the last copies. Waits for the device."""
+        """The values of the last copies, as lists. Waits for the device."""
         self.arrived.synchronize()
         return tuple([pinned.tolist() for pinned in self.pinned])
 
 
-#: Number of ordinary steps before a step is recorded. In these steps kernels are tuned and memory is allocated.
+#: Number of unrecorded steps before a step is recorded. In these steps kernels are tuned and memory is allocated.
 WARM_UP_STEPS = 3
-#: Number of runs of a part with arguments of the same kind before the part is recorded.
+#: How often a part of a step runs unrecorded with the same key and shapes before the part is recorded.
 PLAIN_RUNS = 2
-#: Most recordings of a session. All share a pool for intermediate results.
+#: Most recordings of a session. They all share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
-#: Most bytes of the inputs and outputs of a session's recordings, which are mainly logits of many nodes.
+#: Most bytes of inputs and outputs of a session's recordings. Most of these bytes are logits of blocks with many nodes.
 MOST_BYTES = 1 << 30
 
 #: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
@@ -162,7 +162,7 @@ def as_parts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCapacity:
-    """The sizes that a recorded step supports: rows of the batch, nodes of a block, and slots of a row that may be in use before."""
+    """The sizes that a recorded step supports: rows of a batch, nodes of a block, and slots of a row in use before the block."""
 
     rows: int
     nodes: int
@@ -178,7 +178,7 @@ class Recording:
 
     Attributes:
         body: the recorded function. It keeps the objects alive that replays work on.
-        capacity: the sizes that the recording supports; None if sizes are part of its key.
+        capacity: the sizes that the recording supports; None if the recording's key contains the sizes.
         inputs: the tensors that replays read and write, besides the session's rows and cache.
         output: the result of `body`; every replay writes to its tensors.
         replays: number of replays.
@@ -201,10 +201,10 @@ class Recording:
         self.replays += 1
 
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
-        """Replays `body`, a step, again and again. Yields each result while the next step runs, so that the device never waits.
+        """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never waits.
 
-        The caller stops when all rows have ended. The step that still runs then changes nothing, because ended rows get no tokens, and
-        later work on the same tensors comes after it on the device.
+        The caller stops when all rows have ended. One more step may still run then. It does no harm: ended rows get no tokens, and the
+        device runs later work on the same tensors only after this step.
 
         more: called before every launch. After it has returned False, only the results of launched steps are yielded.
         """
@@ -233,7 +233,7 @@ class Recording:
 
 @dataclass
 class _Failure:
-    """A failed recording. It is tried again, because the cause may be temporary, such as short memory.
+    """A failed recording. It is tried again, because the cause may be temporary, such as a lack of memory.
 
     Attributes:
         reason: the error's text.
@@ -246,7 +246,7 @@ class _Failure:
     refused: int = 0
 
     def waits(self) -> bool:
-        """Whether it is too early to try again. The number of requests between tries doubles, so that failures cost little."""
+        """Whether it is too early to try again. The number of requests before the next try doubles, so that failures cost little."""
         self.refused += 1
         return self.refused < 1 << self.tries
 
@@ -254,14 +254,14 @@ class _Failure:
 class Recordings:
     """The recordings of a session, by key. If there are too many, the least recently used are dropped first.
 
-    A key has everything that a recording depends on besides tensors: strategy and settings, plan, verifier, buckets, compiled parts.
-    With other weights or another attention there is a new engine with new sessions.
+    A key contains everything that a recording depends on besides tensors: strategy and settings, plan, verifier, buckets, compiled
+    parts. It need not contain weights and attention: if they change, a new engine with new sessions is created.
 
     Attributes:
         recorded: number of successful recordings.
         reused: number of calls that used an earlier recording.
         replays: number of replays by :meth:`run`.
-        unrecorded: why the last requested recording failed; "" if none failed since callers reset it.
+        unrecorded: why the last requested recording failed. A call resets it to "" at its beginning.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
@@ -283,14 +283,14 @@ class Recordings:
         return sum(recording.nbytes for recording in self._kept.values())
 
     def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
-        """Returns ``function(*given)``. The first few times the function runs, then it is recorded, and from then on replayed.
+        """Returns ``function(*given)``. The first calls run the function; then it is recorded, and later calls replay the recording.
 
         The next replay overwrites the result.
 
         Args:
-            key: returns everything that the function depends on besides `given`, including the addresses of tensors that it changes
-                in place. It is called again after recording, because more may have been compiled meanwhile.
-            given: tensors, also in tuples and dataclasses; they are copied to the recording's tensors.
+            key: returns everything that the function depends on besides `given`, including the addresses of tensors that the function
+                changes in place. It is called again after recording, because more code may have been compiled meanwhile.
+            given: tensors, also in tuples and dataclasses. A replay copies them to the recording's tensors.
         """
         if _as_parts.get():
             return function(*given)
@@ -318,12 +318,12 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """Copies the values of `inputs` into the step recorded for `key`, and returns that recording; None if no recording fits.
+        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if none fits.
 
         From then on the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
 
         Args:
-            needed: sizes of the call. Its number of nodes may be 0: the strategy proposes as many nodes as in the recording.
+            needed: sizes of the call. Its number of nodes may be 0, because the strategy will propose the recording's number of nodes.
             inputs: the call's objects: the strategy's state, the guide, the noise keys.
         """
         step = self._kept.get(key)
@@ -339,13 +339,13 @@ class Recordings:
     def record(
         self, key: Hashable, capacity: RecordedCapacity | None, inputs: Any, body: Callable[[], Any]
     ) -> Recording | None:
-        """Records `body` for `key` in place of an older recording. Returns None if that fails, or is not tried again yet.
+        """Records `body` for `key` in place of an older recording. Returns None if recording fails, or if it failed too recently.
 
         Args:
             capacity: the sizes that `body` supports.
-            inputs: see :meth:`reuse`; the recording keeps all tensors in it. After the call's first step, pass the
-                :class:`StaticInputs` from the beginning of the call, because later calls are compared at their beginning. If steps have
-                replaced tensors in it since then, only this call can use the recording.
+            inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass the
+                :class:`StaticInputs` from the beginning of the call, because a later call is compared with it at its own beginning. If
+                steps of this call have replaced tensors since then, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
         failure = self._failed.get(key)
@@ -376,7 +376,7 @@ class Recordings:
         return step
 
     def lists(self, *tensors: Tensor) -> tuple[list, ...]:
-        """The values of small tensors, with one sync for all."""
+        """The values of small tensors as lists, with one sync for all tensors."""
         looks = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         with self.recorder.active():
             if looks not in self._copies:
@@ -388,14 +388,14 @@ class Recordings:
         self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all recordings, and forgets failures."""
+        """Drops all recordings, and forgets all failures."""
         self._kept.clear()
         self._runs.clear()
         self._failed.clear()
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first exception of a failed recording. CUDA raises further exceptions after it, which hide it."""
+    """The first exception of a failed recording. Further exceptions, which CUDA raises after the first one, hide it."""
     while error.__context__ is not None:
         error = error.__context__
     return error

@@ -1,9 +1,9 @@
 """Recurrent layers (linear attention, state space, short convolution) in a block of nodes: each node continues its parent's state.
 
 A recurrent layer keeps a state per row instead of keys and values per token. A state that has read a rejected token cannot be rolled
-back. So the module with the state runs level by level: all nodes of a depth at once, each from a copy of its parent's state. The states
-after all nodes are kept until the block is verified; the commit takes the state after the last accepted node. All other parts
-(attention, experts, projections of the module) run on the whole block.
+back. So the module with the state runs level by level: all nodes of a depth at once, each from a copy of its parent's state. The state
+after every node is kept until the block is verified; the commit takes the state after the last accepted node. All other parts of the
+model (attention, experts, the module's projections) run on the whole block at once.
 
 A module counts as recurrent if it updates a state in transformers' cache, whatever its name (:mod:`.state_probe`).
 """
@@ -33,8 +33,9 @@ class Level:
     """Nodes of equal depth, which run together.
 
     Attributes:
-        nodes: indices of the nodes among all ``B·N`` nodes.
-        parents, places: indices of the nodes' parents, and of the nodes, among the ``B·(N+1)`` states (:attr:`RowStates.nodes`).
+        nodes: indices of the level's nodes among all ``B·N`` nodes.
+        parents: indices of the states of the nodes' parents among all ``B·(N+1)`` states (:attr:`RowStates.nodes`).
+        places: indices of the states of the nodes themselves among all ``B·(N+1)`` states.
     """
 
     nodes: Tensor
@@ -45,8 +46,8 @@ class Level:
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
     """The levels in which the nodes of a block run, computed on the host from the visibility.
 
-    Of the nodes that it sees, a node continues the one with the longest path: for a candidate, its parent; in a lookahead window, the
-    previous token. Nodes without a draft token do not run.
+    A candidate continues its parent's state. In a lookahead window, a node continues the state of the token before it. In general, a
+    node continues the visible node with the longest path. Nodes without a draft token do not run.
 
     Args:
         visible: ``[B, N, N]`` bool.
@@ -69,7 +70,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """Runs a block of nodes, each from its parent's states. base: ``[B]``, tokens before the block; if 0, states begin as zeros."""
+    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; 0: states are zeros."""
 
     def __init__(
         self, states: RowStates, specs: Sequence[Sequence[StateSpec]], visible: Tensor, nodes: Tensor, base: Tensor
@@ -110,7 +111,7 @@ class TextPass:
 
     Args:
         begin: per row, number of tokens before the chunk.
-        counts: per row, number of tokens without padding; states do not read padding.
+        counts: per row, number of tokens in the chunk without padding. The states do not read padding.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TextPass:
             if count <= 0:
                 continue
             states = [state[row : row + 1].clone() for state in own_states] if start else None
-            # Some modules can read several tokens at once only at the beginning of a text; they read later tokens one at a time.
+            # Some modules can read several tokens at once only at the beginning of a text. They read all later tokens one at a time.
             whole = states is None or getattr(module, CONTINUES_ATTRIBUTE)
             for first, last in [(0, count)] if whole else [(i, i + 1) for i in range(count)]:
                 cache, own = cache_of(specs, states)
@@ -146,7 +147,7 @@ class TextPass:
 
 
 class _OneLayer(list):
-    """A cache's list of layers that returns the same layer for every index."""
+    """The list of layers of a cache. It returns the same layer for every index."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
@@ -156,7 +157,7 @@ class _OneLayer(list):
 
 
 def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tuple[Cache, LinearAttentionLayer]:
-    """A cache for one call of a module, and the cache's layer. states: ``[M, …]`` each; None at the beginning of a text."""
+    """A cache for one call of a module, and the cache's only layer. states: ``[M, …]`` each; None at the beginning of a text."""
     layer = LinearAttentionLayer(number_of_states=1 + max(spec.index for spec in specs))
     if states is not None:
         for spec, state in zip(specs, states, strict=True):
@@ -165,14 +166,14 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
             layer.has_previous_state[spec.index] = True
             if spec.part == "conv_states":
                 layer.conv_kernel_size[spec.index] = state.shape[-1]
-            vars(layer).update(dtype=state.dtype, device=state.device)  # by their annotations they could only be None
+            vars(layer).update(dtype=state.dtype, device=state.device)  # by vars, as both are annotated as None
     cache = Cache(layers=[])
     cache.layers = _OneLayer([layer])
     return cache, layer
 
 
 def states_in(layer: LinearAttentionLayer, specs: Sequence[StateSpec]) -> list[Tensor]:
-    """The states in the layer of a cache after a call."""
+    """The states in the layer of a cache after a call of a module."""
     return [cast(Tensor, getattr(layer, spec.part)[spec.index]) for spec in specs]
 
 
@@ -187,8 +188,8 @@ def tokens_of(args: tuple, keywords: dict[str, Any]) -> Tensor:
 def on_others(
     args: tuple, keywords: dict[str, Any], kind: type[Cache], cache: Cache, tensor: Callable[[Tensor], Tensor]
 ) -> tuple[tuple, dict[str, Any]]:
-    """A module's arguments for a call on other tokens: `cache` replaces the cache of class `kind`, `tensor` is applied to tensors, and
-    masks are removed, because these calls have no padding.
+    """A module's arguments for a call on other tokens: `cache` replaces the cache of class `kind`, and ``tensor(value)`` replaces every
+    tensor. Masks are removed, because the other tokens have no padding.
     """
 
     def replaced(value: Any) -> Any:
@@ -204,7 +205,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain` whose modules run as the pass's :class:`~decoders.engine.model.slot_cache.StatePass` says."""
+    """A subclass of `plain`. The pass's :class:`~decoders.engine.model.slot_cache.StatePass` decides how its modules run."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]
@@ -234,7 +235,9 @@ _HOISTED = "decoders_hoisted"
 def projections(
     module: nn.Module, call: Callable[[Tensor], Tensor], hidden: Tensor
 ) -> tuple[tuple[str, ...], str | None]:
-    """The names of the linear layers that read `hidden`, and of the one whose output is ``call(hidden)``. Each runs once per call."""
+    """The names of the linear layers in `module` that read `hidden`, and the name of the linear layer whose output is ``call(hidden)``
+    (or None). Layers that run several times per call are left out.
+    """
     seen: list[tuple[str, Tensor, Tensor]] = []
     handles = [
         child.register_forward_hook(lambda _, args, out, name=name: seen.append((name, args[0], out)))
@@ -259,21 +262,21 @@ def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
     layers = [module.get_submodule(name) for name in (*first, *([last] if last else []))]
     for layer in layers:
         layer.__class__ = _replaceable(cast(Hashable, type(layer)))
-    # They are kept in tuples, so that a copy of the model copies them.
+    # The layers are kept in tuples, so that copies of the model contain tuples of the copied layers.
     setattr(module, _HOISTED, (tuple(layers[: len(first)]), tuple(layers[len(first) :])))
 
 
 class Running:
-    """The level that runs now. nodes: see :class:`Level`."""
+    """Holds the nodes of the level that runs now, see :attr:`Level.nodes`."""
 
     nodes: Tensor
 
 
 @contextmanager
 def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Runs the projections of `module` on all `tokens` ``[B, N, H]`` at once, while the module runs level by level inside.
+    """Runs the projections of `module` on all `tokens` ``[B, N, H]`` at once. Within this context, the module runs level by level.
 
-    Yields a function that computes the module's result from its outputs of all levels, ``[B·N, …]``.
+    Yields a function that computes the module's result from the module's outputs in all levels, ``[B·N, …]``.
     """
     first, last = getattr(module, _HOISTED, ((), ()))
     inputs: list[Tensor] = []
@@ -310,7 +313,7 @@ def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Cal
 
 @cache
 def _replaceable(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain` whose ``forward`` can be replaced by a stand-in."""
+    """A subclass of `plain` whose ``forward`` calls the module's stand-in, if a stand-in is set."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         stand_in = vars(self).get(_STAND_IN)

@@ -1,9 +1,9 @@
 """Rotary tables that depend on the length of the text. longrope has one table up to the original length and another table beyond it;
-dynamic NTK scaling has a different table for every length beyond it.
+dynamic NTK scaling has a different table for every length beyond the original length.
 
 transformers chooses the table by the longest position in a pass, drafts and other rows included. In our copy of a model, modules choose
-the table by the call's *side*: side 0 are texts up to the first border, side 1 texts up to the second border, and so on. A call that
-stays on one side gets the tables that transformers would choose for its text.
+the table by the call's *side*. Side 0 contains texts up to the first border, side 1 texts up to the second border, and so on. A call
+that stays on one side gets the tables that transformers would choose for its text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...common.transformers_compat import rope_parameters_of, rope_type_of, set_rope_type
 from ...errors import ContextLengthError, UnsupportedError
 
-#: The rope types whose tables depend on the length; the value says whether all lengths beyond the border share a table.
+#: The rope types whose tables depend on the length. True: all lengths beyond the border share a table.
 VARYING = {"longrope": True, "dynamic": False}
 
 
@@ -28,7 +28,7 @@ class Sides:
     """The lengths at which the rotary tables of a design change.
 
     Attributes:
-        borders: the greatest length of each side, in ascending order; if `open`, there is one more side beyond the last border.
+        borders: the greatest length of each side, in ascending order. If `open`, there is one more side beyond the last border.
         open: whether all texts beyond the last border share a table.
         now: the side of the present pass.
         flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All our copies of a model share it.
@@ -44,7 +44,7 @@ class Sides:
 
     def take(self, side: int) -> None:
         """Sets the side of the next passes."""
-        if side != self.now:  # so that no recorded step sets the side, because replays would set it again
+        if side != self.now:  # a recorded step must not write the flag, because its replays would write it again
             self.now = side
             self.flag.fill_(side)
 
@@ -54,7 +54,7 @@ class Sides:
         Args:
             name: the design's name.
             prompt: number of tokens of the longest prompt.
-            new_tokens: most new tokens; the last is never run.
+            new_tokens: most new tokens. The last new token never runs through the model.
             cached: number of the prompt's tokens in the caller's cache; None without a cache.
         """
         before = self._passed(prompt)
@@ -88,13 +88,13 @@ def varies(config: PreTrainedConfig) -> bool:
 
 
 def has_varying_table(module: nn.Module) -> bool:
-    """Whether ``forward`` of `module` writes a table that depends on the length to attributes of `module`."""
+    """Whether `module` has a table that depends on the length. Its ``forward`` then writes the table to attributes of `module`."""
     kind = rope_type_of(module)
     return kind is not None and not VARYING.keys().isdisjoint(kind.values() if isinstance(kind, dict) else (kind,))
 
 
 def take_over(model: PreTrainedModel) -> Sides | None:
-    """Replaces the rotary modules in our copy of a model by modules with tables by side. Returns the sides; None if the tables do not
+    """Replaces the rotary modules in our copy of a model by modules with a table per side. Returns the sides; None if the tables do not
     depend on the length.
 
     Raises:
@@ -122,7 +122,7 @@ def take_over(model: PreTrainedModel) -> Sides | None:
 
 
 def with_own_tables(model: nn.Module) -> None:
-    """Copies the buffers of all modules in our copy of a model whose ``forward`` writes its table to them."""
+    """Gives our copy of a model separate buffers for the tables that ``forward`` of rotary modules writes."""
     for module in model.modules():
         if has_varying_table(module):
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -130,7 +130,7 @@ def with_own_tables(model: nn.Module) -> None:
 
 
 def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Yields a design's rope types, each with the greatest length for which its first table is used."""
+    """Yields a design's rope types, each with the greatest length for which the type's first table is used."""
     for parameters in rope_parameters_of(config):
         kind = str(parameters.get("rope_type", parameters.get("type", "default")))
         context = int(getattr(config, "max_position_embeddings", None) or (1 << 31))
@@ -148,7 +148,7 @@ def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
 
 
 class SidedRotary(nn.Module):
-    """A rotary module that uses the present side's table for all positions. module: the module that it replaces."""
+    """A rotary module that uses the present side's table for all positions. module: the rotary module to replace."""
 
     flag: Tensor
 
@@ -193,7 +193,7 @@ class SidedRotary(nn.Module):
         return _each(lambda values: values[..., :-1, :], table)
 
     def _settle(self, number: int) -> bool:
-        """Fixes the table of side `number`, so that passes neither compute nor write it. Returns whether this is possible."""
+        """Fixes the table of side `number`, so that passes neither compute nor write the table. Returns whether this is possible."""
         module, kind = self.sides[number], rope_type_of(self.sides[number])
         if kind is None:
             return False
@@ -218,7 +218,7 @@ class SidedRotary(nn.Module):
 
 
 def _each(function: Callable[..., Tensor], *tables: Any) -> Any:
-    """`function` of each tensor of `tables`, which are tensors or tuples of tensors."""
+    """Applies `function` to `tables`. If the tables are tuples of tensors, it is applied to the first tensors, the second tensors, …"""
     if isinstance(tables[0], Tensor):
         return function(*tables)
     return tuple(function(*parts) for parts in zip(*tables, strict=True))

@@ -38,9 +38,9 @@ from .weights.twin import share_weights
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
-    """The target of `model`: with this package's kernels if they are chosen, fit and compute the right logits; else with PyTorch's.
+    """The target of `model`. It uses this package's kernels if they are chosen, fit and compute the right logits; else PyTorch's.
 
-    A kernel that fails gives a warning, and the reason is in :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>`.
+    If a kernel fails, a warning is given, and :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>` has the reason.
 
     Raises:
         UnsupportedError: see :class:`Target`; or the target's logits for a tree differ from the model's.
@@ -101,7 +101,7 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     return target
 
 
-#: Number of tokens of a branch behind the text whose logits are compared.
+#: Number of tokens of the longest branch after a text. For each block, the check compares the logits along the last branch.
 LONGEST_BRANCH = 3
 
 
@@ -112,7 +112,7 @@ class Sizes:
     Attributes:
         texts: number of tokens of each row, the longest row first.
         trees: for each verified block, the number and the length of its branches.
-        reach: the check shortens windows and chunks of layers to at most this, so that its short texts exceed them.
+        reach: the check shortens windows and chunks of layers to at most this many positions, so that its short texts exceed them.
     """
 
     texts: tuple[int, ...]
@@ -120,38 +120,38 @@ class Sizes:
     reach: int
 
     def within(self, context: int) -> Sizes:
-        """These sizes for a model with `context` positions, with texts so short that a branch fits behind them."""
+        """These sizes for a model with `context` positions. Texts are shortened so that a branch fits after them."""
         longest = max(context - LONGEST_BRANCH, 2)
         return replace(self, texts=tuple(min(count, longest - row) for row, count in enumerate(self.texts)))
 
 
-#: On the CPU the check has two short texts and a block of 16 nodes. It must be quick, because processes begin with it.
+#: On the CPU the check has two short texts and a block of 16 nodes. It must be quick, because a process runs it before its first call.
 ON_CPU = Sizes((16, 8), ((5, 3),), 6)
-#: On CUDA, texts exceed a bucket and a split of the attention kernel, and blocks have up to 64 nodes, as in calls. A kernel that is
-#: right at small sizes may be wrong at these sizes.
+#: On CUDA the check has a text longer than a bucket of slots and than a split of the attention kernel, and blocks of up to 64 nodes, as
+#: calls have. A kernel that is right at small sizes may be wrong at these sizes.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
 def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
-    """Reads texts, verifies trees behind them, and compares the logits with the model's own. This finds faults that no config shows.
+    """Reads texts, verifies trees after them, and compares the logits with the model's own. This finds faults that no config shows.
 
     Returns:
-        the greatest length of texts for which the check is valid; None for any length.
+        the greatest length of text for which the check is valid; None if it is valid for any length.
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
     """
     reference = share_weights(model)  # the copy is in evaluation mode, whatever the mode of the user's model
     rope.with_own_tables(reference)
-    scheme = target.precision.weights if target.precision.weights != "16bit" else None  # the copy has the same numbers
+    scheme = target.precision.weights if target.precision.weights != "16bit" else None  # 16-bit copies are exact
     quantize(reference, scheme, reference.get_output_embeddings(), groups=target.products.groups)
     layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
     sizes = sizes.within(target.lengths.most)
     if target.recurrent:  # one row is enough, because rows of different lengths would be read one by one
         sizes = replace(sizes, texts=sizes.texts[-1:])
-    # A longer text than this is only possible in a single row.
+    # If the design uses the number of cached tokens, a text of more than `harmless` tokens can only be decoded in a single row.
     if target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]:
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
@@ -169,7 +169,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
-    """Says how the logits of `target` and `reference` differ; None if they differ only by rounding."""
+    """Returns a text that says how the logits of `target` and `reference` differ; None if they differ only by rounding."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
     target.take_side(target.side_of(max(map(len, ids))))
@@ -192,7 +192,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
 
 
 def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
-    """Pseudo-random token ids: for each row a text, continued by the longest branch."""
+    """Pseudo-random token ids: for each row, a text followed by the tokens of the longest branch."""
     ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
     return [
         ids[row * 1000 :][: count + LONGEST_BRANCH] % target.vocabulary.embeddings
@@ -201,8 +201,8 @@ def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
 
 
 def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tensor]:
-    """``[LONGEST_BRANCH + 1, V]`` float32 per text, the logits after the text's last tokens. Padding is on the right."""
-    # The padding is an ordinary token, not 0, because a design may detect its padding token by itself.
+    """The model's own logits after the last tokens of each text, ``[LONGEST_BRANCH + 1, V]`` float32. Padding is on the right."""
+    # The padding is an ordinary token, not 0, because a design may treat its own padding token in a special way.
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=float(texts[0][0]))
     count, longest = LONGEST_BRANCH + 1, tokens.shape[1]
     behind = [longest - len(text) for text in texts]
@@ -239,7 +239,7 @@ def _tree_logits(
 
 
 def check_moves(target: Target) -> None:
-    """Raises UnsupportedError if a kernel of ours moves slots, and its results differ from plain copies."""
+    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Without the kernel, returns."""
     buffers = target.buffers(2, 64)
     if buffers.places is None:
         return
@@ -263,7 +263,7 @@ def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
 
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
-    """Runs the passes of a check with one row and with two, to compile kernels. twin: a copy, because modules may keep results."""
+    """Runs the passes of a check with one row and with two rows, to compile kernels. twin: a copy, as modules may keep results."""
     _move_some(twin.buffers(2, 64), twin.device)
     sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):
@@ -277,7 +277,7 @@ REACHES = ("sliding_window", "attention_chunk_size")
 
 @contextmanager
 def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
-    """Limits windows and chunks of `target` and `reference` to `sizes.reach`, within the context. `reference` must be our copy."""
+    """Within this context, limits windows and chunks of `target` and `reference`, which must be our copy, to `sizes.reach`."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
     usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
     kinds = target.attending.kinds
@@ -305,7 +305,7 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
 def can_mix(target: Target) -> bool:
     """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives the results of separate passes over the rows and the prompt.
 
-    It does for designs that call transformers' attention function by name, and does not for designs with other attention code.
+    True for designs that call transformers' attention functions by name, False for designs with their own attention code.
     """
     if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
         return False
@@ -332,9 +332,9 @@ def can_mix(target: Target) -> bool:
 
 
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
-    """``[count, V]`` float32, the model's own logits after `count` tokens of `ids` ``[1, T]`` from `begin` on, with a pass per token.
+    """The model's own logits ``[count, V]`` float32 after the `count` tokens of `ids` ``[1, T]`` from `begin` on, by a pass per token.
 
-    Recurrent layers may use other equations for single tokens than for a text in one pass, where Nemotron-H bounds time steps.
+    Recurrent layers may use other equations for a single token than for a text in one pass: Nemotron-H bounds time steps in a text.
     """
     out, logits = model(input_ids=ids[:, :begin], use_cache=True), []
     for place in range(begin, begin + count):

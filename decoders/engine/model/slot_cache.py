@@ -13,7 +13,8 @@ from .cache import CacheBuffers
 from .kernels import cpu
 from .kernels.products import on_cpu
 
-#: Runs a module on some of its input tokens. Arguments: a function that selects these tokens, ``[M, n, …]``, of a tensor; a cache.
+#: Runs a module on some of its input tokens, and returns the output. The first argument is a function that selects the entries of these
+#: tokens, ``[M, n, …]``, from a tensor of all tokens. The second argument is the cache for the call.
 RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
 
 
@@ -21,14 +22,14 @@ class StatePass(Protocol):
     """How recurrent layers run in one pass of the model (:mod:`.recurrent`)."""
 
     def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
-        """Returns the output of `module` for all `tokens` of the pass, ``[B, N, H]``, and stores the module's states."""
+        """Returns the output of `module` for all `tokens` of the pass, ``[B, N, H]``, and stores the layer's new states."""
         ...
 
 
 class Levels(NamedTuple):
     """Quantized keys or values for attention: int8 ``[B, h, view, d]`` and scales ``[B, h, view, 1]``.
 
-    Model code passes this tuple on to a kernel, which reads it without a dequantized copy.
+    Model code passes this tuple on to an attention kernel, which needs no dequantized copy.
     """
 
     levels: Tensor
@@ -41,10 +42,10 @@ class SlotCache(Cache):
     Args:
         buffers: keys and values, which are written in place.
         slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
-        view: attention sees slots ``0 … view-1``, so that its cost depends on the texts' length, not on the cache's size.
-        states: runs the recurrent layers in this pass; None if the model has none.
+        view: attention sees slots ``0 … view-1``. So its cost depends on the length of the texts, not on the size of the cache.
+        states: runs the recurrent layers in this pass; None if the model has no recurrent layers.
         counts: ``[N]``, for a single row, the number of tokens before each node minus the node's index in the pass. Designs with
-            :class:`~decoders.engine.model.layout.CountedTokens` add the index.
+            :class:`~decoders.engine.model.layout.CountedTokens` add the index themselves. None for all other designs.
         in_levels: whether attention gets quantized keys and values as :class:`Levels`; otherwise the cache dequantizes them.
     """
 
@@ -71,14 +72,14 @@ class SlotCache(Cache):
         return keys[:, :, : self.view], values[:, :, : self.view]
 
     def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor | Levels:
-        """Writes `states` as int8. Returns the slots of the view for attention, with the same values as in later passes."""
+        """Writes `states` as int8. Returns the view's slots for attention; later passes will read the same quantized values."""
         levels, scale = quantize_slots(states)
         write_slots(buffer, self.slots, levels)
         write_slots(scales, self.slots, scale)
         seen = Levels(buffer[:, :, : self.view], scales[:, :, : self.view])
         return seen if self.in_levels else seen.levels.to(states.dtype) * seen.scales
 
-    # Models call these methods to compute positions; the loop always passes positions and a mask.
+    # Models call these methods to compute positions and masks, if they get none. The loop always passes positions and a mask.
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
         return 0 if self.counts is None else self.counts
 
@@ -99,7 +100,7 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
-    """Our CPU kernel that writes keys and values; None if it does not fit, and in compiled code, where inductor generates a kernel."""
+    """Our CPU kernel that writes keys and values; None if it does not fit. Also None in compiled code: inductor generates a kernel."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     if buffer.dtype not in cpu.TYPES or not keys.dtype == values.dtype == buffer.dtype:
@@ -110,7 +111,7 @@ def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Non
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """Sets ``buffer[b, :, slots[b, n]] = states[b, :, n]``. buffer: ``[B, h, L, d]``; slots: ``[B, N]``; states: ``[B, h, N, d]``."""
     if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
-        # For one row this takes half the time. Compiled code does not use it, so that one graph serves all numbers of rows.
+        # For one row this takes half the time. Compiled code writes all rows alike, so that one graph serves all numbers of rows.
         buffer[:, :, slots[0]] = states.to(buffer.dtype)
         return
     # This is index_put and not scatter, because inductor runs index_put in place, but copies the whole buffer for scatter.

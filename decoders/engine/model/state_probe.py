@@ -1,4 +1,4 @@
-"""Finds the modules of a model that keep recurrent states, with a trial pass, and checks that they can continue a state."""
+"""Finds the modules of a model that keep recurrent states, by a trial pass, and checks that these modules can continue a state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .recurrent import (
     tokens_of,
 )
 
-#: Number of layers of the probe's cache. It is limited, because a model may iterate over the layers.
+#: Number of layers of the probe's cache. It is finite, because a model may iterate over the layers.
 MOST_LAYERS = 4096
 #: Number of tokens of a trial text.
 TRIED = 6
@@ -41,7 +41,7 @@ TOKEN_BY_TOKEN = 0.1
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A module that keeps states, with its arguments in a trial pass. layer: the cache's layer that holds the states."""
+    """A module that keeps states, with its arguments in a trial pass. layer: index of the cache layer that holds the states."""
 
     layer: int
     module: nn.Module
@@ -50,7 +50,7 @@ class Recurrent:
     keywords: dict[str, Any]
 
     def __call__(self, hidden: Tensor, cache: Cache) -> Tensor:
-        """The module's output for `hidden` ``[1, n, H]``, with its other arguments from the trial pass."""
+        """The module's output for `hidden` ``[1, n, H]``. All other arguments are those of the trial pass."""
         first = self.tokens
 
         def tensor(value: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Recurrent:
         """Whether the module can continue a text with several tokens at once.
 
         Raises:
-            UnsupportedError: the module's results for a text differ if it reads the text token by token.
+            UnsupportedError: the module's results for a text are different if the module reads the text token by token.
         """
         like, generator = self.tokens, torch.Generator().manual_seed(0)
         hidden = torch.randn(1, TRIED, like.shape[2], generator=generator, device="cpu").to(like)
@@ -115,7 +115,7 @@ class Recurrent:
 
 
 class StateProbe(LayoutProbe):
-    """A :class:`LayoutProbe` that also records which modules update which states."""
+    """A :class:`LayoutProbe` that also records which module updates the states of which layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -136,12 +136,12 @@ class StateProbe(LayoutProbe):
         return modules
 
     def note(self, layer: int) -> None:
-        """Records that the running module has updated a state of `layer`."""
+        """Records that the module that runs now has updated a state of `layer`."""
         self._calls[layer] = self._running[-1]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Tracks which module of `model` runs."""
+        """Within this context, tracks which module of `model` runs now."""
 
         def begins(module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
             self._running.append((module, args, keywords))
@@ -169,7 +169,7 @@ class _Noting(list):
 
     @functools.cached_property
     def _usual(self) -> list[Any]:
-        """The layers of transformers' own cache; empty if it cannot create them in advance."""
+        """The layers of transformers' own cache; empty if transformers cannot create the layers in advance."""
         try:
             return list(DynamicCache(config=self._config).layers)
         except (KeyError, TypeError, ValueError):
@@ -209,9 +209,9 @@ def may_keep_states(model: PreTrainedModel) -> bool:
 
 
 def adopt(entries: Sequence[Recurrent]) -> bool:
-    """Makes the recurrent modules in our copy of a model run as a :class:`~decoders.engine.model.slot_cache.StatePass` says.
+    """Lets a :class:`~decoders.engine.model.slot_cache.StatePass` decide how the recurrent modules in our copy of a model run.
 
-    Returns whether all of them can continue a text with several tokens. Raises UnsupportedError if a module does not fit.
+    Returns whether all these modules can continue a text with several tokens at once. Raises UnsupportedError if a module does not fit.
     """
     tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
     for recurrent in entries:

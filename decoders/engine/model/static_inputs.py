@@ -1,4 +1,4 @@
-"""Finds the tensors inside a strategy's state, compares them with the tensors of another call's state, and copies values over."""
+"""Finds the tensors in a strategy's state, compares them with the tensors in another call's state, and copies values between them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class SameObject:
 
 
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All parts of `root` by path: first the tensors, then the other values.
+    """Returns the tensors inside `root`, by path, and all other values inside `root`, by path.
 
-    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. For an object with a
-    method `static_parts`, the method's result is searched instead.
+    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. If an object has a
+    method `static_parts`, the method's result is searched instead of the object.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -74,9 +74,9 @@ def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]
 class StaticInputs:
     """The tensors in `root` that a recording reads and writes.
 
-    The state of another call fits if it has the same parts: tensors of equal shape, dtype and device, and equal other values. It never
-    fits if it contains an object that every call creates anew and that cannot be searched, such as a closure. Then every call records
-    its own steps, which is slower.
+    The state of another call fits if it has the same parts: tensors of equal shape, dtype and device, and equal other values. A state
+    never fits if it contains an object that every call creates anew and that cannot be searched, such as a closure. Then every call
+    records its own steps, which is slower.
     """
 
     def __init__(self, root: Any) -> None:
@@ -85,13 +85,13 @@ class StaticInputs:
 
     @property
     def settled(self) -> bool:
-        """Whether `root` still has these tensors. If steps have replaced any of them, another call's values cannot be loaded."""
+        """Whether `root` still holds the tensors of this object. If steps have replaced one, another call's values cannot be loaded."""
         tensors, _ = find_tensors(self.root)
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
-        """Copies the values of the tensors in `root` to these tensors. Returns False, without copying, if `root` does not fit."""
+        """Copies the values of the tensors in `root` to :attr:`tensors`. Returns False, without copying, if `root` does not fit."""
         tensors, others = find_tensors(root)
         if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():
             return False
@@ -103,24 +103,24 @@ class StaticInputs:
         return True
 
     def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Copies the values of `tensors` to these tensors. tensors: found by :func:`find_tensors` in a state that fits."""
+        """Copies the values of `tensors` to :attr:`tensors`. tensors: found by :func:`find_tensors` in a state that fits."""
         _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """The reverse of :meth:`load`: copies the values of these tensors to those in `root`, which must fit."""
+        """The reverse of :meth:`load`: copies the values of :attr:`tensors` to the tensors in `root`, which must fit."""
         tensors, _ = find_tensors(root)
         _copy_all(tensors, self.tensors, copy)
 
 
 def copied(value: Any) -> Any:
-    """`value` with copies of its tensors. The copies of tensors that share a buffer share a copy of the buffer."""
+    """`value` with copies of its tensors. If tensors together fill a buffer, their copies share a copy of this buffer."""
     tensors, _ = find_tensors(value)
     buffers = {buffer.data_ptr(): buffer.clone().untyped_storage() for buffer in _whole_buffers(tensors)[0].values()}
     return _copied(value, buffers)
 
 
 def _copied(value: Any, buffers: Mapping[int, torch.UntypedStorage]) -> Any:
-    """buffers: copies of the buffers that tensors share, by address."""
+    """The result of :func:`copied`. buffers: copies of shared buffers, by the address of the original buffer."""
     if isinstance(value, Tensor):
         buffer = buffers.get(value.untyped_storage().data_ptr()) if buffers else None
         if buffer is None:
@@ -134,10 +134,10 @@ def _copied(value: Any, buffers: Mapping[int, torch.UntypedStorage]) -> Any:
 
 
 def _whole_buffers(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple, Tensor], list[str]]:
-    """Finds tensors that together fill a buffer, so that they can be copied at once.
+    """Finds tensors that together fill a buffer, so that one copy of the buffer copies them all.
 
     Returns:
-        the buffers, as bytes, by the layout of their parts; and the paths of all other tensors.
+        the buffers, as bytes, by the layout of the tensors in them; and the paths of all other tensors.
     """
     sharing: dict[int, list[str]] = {}
     for path, tensor in tensors.items():
@@ -156,7 +156,7 @@ def _whole_buffers(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple, Tensor], 
 
 
 def _fill(tensors: list[Tensor]) -> bool:
-    """Whether `tensors`, which share a buffer, are contiguous and cover it."""
+    """Whether `tensors`, which share a buffer, are contiguous and cover the whole buffer."""
     end = 0
     for begin, size in sorted((int(t.storage_offset()) * t.itemsize, t.nbytes) for t in tensors if t.is_contiguous()):
         if begin > end:
@@ -198,7 +198,7 @@ def _equal(own: Any, other: Any) -> bool:
 
 
 def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` with size 1 in the dimensions that `like` expands, because expanded tensors cannot be written."""
+    """`tensor` with size 1 in the dimensions in which `like` (default: `tensor`) is expanded: expanded tensors cannot be written."""
     like = tensor if like is None else like
     for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if stride == 0 and size > 1:

@@ -59,7 +59,7 @@ class ForwardResult:
     layers: Tensor | None = None
 
     def behind(self, count: int) -> ForwardResult:
-        """These results without the hidden states of the first `count` nodes. Call it if these nodes have no logits."""
+        """These results without the hidden states of the first `count` nodes, for passes in which these nodes get no logits."""
         if not count:
             return self
         layers = self.layers[:, count:] if self.layers is not None else None
@@ -76,27 +76,27 @@ class ForwardResult:
 class Target:
     """A causal language model for the loop: our copy of the user's model, with the user's weights.
 
-    Use :func:`~decoders.engine.model.self_check.target_of` to create a target that is checked.
+    :func:`~decoders.engine.model.self_check.target_of` creates a target and checks it.
 
     The copy has its own modules and config but shares every parameter with `model`. So our attention function does not affect a plain
     ``model.generate`` that another thread may be running.
 
     Attributes:
-        static: whether steps are recorded per size, so that sizes are rounded to buckets.
-        precision: precision of the matrices and of the cache, where it differs from the model's.
+        static: whether steps are recorded per size, so that sizes are rounded up to buckets.
+        precision: precision of the matrices and of the cache, if it differs from the model's precision.
         vocabulary: the tokens that the model reads and writes.
         attending: how the layers attend.
         products: how matrices are multiplied.
         lengths: how results depend on the length of a text.
         checks: the results of the checks made when the target was created.
-        weights: the state of the weights from which kept texts and quantized matrices were computed.
+        weights: the state of the weights from which kept keys and values, and quantized matrices, were computed.
         rounds: whether intermediate values are rounded (activations, keys or values are quantized, or float32 products use
             TensorFloat-32), so that a difference in the last bit may become larger.
-        recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`); with such layers the model runs uncompiled.
-        continues: whether the recurrent layers can read a text in several passes.
-        taps: keep the outputs of a pass besides logits.
+        recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`). A model with recurrent layers runs uncompiled.
+        continues: whether all recurrent layers can continue a text with several tokens at once.
+        taps: the hooks that keep outputs of a pass besides logits.
         multiple: the numbers of nodes in blocks and chunks of text are multiples of this. It is more than 1 if bits matter and depend
-            on the slots of a path. Tokens accepted on a branch are then run again in their own slots.
+            on the slots of a path. Then tokens accepted on a branch run again in the slots ``base + depth``.
         ranks: the processes that share the weights.
 
     Raises:
@@ -158,7 +158,7 @@ class Target:
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        # Only PyTorch's attention needs multiples. To fill a multiple, committed tokens run again, which recurrent states do not allow.
+        # Only PyTorch's attention needs multiples. Committed tokens run again to fill a multiple, which recurrent states do not allow.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self) -> PassInput:
@@ -176,7 +176,7 @@ class Target:
         self.taps.head.forget()
 
     def check_lengths(self, longest: int, rows: int) -> None:
-        """Raises ContextLengthError if `rows` texts of up to `longest` tokens cannot be decoded with the model's own results."""
+        """Raises ContextLengthError if the loop cannot decode `rows` texts of up to `longest` tokens with the model's own results."""
         name, most = type(self.model).__name__, self.checks.longest
         if most is not None and longest > most:
             raise ContextLengthError(
@@ -221,7 +221,7 @@ class Target:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the decoder layers whose outputs the target's results contain, see :meth:`watching`."""
+        """Indices of the decoder layers whose outputs are in the target's results, see :meth:`watching`."""
         return self.taps.layers
 
     @property
@@ -236,7 +236,7 @@ class Target:
 
     @functools.cached_property
     def runs_whole_layers(self) -> bool:
-        """Whether an operator computes each decoder layer as a whole, so that compiling saves little."""
+        """Whether a single operator computes each decoder layer, so that compiling saves little."""
         return self.decoder_layers > 0 and all(map(is_whole, decoder_layers(self.model)))
 
     @functools.cached_property
@@ -250,7 +250,7 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether blocks of `rows` rows may have one node in each, with the bits of larger blocks. False if sizes are static."""
+        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if a token could then change."""
         if self.static:
             return False
         if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
@@ -264,7 +264,7 @@ class Target:
         return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
-        """A target with another copy of the model's modules and the same weights, quantized or not. layers: see :meth:`watching`."""
+        """A target with another copy of the modules, and with the same (quantized) weights. layers: see :meth:`watching`."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -272,7 +272,7 @@ class Target:
         return twin
 
     def copied(self) -> PreTrainedModel:
-        """Another copy of the modules, without our hooks."""
+        """Another copy of the model's modules, without the hooks in :attr:`taps`."""
         model = share_weights(self.model, self.matrices)
         self.taps.unwatch(model)
         return model
@@ -298,8 +298,8 @@ class Target:
         return self.sibling(layers)
 
     def renew(self, weights: WeightState) -> bool:
-        """Computes quantized matrices again from the present weights, in place, so that compiled code and recorded steps see the new
-        values. Returns False if a copy in 16 bits can no longer represent its weight.
+        """Quantizes the present weights again, in place, so that compiled code and recorded steps read the new values. Returns False if
+        a 16-bit copy of a weight can no longer represent the weight.
         """
         if not self.products.quantized.renew():
             return False
@@ -316,13 +316,13 @@ class Target:
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
-            # Some designs read more of a token than its embedding. So, if possible, drafts run in a separate pass with token ids.
+            # Some designs read more of a token than its embedding. So drafts run in a separate pass with token ids, if possible.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
                 first = self.forward(given._replace(nodes=nodes[:, :count], tree=begin))
                 drafts = given._replace(nodes=nodes[:, count:], text=LeadingText(), root=None)
                 return first.followed_by(self.forward(drafts))
-            # The root's id may be -1. It would then count as a node without a draft token, and not run.
+            # The root's id may be -1. Recurrent layers would then take the root for a node without a draft token, and not run it.
             nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
         inputs = self.inputs(nodes, given.base, given.tree, given.buffers, given.view, text if text.length else None)
         if root is not None:
@@ -343,17 +343,17 @@ class Target:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """:meth:`prefill` with results for all tokens. Without `logits` only the first token gets logits.
+        """Like :meth:`prefill`, but returns results for all tokens. Without `logits`, only the first token gets logits.
 
-        valid: ``[B, N]`` bool, which tokens belong to the row's text; the other tokens are padding behind it.
+        valid: ``[B, N]`` bool, which tokens belong to the row's text. The other tokens are padding after the text.
         """
         inputs = self._text_inputs(tokens, start, buffers, view, latest, valid)
         return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
-        """The model's results for `inputs`, as ordinary tensors, which strategies and compiled functions can use.
+        """The model's results for `inputs`. They are ordinary tensors, which strategies and compiled functions can use.
 
-        kept: ``[K]`` int64, the nodes that get logits; None for all.
+        kept: ``[K]`` int64, the nodes that get logits; None for all nodes.
         """
         self.taps.head.let_read(kept)
         with self._quick():
@@ -364,7 +364,7 @@ class Target:
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
     ) -> dict:  # fmt: skip
-        """:meth:`inputs` for a chunk of text. Recurrent layers read text in another way than a block of nodes."""
+        """The result of :meth:`inputs` for a chunk of text. Recurrent layers read text in another way than a block of nodes."""
         rows, count = tokens.shape
         text_pass = None
         if buffers.states is not None:
@@ -404,7 +404,7 @@ class Target:
         return {
             "input_ids": tokens.clamp(0, self.vocabulary.embeddings - 1),
             "attention_mask": mask,
-            # Draft tokens may be beyond the context. The loop never commits these, but their positions would have no embedding.
+            # Draft tokens may lie beyond the context. The loop never commits such draft tokens, but their positions have no embedding.
             "position_ids": positions.clamp(0, self.lengths.most - 1),
             "use_cache": True,
             self._cache_keyword: cache,

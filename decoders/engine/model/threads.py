@@ -1,4 +1,4 @@
-"""The number of threads of a step: torch's number, or fewer while other processes use the cores.
+"""The number of threads in a step: torch's number, or fewer while other processes use the cores.
 
 Parallel code waits for its slowest thread hundreds of times in a step. If another process uses a core, such a wait lasts a time slice
 of the scheduler. On two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and 5 ms with one. Results
@@ -25,14 +25,14 @@ from ...report.surroundings import WAITING, busy_share
 #: A number of threads is judged after STEPS steps, or after LONG seconds.
 STEPS = 4
 LONG = 0.1
-#: Another number of threads is better if its steps take at most this share of the time.
+#: Another number of threads is better if a step then takes at most this share of the former time.
 BETTER = 0.9
-#: Seconds of steps between two trials: at least AGAIN, and at least SPARSE times the seconds of the last trial.
+#: Between two trials, steps take at least AGAIN seconds, and at least SPARSE times the seconds of the last trial.
 AGAIN, SPARSE = 1.0, 20
 
 
 class _TorchsOwn(threading.local):
-    """torch's number of threads in this thread before calls changed it, and the number of calls that run in this thread."""
+    """For each thread: torch's number of threads before calls changed it, and the number of calls that run in this thread."""
 
     number, calls = 0, 0
 
@@ -47,7 +47,7 @@ def torchs_own() -> int:
 
 @contextmanager
 def own_number_afterwards() -> Iterator[None]:
-    """Surrounds a call whose steps may use fewer threads. Calls may be nested; the outermost call restores torch's number."""
+    """The context of a call whose steps may use fewer threads. Calls may be nested. The outermost call restores torch's number."""
     if not _own.calls:
         _own.number = torch.get_num_threads()
     _own.calls += 1
@@ -95,7 +95,7 @@ class _Steps:
 
 
 class Threads:
-    """Chooses the number of threads between two steps of a model on the CPU, from the seconds of the steps.
+    """Chooses the number of threads for the next step of a model on the CPU, from the seconds of earlier steps.
 
     If steps spend much time waiting, half as many threads are tried for a few steps. If fewer than `most` threads are in use, twice as
     many are tried from time to time. The faster number stays.
@@ -110,7 +110,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """The threads of a new model: torch's number, or half of it if the machine is busy."""
+        """A new object for a new model. It begins with torch's number of threads, or with half of it if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and busy_share():
             threads.count = threads.most // 2
@@ -120,7 +120,7 @@ class Threads:
         self.most = self.count = most
         self._steps, self._until_trial = _Steps(), 0.0
         self._before: tuple[int, float] | None = None  # in a trial, the former number and its mean seconds per step
-        self._upwards = False  # the direction of the next trial if both directions are due
+        self._upwards = False  # whether the next trial uses more threads, if both more and fewer are due
 
     def use(self) -> None:
         """Sets the chosen number of threads."""
@@ -129,7 +129,7 @@ class Threads:
         set_threads(self.count)
 
     def judge(self, wall: float, computing: float) -> None:
-        """Chooses the number of threads for the next step, after a step of `wall` seconds, `computing` of them on a processor."""
+        """Chooses the number of threads for the next step. The last step took `wall` seconds, `computing` of them on a processor."""
         self._steps.add(wall, computing)
         self._until_trial -= wall
         if self.most == 1 or not self._steps.enough:
@@ -164,11 +164,11 @@ def release_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of PyTorch's libgomp; None with other libraries, where it would end all threads' teams, or none."""
+    """``omp_pause_resource_all`` of PyTorch's libgomp; None with other OpenMP libraries, whose function ends all teams, or none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if sys.platform != "linux" or not library.exists():
         return None
-    try:  # the lookup of symbols includes the libraries that it needs
+    try:  # symbols are also looked up in the libraries that libtorch_cpu.so needs, such as libgomp
         symbols = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Private parts of torch that this package uses, with reasons; those of modules: :mod:`.modules_compat`. test_compat.py tests all."""
+"""Private parts of torch that this package uses, with reasons; for modules, see :mod:`.modules_compat`. Tests: test_compat.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-#: Dynamo's errors if it cannot compile; there is no public class.
+#: The errors that Dynamo raises if it cannot compile. torch has no public class for them.
 COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
@@ -50,7 +50,7 @@ def has_instructions(variant: str) -> bool:
 
 
 class EqualOnce(CustomGraphPass):
-    """Removes repeated calls of this package's operators with equal arguments. Inductor does that only in graphs for training."""
+    """Removes repeated calls of this package's operators with equal arguments. Inductor itself does that only in training graphs."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         numbers: dict[object, int] = {}
@@ -73,7 +73,7 @@ class EqualOnce(CustomGraphPass):
 
 
 class _Number(int):
-    """The number of a value, as it stands for the value in a node's arguments."""
+    """A number that stands for a value in a node's arguments. Equal values have equal numbers."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
@@ -87,7 +87,7 @@ def _is_function(node: torch.fx.Node) -> bool:
     return not schema_of(operator).is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
-# Operators. torch has ``TorchDispatchMode`` in a private module, and documents it only in its notes.
+# Operators. ``TorchDispatchMode``, imported above, is in a private module of torch. Only torch's notes document it.
 
 
 def waiting_operators() -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 def rounds_float32(device: torch.device) -> bool:
     """Whether the user has allowed TensorFloat-32 products on a CUDA `device`.
 
-    ``allow_tf32`` and ``get_float32_matmul_precision`` have the same value, and raise if another name set it.
+    ``allow_tf32`` and ``get_float32_matmul_precision`` read the same setting, but raise if the user set it by another name.
     """
     return device.type == "cuda" and float32_precision(device) == "tf32"
 
@@ -123,12 +123,12 @@ def local_part(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor
-    with torch.no_grad():  # returns the part itself, not a view
+    with torch.no_grad():  # without gradients, to_local returns the part itself, not a view
         return to_local()
 
 
 def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """`tensors`, and the parts (levels, scales) of quantized tensors, because only the parts count the writes to them."""
+    """`tensors`, and the parts (levels, scales) of quantized tensors. Writes to a quantized tensor are counted only in its parts."""
     every = list(tensors)
     for tensor in every:
         if type(tensor) not in (nn.Parameter, Tensor) and not hasattr(tensor, "to_local"):
@@ -161,12 +161,12 @@ def mark_static(tensor: Tensor, dim: int) -> None:
 
 
 def floats_as_constants() -> AbstractContextManager:
-    """Compiles floats as constants in this thread. Otherwise, with dynamic sizes, Dynamo would make the epsilon of a norm an input."""
+    """The context in which this thread compiles floats as constants. With dynamic sizes, a norm's epsilon would else be an input."""
     return torch._dynamo.config.patch(specialize_float=True)
 
 
 def sizes_of_their_own() -> AbstractContextManager:
-    """Compiles sizes that happen to be equal (four rows, four children) as different sizes."""
+    """The context in which sizes that happen to be equal (four rows, four children) are compiled as different sizes."""
     from torch.fx.experimental import _config
 
     return cast(Any, _config).patch(use_duck_shape=False)
@@ -178,7 +178,7 @@ def graphs_compiled() -> int:
 
 
 def compiled_region(function: Callable) -> Callable:
-    """`function` as a region that is compiled once. Any number of variants is allowed; by default torch raises at the ninth."""
+    """`function` as a region that is compiled once. Any number of variants is allowed; by default torch raises at the ninth variant."""
     region: Any = torch.compiler.nested_compile_region
     bound = "max_reuse_entries" in signature(region).parameters
     return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))
@@ -186,18 +186,18 @@ def compiled_region(function: Callable) -> Callable:
 
 def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any], **more: Any) -> Callable:
     """`function` compiled without graph breaks and without guards on modules."""
-    compile: Any = torch.compile  # Any, because its annotation of options is too narrow
+    compile: Any = torch.compile  # Any, because torch.compile annotates options too narrowly
     given = {"guard_filter_fn": skip_module_guards, "cpp.dynamic_threads": True, **options}
     return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
 
 
 @cache
 def spare_compiler_warnings() -> None:
-    """Silences warnings of torch's compiler that users can do nothing about, and that end a compilation if warnings are errors.
+    """Silences warnings of torch's compiler about which users can do nothing. If warnings are errors, they would end a compilation.
 
-    The compiler warns once per process of settings of TensorFloat-32; it is made to do so now, unseen. Without a CUDA toolkit,
-    ``TRITON_LIBDEVICE_PATH`` is set to Triton's own libdevice, which the compiler would use anyway. A filter of warnings is no
-    solution, because all threads share it and any thread may replace it.
+    The compiler warns once per process of TensorFloat-32 settings. This function triggers the warnings now and ignores them. Without a
+    CUDA toolkit, ``TRITON_LIBDEVICE_PATH`` is set to Triton's own libdevice, which the compiler would use anyway. A warning filter
+    during compilation would not help, because all threads share it and any thread may replace it.
     """
     if not torch.cuda.is_available():
         return
@@ -238,8 +238,8 @@ def traced_by_one_thread() -> Iterator[None]:
 
 @contextmanager
 def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterator[None]:
-    """Within this context, a thread that synchronizes a CUDA device first waits for `lock`, and holds it meanwhile. After `seconds` it
-    goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
+    """Within this context, a thread that synchronizes a CUDA device first waits for `lock`, and holds `lock` while it synchronizes.
+    After `seconds` it goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
 
     Inductor and Triton synchronize to time kernels. They call ``torch.cuda.synchronize`` under several names, which all call the
     function that is patched here. torch's own recordings have a separate lock (``cudagraph_trees.graph_capture_lock``).
@@ -267,11 +267,11 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
     If CUDA ends a recording with an error, torch (2.11) raises before it tells its allocator. Until the process ends, the allocator
     would then neither reuse memory of other streams nor free memory when it runs out.
     """
-    if not torch.backends.cuda.is_built():  # raised without a CUDA allocator
+    if not torch.backends.cuda.is_built():  # without CUDA, the functions below raise
         return
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
-    with suppress(RuntimeError):  # raised if the allocator was told already
+    with suppress(RuntimeError):  # raised if the allocator already knows
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
 
