@@ -10,7 +10,7 @@ from ..common.devices import processor_name, waiting_share
 
 __all__ = ["WAITING", "busy_share", "processor_name"]
 
-#: Parallel code waits too long if its calling thread had no processor for this share of the time.
+#: Greatest share of the time for which the calling thread of parallel code may have no processor; a greater share is too long.
 WAITING = 0.25
 
 

@@ -245,7 +245,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """The failure of all alternatives: the alternative's failure deepest inside `value`, or a failure of `keyword` if none is inside."""
+    """If all alternatives fail: the failure deepest inside `value`; a failure of `keyword` if no failure is inside."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
