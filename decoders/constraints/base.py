@@ -28,8 +28,8 @@ class Language:
             no flags.
         lark: a grammar in llguidance's dialect of Lark; texts are derived from its rule ``start``.
         warnings: how the language differs from the specification, one sentence each.
-        whole: validates a finished text, if the language is wider than the specification; raises GrammarError.
-        special: names of the special tokens in the notations, which contain their :func:`~decoders.constraints.vocabulary.stand_in`.
+        whole: validates a finished text and raises GrammarError; None if every text of the language meets the specification.
+        special: names of special tokens; each occurs in the notations as its :func:`~decoders.constraints.vocabulary.stand_in`.
     """
 
     name: str

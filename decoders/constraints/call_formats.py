@@ -133,7 +133,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A regular expression for a call from its :attr:`mark` on, the mark left out, up to its arguments."""
+        """A regular expression for a call between its :attr:`mark` (included if `opening` is only the mark) and its arguments."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):

@@ -223,7 +223,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """`pattern`, which outlines wrote; if it is the pattern of a Python type, a pattern whose texts Python can read back."""
+    """The `pattern` of outlines, unless it is the pattern of a Python type: then a pattern whose texts Python can read back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern

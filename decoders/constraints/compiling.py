@@ -105,7 +105,7 @@ class Cache:
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
-        """Evicts the least recently used grammars until :data:`KEPT_BYTES` holds, except `newest` and grammars in compilation."""
+        """Evicts the least recently used grammars, except `newest` and grammars in compilation, until :data:`KEPT_BYTES` is met."""
         with self._lock:
             there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
             size = sum(entry.nbytes for entry in there.values())
@@ -181,7 +181,7 @@ def store(grammar: CompiledGrammar, path: Path) -> bool:
 def restored(
     path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
 ) -> CompiledGrammar | None:
-    """The grammar stored as `path`; None without a file of this version. Warns about a file that is damaged or of another kind."""
+    """The grammar stored as `path`; None if there is no file of this version. Warns if the file is damaged or of another kind."""
     try:
         with path.open("rb") as file:
             line = file.readline(4096)

@@ -89,7 +89,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
     """Yields batches of tokens, each with the next states ``[S, tokens]`` for each state and token; 0 if the token is illegal."""
     states = len(tables.next)
     every = torch.arange(states, device="cpu")
-    # All other states need no entries: states with the dead state's mask are unreachable, and after a stop token nothing is legal.
+    # Only these states need entries: states with the dead state's mask are unreachable, and after a stop token nothing is legal.
     living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
     some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
     used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
@@ -140,7 +140,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """The index of the row of each of `numbers` in a read-only array ``[R, width]``, and the array; None if there are too many."""
+        """The index of the row of each number in a read-only array ``[R, width]``, and the array; None for more than `most` numbers."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

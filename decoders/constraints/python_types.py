@@ -125,7 +125,7 @@ def _patterns(core_schema: Any) -> set[str]:
 
 
 def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
-    """`schema` with every pattern of strings, and if `of_keys` of keys, that is in `patterns` (old to new) replaced."""
+    """`schema` with the patterns of strings replaced as in `patterns` (old to new); if `of_keys`, also the patterns of keys."""
     if isinstance(schema, list):
         return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):
@@ -169,7 +169,7 @@ def _modern(kind: Any) -> Any:
 
     fields = {}
     for name, part in typing.get_type_hints(kind, include_extras=True).items():
-        marked = typing.get_origin(part) in (Required, NotRequired)  # `typing` has not seen marks in string annotations
+        marked = typing.get_origin(part) in (Required, NotRequired)  # `typing` misses both in string annotations
         needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
         inner = readable(typing.get_args(part)[0] if marked else part)
         fields[name] = Required[inner] if needed else NotRequired[inner]

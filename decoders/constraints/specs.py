@@ -39,9 +39,10 @@ class Spec(ABC):
     """A specification of the texts that a row may write.
 
     Attributes:
-        backend: registry name of the backend; ``auto`` takes the table automaton where it can.
+        backend: registry name of the backend (``auto`` takes the table automaton where it can); None: the setting
+            ``constraint_backend``.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
-        label: name in messages and reports; specifications that differ only in it are equal.
+        label: name in messages and reports; specifications that differ only in the label are equal.
     """
 
     backend: str | None = field(default=None)
@@ -107,7 +108,7 @@ class Lark(Spec):
     """Texts of a context-free grammar.
 
     Attributes:
-        text: llguidance's dialect of Lark; the first rule is ``start``.
+        text: a grammar in llguidance's dialect of Lark, with a rule ``start``.
     """
 
     text: str
@@ -122,7 +123,7 @@ class Lark(Spec):
 
     @property
     def name(self) -> str:
-        """Its name in messages and reports."""
+        """The grammar's name in messages and reports."""
         return self.label or f"grammar {shortened(self.text) or '(empty)'}"
 
     @property

@@ -197,7 +197,7 @@ class Vocabulary:
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
         """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, the tokens end before a token that is not
-        the first token of the remaining bytes encoded alone: in the whole text, the tokenizer may see a special token, or group digits.
+        the first token of the remaining bytes encoded alone: in the whole text, the tokenizer may see special tokens or group digits.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):

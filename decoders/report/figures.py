@@ -84,7 +84,7 @@ class Stage:
         forward_seconds: seconds of its forward passes.
         drafter_seconds: seconds of its drafter, including the passes of `stages`.
         stages: the draft models of its drafter.
-        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's.
+        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
     """
 
     model: str

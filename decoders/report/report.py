@@ -43,7 +43,7 @@ class Report:
             near-ties; from a brief check when the model was prepared. None if not checked.
         checked: ISO date of the comparison of the prepared model with transformers' forward passes: today, or the date of a stored
             result.
-        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's.
+        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
         prompt_tokens, new_tokens: per row.

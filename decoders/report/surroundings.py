@@ -10,7 +10,7 @@ from ..common.devices import processor_name, waiting_share
 
 __all__ = ["WAITING", "busy_share", "processor_name"]
 
-#: Greatest share of the time for which the calling thread of parallel code may have no processor; a greater share is too long.
+#: Parallel code waits too long if its calling thread has no processor for more than this share of the time.
 WAITING = 0.25
 
 

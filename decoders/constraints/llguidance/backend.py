@@ -75,7 +75,7 @@ class LLGuidanceGrammar(CompiledGrammar):
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """An ``LLMatcher`` at the beginning, and the generation of its lexer, which is newer than `broken`.
+        """A new ``LLMatcher`` at the beginning of a text, and the generation of its lexer, which is not the generation `broken`.
 
         A lexer that has hit its limit of states refuses everything from then on, for all matchers that share it.
         """

@@ -137,7 +137,7 @@ def _invalid(language: Language, message: str) -> GrammarError:
 
 
 def _with_room(text: str, call: Callable[[], T]) -> T:
-    """The result of `call`, which compiles `text`, after running it with a stack that is large enough for `text`."""
+    """Runs `call`, which compiles `text`, with a stack that is large enough for `text`; returns its result."""
     results: list[T] = []
     _with_stack(max(STACK, len(text) * STACK_PER_CHARACTER), lambda: results.append(call()))
     return results[0]

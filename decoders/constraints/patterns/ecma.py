@@ -114,10 +114,10 @@ ECMA = Dialect(
 
 @lru_cache(maxsize=1024)
 def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
-    """Conditions that hold for the strings in which `pattern` is found: they match every tree marked True and no tree marked False.
+    """Regular trees for the strings in which `pattern` is found: the strings match every tree marked True and no tree marked False.
 
     Raises:
-        GrammarError: `pattern` is no expression of ECMA-262, or its conditions are no regular trees.
+        GrammarError: `pattern` is no expression of ECMA-262, or has a construct that regular trees cannot express.
     """
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
@@ -194,7 +194,7 @@ class _Anchors:
         raise irregular(tree)
 
     def look(self, look: Look, before: _Readings, alternated: bool, nested: bool) -> None:
-        """Adds the condition of `look` on the whole string. before: readings of the text before it, which must be just ``^``."""
+        """Adds the condition of `look` on the whole string. before: readings of the part before it, which must be just ``^``."""
         if before != _AT_BEGINNING:
             reason = "look-ahead that does not stand right after ^ at the beginning"
             raise _refusal(self.pattern, reason, look.place)
@@ -219,7 +219,7 @@ class _Anchors:
 
 
 def _merged(readings: Iterable[_Reading]) -> _Readings:
-    """`readings` with one reading for each value of (`begins`, `ends`), so at most four."""
+    """`readings`, merged to one reading for each value of (`begins`, `ends`): at most four remain."""
     kinds: dict[tuple[bool, bool], list[Pattern]] = {}
     for reading in readings:
         kinds.setdefault((reading.begins, reading.ends), []).append(reading.tree)

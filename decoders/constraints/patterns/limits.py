@@ -27,7 +27,7 @@ MOVE_NODES = 10_000_000
 COPIES = 2_000
 
 
-#: By limit, what to write instead.
+#: For each limit, what to write instead.
 INSTEAD = {
     "PATTERN_CHARACTERS": "take classes of characters and repetitions",
     "NESTING": "move inner parts to the outside, or to definitions that are referred to",

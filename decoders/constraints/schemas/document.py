@@ -61,7 +61,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The identifiers on the path to the schema, on which dynamic references depend; empty if the document has none of these."""
+        """The identifiers on the path to the schema, on which dynamic references depend; empty if the document has none."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
@@ -97,7 +97,7 @@ class Place:
 
 
 def step(key: str | int) -> str:
-    """One step of a JSON path."""
+    """`key` as a step of a JSON path."""
     plain = isinstance(key, str) and key.replace("_", "a").isalnum()
     return f".{key}" if plain else f"[{json.dumps(key)}]"
 

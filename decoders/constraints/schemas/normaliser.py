@@ -260,7 +260,7 @@ class Normaliser(SchemaAlgebra):
             }
 
         def narrowed(type_name: str, names: tuple[str, ...], allowed: Callable[[], Any]) -> Shapes:
-            """`current`, with the values of one type restricted to those that the type's keywords `names` allow."""
+            """`current`, with the values of one type restricted to the values that the type's keywords `names` allow."""
             keyword = next((name for name in names if read(name)), None)
             if not getattr(current, type_name) or keyword is None:
                 return current

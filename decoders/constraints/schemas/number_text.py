@@ -1,7 +1,7 @@
 """Sets of numbers as JSON text: exact regular expressions over decimal digits.
 
 Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits, so that the float
-that a reader makes of them is within the bounds, and is no integer if the number is none.
+that a reader makes of a number is within the bounds, and is no integer if the number is no integer.
 """
 
 from __future__ import annotations

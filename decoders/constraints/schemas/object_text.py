@@ -144,10 +144,10 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """No text, where ``minProperties`` needs two undeclared members or more: their keys may be equal, so they are not written.
+        """Returns no text: ``minProperties`` needs two or more undeclared members here, whose keys could be equal.
 
         Raises:
-            GrammarError: too few properties are declared to do without two undeclared members.
+            GrammarError: the declared properties and one undeclared property are too few for ``minProperties``.
         """
         if self.item(()) != NOTHING:
             if len(self.members) + 1 < self.low:

@@ -1,4 +1,4 @@
-"""Sets of strings: by patterns to meet or not, lengths in characters, enumerated and excluded values."""
+"""Sets of strings: by patterns that must match or must not match, lengths in characters, enumerated and excluded values."""
 
 from __future__ import annotations
 

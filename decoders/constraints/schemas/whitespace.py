@@ -95,7 +95,7 @@ class Rules:
 
     @staticmethod
     def name_of(node: Node, depth: int) -> str:
-        """The name of the rule of `node` at `depth`; names of rules for parts of this rule begin with it."""
+        """The name of the rule of `node` at `depth`. The names of the rules of its parts begin with this name."""
         return f"n{node}" + (f"d{depth}" if depth else "")
 
     def rule(self, name: str, expr: Expr) -> Expr:

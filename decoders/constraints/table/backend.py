@@ -33,7 +33,7 @@ class MaskedAutomaton:
         start: see :class:`Tables`.
         stopped: see :class:`Tables`; the last state.
         rows: the masks.
-        accepting: ``[S]`` bool.
+        accepting: ``[S]`` bool, whether the text may end in each state.
     """
 
     next: NDArray[np.int32]
@@ -165,7 +165,7 @@ class TableGrammar(Tabulated):
     backend = "table"
 
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: MaskedAutomaton) -> None:
-        """`automaton` has the masks of the policy ``full``."""
+        """`automaton` has the masks of the policy ``full``, or already the masks of `policy`."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
         self.first, self.stopped = automaton.start, automaton.stopped
         self.accepting: list[bool] = automaton.accepting.tolist()

@@ -30,7 +30,7 @@ class TokenPaths:
         row: ``[n]`` int32, for each path the index of its start.
         node: ``[n]`` int32, the trie's node at the end of each path.
         state: ``[n]`` int32, the automaton's state at the end of each path.
-        token: ``[n]`` int32, the token that ends at this node; -1 if the walk stopped within tokens.
+        token: ``[n]`` int32, the token that ends at this node; -1 if the walk stopped before the end of a token.
         deep: ``[starts]`` int64, for each start the greatest number of bytes that a path reads outside of strings.
     """
 
@@ -286,9 +286,9 @@ class Room:
     """How many plain characters may follow each state.
 
     Attributes:
-        least: ``[S]`` int64: up to this number of plain characters, any may come next.
+        least: ``[S]`` int64: any sequence of up to this number of plain characters may come next.
         exact: ``[S]`` bool: whether no more than `least` plain characters may come next.
-        next: ``[S]`` int64: the state after any plain character; 0 if not every plain character leads to one state.
+        next: ``[S]`` int64: the state after any plain character; 0 if plain characters lead to different states, or are illegal.
     """
 
     least: NDArray[np.int64]

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        """The key by which masks are compared: equal for equal masks only."""
+        """The key by which masks are compared: two masks have the same key only if they are equal."""
         return b"" if self.places is None else self.places.tobytes(), self.words.tobytes()
 
     @property

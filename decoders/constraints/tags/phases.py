@@ -86,7 +86,7 @@ class Place:
         node: in free text, the node in the automaton of the phase's markers.
         count: tokens of this phase so far.
         inner: the grammar's matcher; None in free text.
-        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None in free text.
+        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None if there is none.
         lead: the first bytes of the grammar's text, if the last token of the begin marker contained them.
     """
 
@@ -221,7 +221,7 @@ class PhaseAutomaton:
         return known
 
     def next_token(self, number: int, node: int) -> int:
-        """The token that a forced marker has next, after free text at `node`: the marker that has begun, or else the closing marker."""
+        """The next token of the forced marker after free text at `node`: the marker that has begun, or else the closing marker."""
         known = self._next_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]
