@@ -305,7 +305,7 @@ class ChatStyle:
         """The style of a template, found by rendering probes.
 
         Args:
-            render: renders messages and optional tools by the template, its last argument says whether to add the generation prompt;
+            render: renders messages and optional tools by the template; its last argument says whether to add the generation prompt.
                 None: there is no template.
             special: names of the special tokens.
             source: the template's source.

@@ -17,7 +17,7 @@ from .tree import Anchor, Cat, Class, Or, Pattern, write
 
 #: Largest count of a repetition: an automaton with that many states can still be built.
 REPETITIONS = 99_999
-#: What to write instead of an assertion about the surroundings.
+#: What to write instead of look-around or a word boundary.
 _INTERSECT = (
     "write the texts out, or use decoders.grammar, whose terminals have & (and) and ~ (not): T: /[a-z]+/ & ~/if|else/"
 )

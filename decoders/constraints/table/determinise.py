@@ -233,7 +233,10 @@ def columns(transitions: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[
 
 
 def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``[n]``: number of each row of ``[n, m]`` among the ``k`` distinct rows, in order of occurrence; ``[k]``: their first indices."""
+    """For each row of ``[n, m]`` the number of its value, ``[n]``, and for each value the index of its first row, ``[k]``.
+
+    The ``k`` distinct values are numbered in the order of their first rows.
+    """
     keys: list[bytes] = (
         np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0].tolist()
     )

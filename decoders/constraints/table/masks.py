@@ -47,7 +47,7 @@ class Row:
         return self.words.nbytes + (0 if self.places is None else self.places.nbytes)
 
     def write(self, out: NDArray[np.int32]) -> None:
-        """Writes the mask to `out`, ``[W]`` zeros."""
+        """Writes the mask to `out`, ``[W]``, which must be all zeros."""
         out[slice(None) if self.places is None else self.places] = self.words
 
     def allows(self, token: int) -> bool:
