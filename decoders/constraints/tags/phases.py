@@ -205,7 +205,7 @@ class PhaseAutomaton:
         return [self.next_token(place.phase, place.node)]
 
     def exact_tokens(self, number: int, node: int) -> frozenset[int]:
-        """The legal tokens at `node` in an `exact` phase: the next token of each possible marker, and stop tokens if the text may end."""
+        """The legal tokens at `node` in an `exact` phase: the next tokens of all markers, and stop tokens if the text may end."""
         known = self._exact_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]
