@@ -1,4 +1,4 @@
-"""Grammars: which texts may be written, as masks over the next token. Other packages import only the names listed here.
+"""Grammars, which restrict a text by masks over its next token. Other packages import only the names listed here.
 
 ``base`` has the contract of a backend.
 """

@@ -27,10 +27,10 @@ class Auto(Backend):
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
-        """`language` compiled by the first backend that can; the grammar's `backend` names it.
+        """`language` compiled by the first backend that can compile it; the grammar's `backend` names this backend.
 
         Raises:
-            GrammarError: no backend can; the error gives the reason of each backend.
+            GrammarError: no backend can compile `language`; the error gives the reason of each backend.
         """
         too_large = language.regex is not None and least_states(language.regex) > STATES
         choices = sorted(self.choices, key=lambda backend: too_large and backend is Table)
@@ -59,9 +59,9 @@ class Auto(Backend):
 
 #: Only expressions with a count of two digits or more are estimated.
 _COUNT = re.compile(r"\{(?:\d*,)?\d{2,}")
-#: States for any character in UTF-8: after each kind of first byte, and after the second and third bytes.
+#: States of an automaton that reads any one character in UTF-8, besides its first state.
 _ANY = 8
-#: Least states for a character of two bytes or more.
+#: Least number of states of an automaton that reads a character of two bytes or more, besides its first state.
 _BEYOND_ASCII = 2
 _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 
@@ -80,7 +80,7 @@ def least_states(regex: str) -> int:
 
 
 def _states(pattern: Pattern) -> int:
-    """The states of `pattern` besides its first one."""
+    """The estimated number of states of `pattern`, besides its first state."""
     match pattern:
         case Chars(ranges):
             return (
@@ -90,7 +90,7 @@ def _states(pattern: Pattern) -> int:
             return _ANY if _ALMOST_ANY.search(text) else 1 if text.isascii() else _BEYOND_ASCII
         case Cat(parts):
             return sum(map(_states, parts))
-        case Or(parts):  # characters share all states, longer alternatives, too, and both share the last state
+        case Or(parts):  # single characters share all states, longer alternatives share all states, both share the last
             characters = max((_states(part) for part in parts if isinstance(part, (Chars, Class))), default=1)
             longer = max((_states(part) for part in parts if not isinstance(part, (Chars, Class))), default=1)
             return characters + longer - 1

@@ -24,11 +24,12 @@ class Language:
 
     Attributes:
         name: for messages and reports.
-        regex: the whole text must match; syntax of Rust's ``regex`` crate, no look-around, no back-references, no flags.
-        lark: llguidance's dialect of Lark, the first rule is ``start``.
+        regex: a pattern that the whole text must match, in the syntax of Rust's ``regex`` crate; no look-around, no back-references,
+            no flags.
+        lark: a grammar in llguidance's dialect of Lark; texts are derived from its rule ``start``.
         warnings: how the language differs from the specification, one sentence each.
-        whole: judges a finished text where the language is wider than the specification; raises GrammarError.
-        special: names of special tokens, written in the notations as their :func:`~decoders.constraints.vocabulary.stand_in`.
+        whole: validates a finished text and raises GrammarError; None if every text of the language meets the specification.
+        special: names of special tokens; each occurs in the notations as its :func:`~decoders.constraints.vocabulary.stand_in`.
     """
 
     name: str
@@ -44,13 +45,13 @@ class Tables:
     """A compiled language as tensors: a byte automaton, and one packed mask per class of states.
 
     Attributes:
-        next: ``[S, C]`` int32, state after a byte of each of ``C`` classes; 0 is the dead state.
+        next: ``[S, C]`` int32, the next state for each state and each class of bytes; 0 is the dead state.
         classes: ``[256]`` int64, class of each byte.
-        mask_of: ``[S]`` int64, row of `masks` of each state.
-        masks: ``[R, W]`` int32. Masks of accepting states have the bits of stop tokens; the dead state's mask allows all, so that
-            a softmax over it is finite.
+        mask_of: ``[S]`` int64, for each state the row of its mask in `masks`.
+        masks: ``[R, W]`` int32. Masks of accepting states have the bits of stop tokens; the dead state's mask allows all tokens, so
+            that a softmax over it is finite.
         start: the first state.
-        stopped: the state after a stop token, where only stop tokens are legal.
+        stopped: the state after a stop token; its mask allows only stop tokens.
     """
 
     next: Tensor
@@ -96,7 +97,7 @@ class CompiledGrammar(ABC):
         return (self,)
 
     def judge(self, tokens: Sequence[int]) -> None:
-        """Judges the tokens of a finished text, for languages that are wider than their specification.
+        """Validates a finished text, given as tokens, if the language is wider than the specification.
 
         Raises:
             GrammarError: the text breaks the specification.
@@ -105,12 +106,12 @@ class CompiledGrammar(ABC):
             self.language.whole(self.vocabulary.spell(tokens).decode())
 
     def dump(self) -> bytes | None:
-        """The grammar in a form for :meth:`Backend.restore`: data, no code. None if restoring saves no time over compiling."""
+        """The grammar serialized for :meth:`Backend.restore`, as data without code; None if restoring saves no time over compiling."""
         return None
 
 
 class Tabulated(CompiledGrammar):
-    """A grammar whose positions are states of an automaton, each with a mask, so that a token takes only table look-ups.
+    """A grammar that is an automaton with a mask for each state, so that a step by a token takes only table look-ups.
 
     Attributes:
         first: the state of the empty text.
@@ -122,14 +123,14 @@ class Tabulated(CompiledGrammar):
 
     @abstractmethod
     def step(self, state: int, token: int) -> int:
-        """The state after `token`; 0 if it is illegal. A stop token leads to a state that allows nothing more."""
+        """The state after `token`; 0 if `token` is illegal. After a stop token, every token is illegal."""
 
     @abstractmethod
     def forced_bytes(self, state: int) -> bytes:
         """The bytes that every continuation of `state` begins with, see :meth:`Matcher.forced_bytes`."""
 
     def forced_tokens(self, state: int, limit: int) -> list[int]:
-        """The forced bytes in the tokenizer's own tokens, at most `limit`.
+        """The forced bytes as the tokenizer encodes them; at most `limit` tokens.
 
         The last tokens are left out if following bytes might join them into a longer token.
         """
@@ -143,7 +144,8 @@ class Tabulated(CompiledGrammar):
 class Matcher(ABC):
     """A grammar's state after the tokens so far. It stays usable after every call, also after illegal tokens.
 
-    The loop creates a matcher per row and moves it between the nodes of a block: it rolls back to where paths diverge, then advances.
+    The loop creates a matcher per row. To visit another node of a block, it rolls the matcher back to where the paths of the two nodes
+    diverge, then advances it.
     """
 
     grammar: CompiledGrammar
@@ -162,15 +164,14 @@ class Matcher(ABC):
         """Takes back the last `count` tokens, which may include a stop token.
 
         Raises:
-            ValueError: fewer tokens were taken.
+            ValueError: the matcher has taken fewer than `count` tokens.
         """
 
     @abstractmethod
     def fill_mask(self, out: Tensor) -> None:
-        """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
+        """Fills ``out``, ``[W]`` int32 on the CPU, with the mask of the tokens that may come next.
 
-        The mask is never empty: from every position that can be reached some token is legal. After a stop token it allows all stop
-        tokens.
+        The mask is never empty: in every reachable state some token is legal. After a stop token the mask allows all stop tokens.
         """
 
     @abstractmethod
@@ -182,9 +183,9 @@ class Matcher(ABC):
         return None
 
     def replacements(self) -> Mapping[int, int] | None:
-        """In free text, where any token may be drawn: the illegal tokens, and the token that replaces each after the draw.
+        """In free text, where any token may be drawn: for each illegal token, the token that replaces it after the draw.
 
-        None where :meth:`fill_mask` restricts the draw.
+        None in text where :meth:`fill_mask` restricts the draw.
         """
         return None
 
@@ -202,16 +203,16 @@ class Backend(ABC):
 
     @abstractmethod
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
-        """`language` for `vocabulary`, in bounded time and memory.
+        """Compiles `language` for `vocabulary`, in bounded time and memory.
 
         Raises:
-            GrammarError: `language` has no notation that this backend reads, or exceeds its limits; says which backend would work.
+            GrammarError: the backend reads no notation of `language`, or `language` exceeds its limits; says which backend would work.
         """
 
     def restore(
         self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
     ) -> CompiledGrammar:
-        """The grammar that was dumped as `content`, compiled from the same arguments.
+        """The grammar that :meth:`CompiledGrammar.dump` serialized as `content`, after it was compiled from the same arguments.
 
         Raises:
             GrammarError: `content` is no dump of a grammar for these arguments.

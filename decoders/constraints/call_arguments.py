@@ -21,7 +21,7 @@ class Progress:
 
     Attributes:
         place: index after the part that has been read; this part does not change any more.
-        json: that part as JSON.
+        json: the part that has been read, as JSON.
         depth: number of open objects and lists.
     """
 
@@ -106,7 +106,7 @@ def _read_parameters(
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
-    """A value as JSON, the index after its end marker, and whether its type is in `types`."""
+    """The value at `begin` as JSON, the index after its end marker (None if there is none yet), and whether its type is in `types`."""
     # A JSON string may contain the end marker.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
     behind = _object_end(text, begin) if inside else begin
@@ -179,7 +179,7 @@ _PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)
 
 
 def _object_end(text: str, begin: int) -> int | None:
-    """The place after the JSON object at `begin`; None if it is not complete."""
+    """The index after the JSON object at `begin`; None if the object is not complete."""
     depth = 0
     for part in _PARTS.finditer(text, begin):
         depth += (part[0] in "{[") - (part[0] in "}]")
@@ -208,5 +208,5 @@ def is_json(text: str) -> bool:
 
 
 def loose(text: str) -> str:
-    """A regular expression for `text` in which its white space may be any white space."""
+    """A regular expression for `text` with any white space or none instead of its white space, and beside braces, colons and commas."""
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=[{:,])(?=\")|(?<=\{)|(?<=:)", text)))

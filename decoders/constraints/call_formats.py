@@ -36,17 +36,17 @@ class CallIds:
         return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.told(name, self.plain.format(number))
 
     def told(self, name: str, written: str) -> str:
-        """The id of a call for a template. written: the id that the model wrote."""
+        """The id of a call in the form that a template takes. written: the id that the model wrote."""
         return self.whole.format(name=name, id=written)
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format of calls: ``begin``, for every call ``opening NAME middle ARGUMENTS closing``, ``between`` between two calls, and
+    """A format of calls: ``begin``; for every call ``opening NAME middle ARGUMENTS closing``, with ``between`` between two calls;
     ``end``.
 
     Attributes:
-        name: its name for ``--tool-format``.
+        name: the format's name for ``--tool-format``.
         opening: text in front of a function's name.
         middle: text between the name and the arguments.
         notation: notation of the arguments; None: a JSON object.
@@ -61,7 +61,7 @@ class CallFormat:
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: ids in front of `middle`; None: calls have none.
-        source: a text in the source of chat templates that use this format but do not take calls in messages.
+        source: texts in the source of chat templates that use this format but do not take calls in messages.
         shown: a text in a chat template's rendering of a call; None: `begin`, `opening`, the name and `middle`.
     """
 
@@ -133,7 +133,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A regular expression for a call up to its arguments, without text in front of bare JSON."""
+        """A regular expression for a call between its :attr:`mark` (included if `opening` is only the mark) and its arguments."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
@@ -147,12 +147,12 @@ class CallFormat:
     def read(
         self, text: str, functions: Mapping[str, Kinds | None], ended: bool = True, known: dict[int, Progress] | None = None
     ) -> Written:  # fmt: skip
-        """Parses text and calls of a growing text.
+        """Parses a growing text: the text in front of the calls, and the calls.
 
         Args:
             functions: the known functions, with the types of their parameters. Calls of other functions are text.
             ended: whether the text is complete.
-            known: progress of the arguments in earlier reads, by the place where they begin; this read updates it.
+            known: for each index at which arguments begin, their progress in earlier reads; this read updates it.
         """
         known = {} if known is None else known
         trigger, head = self.trigger, text.lstrip()
@@ -199,7 +199,7 @@ class Call:
         name: the function's name.
         arguments: the arguments so far, as JSON.
         complete: whether the arguments are complete.
-        id: the id that the model has written, as templates take it; None where calls have none.
+        id: the id that the model has written, in the form that templates take; None if the format has no ids.
     """
 
     name: str

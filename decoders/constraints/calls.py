@@ -71,7 +71,7 @@ class Called:
 
     @property
     def key(self) -> list[Any]:
-        """The key by which functions are compared."""
+        """The part of a specification's key that identifies this function."""
         return [self.name, self.parameters, self.strict]
 
     def judge(self, whole: Callable[[str], None], arguments: str) -> None:
@@ -89,7 +89,8 @@ class Called:
 class _Arguments(JsonSchema):
     """Objects that a schema allows, even if the schema has no ``type``, in JSON or another notation.
 
-    `closed` is True, since functions have no use for undeclared arguments, and without them the language is usually regular.
+    `closed` is True, since functions have no use for undeclared arguments, and without undeclared arguments the language is usually
+    regular.
     """
 
     notation: Notation | None = None
@@ -123,7 +124,7 @@ class Arguments(Spec):
 
 @dataclass(frozen=True)
 class CallSpec(Spec):
-    """The texts of answers: calls alone, or calls or other text.
+    """The texts of answers: calls, or other text. If `alone`, the text of a single call.
 
     Attributes:
         functions: the functions that may be called.
@@ -131,7 +132,7 @@ class CallSpec(Spec):
         alone: whether the text is a single call without its mark (:attr:`CallFormat.mark`) and without the text after its
             arguments.
         several: whether there may be more than one call.
-        text: the format of an answer that is text; None: any text that does not begin like a call.
+        text: the specification of an answer without calls; None: any text that does not begin like a call.
         special: names of special tokens that have stand-ins in the format.
     """
 
@@ -210,8 +211,8 @@ class CallSpec(Spec):
         return Language("text", not_beginning(self.format.trigger or "{"))
 
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
-        """The function that validates finished answers: arguments whose language is wider than their schema, and texts in the given
-        format.
+        """The function that validates finished answers: arguments whose language is wider than their schema, or an answer without calls
+        by the specification `text`. None if there is nothing to validate.
         """
         pairs = zip(self.functions, inner, strict=True)
         judges = {
@@ -232,7 +233,7 @@ class CallSpec(Spec):
             f"one: ({some}) {closing}",
         ]
         rules += [_renamed(each.lark or "", f"arguments{number}", f"_{number}") for number, each in enumerate(inner)]
-        # Lark's rules come first: the regex would be a single terminal, which could match the beginning of a call.
+        # Lark's rules are preferred: the regex would be a single terminal, which could match the beginning of a call.
         if text is not None and text.lark is not None:
             rules.append(_renamed(text.lark, "text", "_"))
         elif text is not None and text.regex is not None:

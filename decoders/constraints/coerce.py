@@ -85,7 +85,7 @@ def as_specs(
     """The specifications of all rows.
 
     Args:
-        value: a value that `read` takes, for all rows; or a list or tuple with such a value for each prompt. None is free text.
+        value: one value for all rows, or a list or tuple with a value for each prompt. `read` takes each value. None is free text.
         prompts: rows of the input.
         per_prompt: ``num_return_sequences``.
         read: makes the specification of one row.
@@ -120,7 +120,7 @@ def spec_of_library(name: str) -> Spec:
 
 
 def unknown_grammar(name: str, choices: Iterable[str]) -> UnknownNameError:
-    """The error for the name of a missing grammar. Raises GrammarError where it is clearly the name of a file."""
+    """The error for a `name` that no grammar has. Raises GrammarError: `name` is clearly the name of a file."""
     if name.endswith(library.SUFFIXES) and len(name) < 256 and "\n" not in name:
         library.check_file(name)
         message = f"grammar={name!r}: a string names a grammar of the library, and this is a file: give pathlib.Path({name!r})"
@@ -156,7 +156,7 @@ def _of_type(value: Any) -> Spec:
 
 
 def _aliased(value: Any) -> Any:
-    """The type that an alias ``type X = …`` stands for."""
+    """The type that an alias ``type X = …`` stands for; None if `value` is no such alias."""
     return value.__value__ if type(value).__name__ == "TypeAliasType" else None
 
 
@@ -171,7 +171,7 @@ def _term(value: Any) -> Term:
 
 
 def _of_term(term: Term) -> Spec:
-    """The specification of an outlines term. Schemas in it are not compiled by outlines, which ignores some keywords."""
+    """The specification of an outlines term. Schemas in it are compiled by this package, because outlines ignores some keywords."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.JsonSchema):
@@ -223,7 +223,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern of outlines; patterns of Python types are replaced by patterns whose texts Python can read back."""
+    """The `pattern` of outlines, unless it is the pattern of a Python type: then a pattern whose texts Python can read back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern
@@ -231,7 +231,8 @@ def _pattern(pattern: str) -> str:
     return exact.get(pattern, pattern)
 
 
-#: The functions that make specifications of objects, by the full names of the objects' types: importing some types takes seconds.
+#: For the full name of a type: the function that makes the specification of an object of this type. The keys are names, because
+#: importing some types takes seconds.
 TYPES: dict[str, Callable[[Any], Spec]] = {
     full_name(Path): spec_of_file,
     full_name(re.Pattern): regex,

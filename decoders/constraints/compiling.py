@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .specs import Spec
 
 
-#: Greatest number of grammars in memory, and greatest number of their bytes; the least recently used is evicted first.
+#: Greatest number of grammars in memory, and of bytes of all these grammars; the least recently used grammar is evicted first.
 KEPT = 64
 KEPT_BYTES = 128 << 20
 
@@ -56,7 +56,7 @@ class Cache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Drops all grammars; running calls keep theirs."""
+        """Drops all grammars; running calls keep the grammars that they use."""
         with self._lock:
             self._entries.clear()
 
@@ -105,7 +105,7 @@ class Cache:
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
-        """Evicts the least recently used grammars while there are too many bytes, except `newest` and grammars in compilation."""
+        """Evicts the least recently used grammars, except `newest` and grammars in compilation, until :data:`KEPT_BYTES` is met."""
         with self._lock:
             there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
             size = sum(entry.nbytes for entry in there.values())
@@ -181,7 +181,7 @@ def store(grammar: CompiledGrammar, path: Path) -> bool:
 def restored(
     path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
 ) -> CompiledGrammar | None:
-    """The grammar stored as `path`; None if there is none of this version. Warns about a file that is damaged or of another kind."""
+    """The grammar stored as `path`; None if there is no file of this version. Warns if the file is damaged or of another kind."""
     try:
         with path.open("rb") as file:
             line = file.readline(4096)

@@ -1,4 +1,4 @@
-"""Look-up tables of tabulated grammars: states by tokens, on a device, and rows that are computed on first use, on the host."""
+"""Look-up tables of tabulated grammars: next states by state and token, on a device; rows computed on first use, on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class TokenTable:
     """The next state of a grammar for each of its ``S`` states and each token. Tokens with the same next states share a column.
 
     Attributes:
-        next: ``[S, K]`` int64, state after a token of each column, 0 if it is illegal. Tokens of column 0 are never legal.
+        next: ``[S, K]`` int64, the next state for each state and each column of tokens; 0 if the token is illegal. Tokens of column 0
+            are never legal.
         columns: ``[V]`` int64, column of each token.
     """
 
@@ -44,8 +45,8 @@ class TokenTable:
         return known[device]
 
     def forced(self, grammar: Tabulated) -> Tensor:
-        """``[S, 3]`` int64, for each state of `grammar`, which is the table's own: the number of forced bytes, the first forced byte,
-        and the tokenizer's token for these bytes; -1 for no byte and no token.
+        """What `grammar`, whose table this is, forces in each state, ``[S, 3]`` int64: the number of forced bytes, the first forced
+        byte (-1: none), and the first token by which the tokenizer encodes these bytes (-1: none).
         """
         if not self._forced:
             rows = torch.tensor([[0, -1, -1]], device="cpu").repeat(len(self.next), 1)
@@ -85,10 +86,10 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
 
 
 def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
-    """Yields tokens in batches, with the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
+    """Yields batches of tokens, each with the next states ``[S, tokens]`` for each state and token; 0 if the token is illegal."""
     states = len(tables.next)
     every = torch.arange(states, device="cpu")
-    # Other states need no entries: states with the dead state's mask are unreachable, and after a stop token nothing is legal.
+    # Only these states need entries: states with the dead state's mask are unreachable, and after a stop token nothing is legal.
     living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
     some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
     used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
@@ -130,7 +131,7 @@ class LazyMasks:
     ) -> None:
         """make: writes the row of a number to an array ``[width]``."""
         self.most, self._make = most, make
-        # Replaced as a pair, because another thread may still read the previous one.
+        # Replaced as a pair, because another thread may still read the previous pair.
         self._held: tuple[dict[int, int], NDArray[Any]] = {}, np.empty((0, width), dtype)
         self._making = Lock()
 
@@ -139,7 +140,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """Indices of the rows of `numbers` in a read-only array ``[R, width]``, and that array; None if there are too many rows."""
+        """The index of the row of each number in a read-only array ``[R, width]``, and the array; None for more than `most` numbers."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

@@ -20,7 +20,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def is_json(value: Any) -> bool:
-    """Whether a type has a structure, or conditions that only a schema can express."""
+    """Whether values of a type are written as JSON: it has a structure, or conditions that only a schema can express."""
     origin = typing.get_origin(value)
     if origin in (typing.Union, types.UnionType):
         return any(is_json(arm) for arm in typing.get_args(value))
@@ -55,7 +55,7 @@ def schema_of(value: Any) -> dict[str, Any]:
     """The JSON schema that Pydantic makes of a type.
 
     Raises:
-        GrammarError: Pydantic has no schema of the type, or a pattern has another meaning in a schema.
+        GrammarError: Pydantic has no schema of the type, or a pattern has another meaning in ECMA-262 and cannot be translated.
     """
     from pydantic import PydanticUserError, TypeAdapter
 
@@ -108,7 +108,7 @@ def translated(schema: Any, core_schema: Any) -> Any:
 
 
 def _patterns(core_schema: Any) -> set[str]:
-    """The patterns for Rust's engine; none if Python's engine is chosen, whose syntax is close enough to ECMA-262."""
+    """The patterns that Rust's engine reads; empty if the schema chooses Python's engine, whose syntax is close enough to ECMA-262."""
     patterns: set[str] = set()
     waiting = [core_schema]
     while waiting:
@@ -125,7 +125,7 @@ def _patterns(core_schema: Any) -> set[str]:
 
 
 def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
-    """`schema` with the patterns of strings replaced, by `patterns` (old to new), and if `of_keys` also the patterns of keys."""
+    """`schema` with the patterns of strings replaced as in `patterns` (old to new); if `of_keys`, also the patterns of keys."""
     if isinstance(schema, list):
         return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):
@@ -169,7 +169,7 @@ def _modern(kind: Any) -> Any:
 
     fields = {}
     for name, part in typing.get_type_hints(kind, include_extras=True).items():
-        marked = typing.get_origin(part) in (Required, NotRequired)  # `typing` has not seen marks in string annotations
+        marked = typing.get_origin(part) in (Required, NotRequired)  # `typing` misses both in string annotations
         needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
         inner = readable(typing.get_args(part)[0] if marked else part)
         fields[name] = Required[inner] if needed else NotRequired[inner]

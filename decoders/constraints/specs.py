@@ -1,4 +1,4 @@
-"""Specifications, the values of ``grammar=``, and the languages that backends compile them to."""
+"""Specifications, which are the values of ``grammar=``. Each specification gives a language, which a backend compiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .schemas.whitespace import MOST_INDENT, WHITESPACE
 from .schemas.writing import Writer
 from .vocabulary import Vocabulary
 
-#: Greatest number of characters of all choices together; larger automata take more than seconds to build.
+#: Greatest number of characters of all choices together; the automaton of more characters would take too long to build.
 CHOICES_LIMIT = 5_000_000
 
 
@@ -39,9 +39,10 @@ class Spec(ABC):
     """A specification of the texts that a row may write.
 
     Attributes:
-        backend: registry name of the backend; ``auto`` takes the table automaton where it can.
+        backend: registry name of the backend (``auto`` takes the table automaton where it can); None: the setting
+            ``constraint_backend``.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
-        label: name in messages and reports; specifications that differ only in it are equal.
+        label: name in messages and reports; specifications that differ only in the label are equal.
     """
 
     backend: str | None = field(default=None)
@@ -66,11 +67,11 @@ class Spec(ABC):
         """
 
     def compiled(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> CompiledGrammar:
-        """The grammar for `vocabulary`. compile: compiles the language of a specification, this one or one inside it."""
+        """The grammar for `vocabulary`. compile: the function that compiles this specification, or a specification inside it."""
         return compile(self)
 
     def _keyed(self, content: str) -> str:
-        """The :attr:`key` of a specification whose content, besides these options, is `content`."""
+        """The :attr:`key` of a specification of this class with these options and this `content`."""
         options = f"{type(self).__name__}/{self.backend or '-'}/{self.policy}"
         return f"{options}/{hashlib.sha256(content.encode()).hexdigest()}"
 
@@ -107,7 +108,7 @@ class Lark(Spec):
     """Texts of a context-free grammar.
 
     Attributes:
-        text: llguidance's dialect of Lark; the first rule is ``start``.
+        text: a grammar in llguidance's dialect of Lark, with a rule ``start``.
     """
 
     text: str
@@ -122,7 +123,7 @@ class Lark(Spec):
 
     @property
     def name(self) -> str:
-        """Its name in messages and reports."""
+        """The grammar's name in messages and reports."""
         return self.label or f"grammar {shortened(self.text) or '(empty)'}"
 
     @property
@@ -183,7 +184,7 @@ class Choice(Spec):
         return Language(self.label or f"choice of {shortened(shown)}", regex=self.whole)
 
 
-#: Greatest number of keywords left out of one schema, and of steps for finding them, in multiples of ``limits.STEPS``.
+#: Greatest number of keywords left out of one schema; greatest number of steps to find them, in multiples of ``limits.STEPS``.
 _MOST_DROPPED, _MOST_ATTEMPTS = 100, 4
 #: Keywords that are never left out, because validation needs them as well.
 _NEEDED = ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "type")
@@ -211,8 +212,8 @@ class JsonSchema(Spec):
         schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
             break with its indent wherever JSON allows white space inside brackets.
-        indent: every member on a line of its own, indented by so many blanks per level, exactly as ``json.dumps(…, indent=…)``
-            writes; `whitespace` is ignored then.
+        indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
+            `whitespace` is ignored then.
         strict: whether keywords that the language cannot honour are refused. If not, the language ignores them, and the finished
             text is validated.
         closed: whether objects that declare properties allow no other properties unless the schema mentions them.
@@ -275,7 +276,7 @@ class JsonSchema(Spec):
 
     @cached_property
     def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
-        """The rules, the keywords left out as (path, keyword), and warnings."""
+        """The rules, the (path, keyword) of each keyword that was left out, and warnings."""
         if self.whitespace not in WHITESPACE:
             raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
         if self.indent is not None and (type(self.indent) is not int or not 0 <= self.indent <= MOST_INDENT):
@@ -307,7 +308,7 @@ class JsonSchema(Spec):
         return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(normaliser.places))]
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
-        """The schema without the keywords that are left out."""
+        """A normaliser that leaves out the keywords `dropped`, and the root node of the schema."""
         root = document(self.text)
         normaliser = Normaliser(frozenset(dropped), evaluation=any(key in _UNEVALUATED for key in self._keys))
         return normaliser, normaliser.place(root)
@@ -322,7 +323,7 @@ class JsonSchema(Spec):
 
 
 def _regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as a regular expression; None if there is none, or writing it takes more than half of the time that is left."""
+    """`rules` as a regular expression; None if they are not regular, or writing it takes more than half of the time that is left."""
     try:
         with deadline(left() / 2):
             return notation.regex(rules)

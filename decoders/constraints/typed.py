@@ -23,8 +23,8 @@ from .specs import JsonSchema
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 
-#: Kinds of Pydantic's core schemas whose JSON schema is complete, each with the conditions that the JSON schema covers. Texts of all
-#: other kinds and conditions, also of those that later versions add, are judged by the type itself.
+#: For each kind of Pydantic's core schemas whose JSON schema is complete: the conditions that the JSON schema covers. If a core schema
+#: has another kind or condition, perhaps of a later version of Pydantic, the type itself validates the finished text.
 _TOLD: dict[str, frozenset[str]] = {
     kind: frozenset(conditions.split())
     for kind, conditions in {
@@ -42,7 +42,7 @@ _TOLD: dict[str, frozenset[str]] = {
         "call": "arguments_schema function", "arguments": "arguments_schema",
     }.items()
 }  # fmt: skip
-#: Names in core schemas that do not restrict values, or whose restriction JSON schemas always cover.
+#: Keys of core schemas that do not restrict values, or whose restriction the JSON schema always covers.
 _IDLE = frozenset((
     "type", "ref", "metadata", "serialization", "strict", "cls", "cls_name", "generic_origin", "frozen", "slots",
     "computed_fields", "extra_behavior", "title", "revalidate_instances", "from_attributes", "custom_error_type",
@@ -53,13 +53,13 @@ _IDLE = frozenset((
     "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
     "polymorphic_serialization",
 ))  # fmt: skip
-#: By name, the value of an option in core schemas that restricts nothing; None never does.
+#: For some other keys of core schemas: the value with which the key restricts nothing. With the value None, no key restricts anything.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
     "ascii_only": False, "validate_default": False, "str_strip_whitespace": False, "str_to_lower": False, "str_to_upper": False,
 }  # fmt: skip
-#: Names in core schemas whose content has no schemas of parts of the value.
+#: Keys of core schemas whose content has no schemas of parts of the value.
 _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
@@ -70,17 +70,17 @@ _NARROWER = re.compile(r"\\[DWSsP]|\[\^|--|~~|\[:\^")
 
 @dataclass(frozen=True)
 class OfType(JsonSchema):
-    """JSON texts of a Python type; the type itself judges the finished text.
+    """JSON texts of a Python type; the type itself validates the finished text.
 
     Attributes:
-        kind: the type, as Pydantic knows it.
+        kind: the type, which Pydantic can validate.
     """
 
     kind: Any = field(default=None, repr=False)
 
     @cached_property
     def text(self) -> str:
-        """The schema as JSON, with conditions that Pydantic's schema lacks."""
+        """The schema as JSON, plus conditions that Pydantic leaves out."""
 
         return json.dumps(completed(self.schema, self.kind))
 
@@ -96,7 +96,7 @@ class OfType(JsonSchema):
 
 @dataclass(frozen=True)
 class _Checker:
-    """Refuses texts that the type does not validate. Keeps the type alive, because keys contain its id."""
+    """Raises GrammarError for a text that the type does not validate. Keeps the type alive, because keys of caches contain its id."""
 
     base: Language
     kind: Any
@@ -148,7 +148,7 @@ def _more(node: dict[str, Any]) -> bool:
 
 
 def _conditions(node: dict[str, Any]) -> set[str]:
-    """The names in `node`, a core schema or its config, that may restrict values."""
+    """The keys of `node`, a core schema or its config, that may restrict values."""
     return {name for name, value in node.items() if value is not None and value != _DEFAULTS.get(name)} - _IDLE
 
 
@@ -172,7 +172,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema` in which a function that does nothing replaces the functions that validation would call."""
+    """`schema` with a function that does nothing, in place of the function that validation would call."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":
@@ -185,7 +185,7 @@ def _called(kind: Any) -> str:
 
 
 def _identity(kind: Any) -> str:
-    """A text that is equal for equal types, such as two ``list[int]``, and differs for different types of one name."""
+    """A text that is equal for equal types, such as two ``list[int]``, and differs for different types of the same name."""
     if arguments := typing.get_args(kind):
         return f"{typing.get_origin(kind)}[{', '.join(map(_identity, arguments))}]"
     return f"{kind!r}@{id(kind)}" if isinstance(kind, type) else repr(kind)
@@ -194,7 +194,7 @@ def _identity(kind: Any) -> str:
 _UUID = "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-%d[0-9A-Fa-f]{3}-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"
 _UUIDS = {f"uuid{version}": _UUID % version for version in range(1, 9)}
 _NAIVE = rf"^(?:{FORMATS['date']})T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?$"
-#: Greatest number of digits that the schema counts, because floats hold 15; the type counts more digits.
+#: Greatest number of digits that the schema limits, because floats hold 15 digits; the type itself checks larger limits.
 _DIGITS = 15
 
 
@@ -206,7 +206,7 @@ def completed(schema: Any, kind: Any) -> Any:
 
 
 def _completed(new: Any, old: Any) -> Any:
-    """`new` with the anchored patterns of `old`, and with versions of UUIDs, which Pydantic gives as a format only."""
+    """`new` with the anchored patterns of `old`, and with a pattern for the version of a UUID, for which Pydantic has only a format."""
     if isinstance(new, list):
         same = isinstance(old, list) and len(old) == len(new)
         return [_completed(*pair) for pair in zip(new, old if same else [None] * len(new), strict=True)]
@@ -220,16 +220,16 @@ def _completed(new: Any, old: Any) -> Any:
 
 
 class _Schemas(GenerateJsonSchema):
-    """Pydantic's schemas with conditions that it leaves out."""
+    """Pydantic's JSON schemas, plus conditions that Pydantic leaves out."""
 
     def datetime_schema(self, schema: core_schema.DatetimeSchema) -> dict[str, Any]:
-        """Date and time, without an offset where the type forbids one."""
+        """Date and time; without an offset, if the type forbids offsets."""
         if schema.get("tz_constraint") == "naive":
             return {"type": "string", "pattern": _NAIVE}
         return super().datetime_schema(schema)
 
     def decimal_schema(self, schema: core_schema.DecimalSchema) -> dict[str, Any]:
-        """A number, or a number in a string. Strings cannot be bounded: with bounds only numbers are written."""
+        """A number, or a number in a string. No keyword bounds numbers in strings: if the type has bounds, strings are left out."""
         arms = super().decimal_schema(schema).get("anyOf", [])
         number = next((arm for arm in arms if arm.get("type") == "number"), {"type": "number"})
         most, places = schema.get("max_digits"), schema.get("decimal_places")
@@ -251,7 +251,7 @@ def _counted(most: int | None, places: int | None) -> dict[str, Any]:
 
 
 def _spelled(most: int | None, places: int | None) -> str:
-    """The pattern, in strings, of the numbers of :func:`_counted`; the total number of digits is left to the type."""
+    """The pattern of strings with the numbers of :func:`_counted`; only the type itself checks the total number of digits."""
     whole = "[0-9]*" if most is None else f"[0-9]{{0,{most - (places or 0) - 1}}}"
     integer = "0" if most is not None and most <= (places or 0) else f"(?:0|[1-9]{whole})"
     behind = places if places is not None else most

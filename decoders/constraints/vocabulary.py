@@ -28,7 +28,7 @@ class Vocabulary:
         stops: ids that end a text.
         encode: returns the tokenizer's ids of a text, without added special tokens.
         special: ids of special tokens by their names.
-        spelled: names of special tokens that have a text here, see :meth:`spelling`.
+        spelled: names of the special tokens that have a text in this vocabulary, see :meth:`spelling`.
 
     Raises:
         UnsupportedError: stop tokens are given, and none is among `tokens`.
@@ -63,8 +63,8 @@ class Vocabulary:
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
         added, special = tokenizer.added_tokens_decoder, special_tokens(tokenizer)
         tokens: list[bytes | None] = [None] * size
-        # These are the names that the tokenizer decodes. In the tokenizer's vocabulary, names of added tokens may be normalised; in
-        # a tokenizer written in Python, all names may be.
+        # The tokenizer decodes tokens from these names. In its vocabulary, names of added tokens may be normalised; in the vocabulary
+        # of a tokenizer written in Python, all names may be normalised.
         renamed = [token for token in {*added, *(vocabulary.values() if backend is None else ())} if token < size]
         names = {token: name for name, token in vocabulary.items() if token < size}
         names |= dict(zip(renamed, tokenizer.convert_ids_to_tokens(renamed), strict=True))
@@ -168,9 +168,9 @@ class Vocabulary:
         return b"".join(self.tokens[token] or b"" for token in tokens if token >= 0)
 
     def encoded(self, text: bytes) -> list[int]:
-        """`text` as the tokenizer encodes it, without an incomplete character at its end.
+        """The tokens of `text` as the tokenizer encodes it, without an incomplete character at its end.
 
-        Bytes that are not valid UTF-8 are encoded by the longest tokens first.
+        If `text` is not valid UTF-8, each token is the longest that matches.
         """
         whole = _decodable(text)
         if not whole and len(text) > 3:
@@ -181,9 +181,9 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """`forced` bytes as the tokenizer encodes them, up to where following bytes could change the tokens.
+        """The tokens of `forced` as the tokenizer encodes it, up to the first token that following bytes could change.
 
-        A token is left out if the bytes from it on could be the beginning of a longer token.
+        Following bytes could change a token if the bytes from the token on are the beginning of a longer token.
         """
         if not _decodable(forced):  # empty, or the last bytes of a character, which a tokenizer cannot encode alone
             return []
@@ -196,8 +196,8 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, ends before a token that is not the first
-        token of the remaining bytes encoded alone: the tokenizer may see a special token in the whole text, or group digits.
+        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, the tokens end before a token that is not
+        the first token of the remaining bytes encoded alone: in the whole text, the tokenizer may see special tokens or group digits.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):
@@ -207,11 +207,11 @@ class Vocabulary:
         return tokens
 
     def _greedy(self, text: str) -> list[int]:
-        """Longest match first; empty if some byte has no token."""
+        """The tokens of `text`, each the longest that matches; empty if some byte has no token."""
         return self.longest_tokens(text.encode())
 
     def longest_tokens(self, rest: bytes) -> list[int]:
-        """`rest` in tokens, the longest first; empty if some byte has no token."""
+        """The tokens of `rest`, each the longest that matches; empty if some byte has no token."""
         tokens: list[int] = []
         while rest:
             for size in range(min(len(rest), self.longest), 0, -1):
@@ -240,7 +240,7 @@ def _decodable(text: bytes) -> str:
 
 
 def _part(backend: Any, name: str) -> dict | None:
-    """A part of a tokenizer of the tokenizers library, in the form of its file; reading the whole file would take seconds."""
+    """The part `name` of a tokenizer of the tokenizers library, as in its JSON file; writing the whole file would take seconds."""
     part = getattr(backend, name, None)
     return None if part is None else dict(json.loads(part.__getstate__()))
 
@@ -255,7 +255,7 @@ def _rules(backend: Any) -> str:
 def _spelling(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], decoder: dict | None
 ) -> Callable[[str], bytes]:
-    """The function from names of tokens to bytes of `tokenizer`, which has this vocabulary and decoder.
+    """The function that returns the bytes of a token of `tokenizer`, given the token's name.
 
     Raises:
         UnsupportedError: the tokenizer is neither byte-level nor has byte fallback, or its decoder is unknown.
@@ -277,7 +277,7 @@ def _spelling(
             is_byte = False
             for step in steps:
                 if step is not None:
-                    if is_byte and step[0] in name:  # the marker of a blank has no bytes of its own
+                    if is_byte and step[0] in name:  # the decoder would write a blank instead
                         return b""
                     name = name.replace(*step)
                 elif byte := BYTE_TOKEN.fullmatch(name):
@@ -295,7 +295,7 @@ def _spelling(
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[tuple[str, str] | None]:
-    """The steps by which `decoder` turns a token's name into text: a text and its replacement; None for bytes (``<0x0A>``).
+    """The steps by which `decoder` turns a token's name into text: a text and its replacement, or None for reading bytes (``<0x0A>``).
 
     Raises:
         UnsupportedError: `decoder` has other steps.
@@ -323,7 +323,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
 
 @lru_cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes with (Radford et al. 2019): printable bytes stand for themselves."""
+    """For each character by which byte-level tokenizers write a byte: the byte (Radford et al. 2019). Printable bytes are unchanged."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

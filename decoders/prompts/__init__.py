@@ -1,1 +1,1 @@
-"""Prompts: the package's own, files of texts and conversations, and the field's benchmarks as they are published"""
+"""Prompts: prompts that come with the package, files of texts and conversations, and benchmarks as they are published."""

@@ -38,7 +38,7 @@ def instructions(kind: str) -> Texts:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """The tokens of a prompt: messages go through the chat template, or become bare text if the tokenizer has none.
+    """The tokens of a prompt: messages go through the chat template, or become bare text if the tokenizer has no template.
 
     Raises:
         SettingsError: `content` is neither a text nor messages, or has no tokens.
@@ -72,11 +72,11 @@ def read_prompts(chosen: str, limit: int | None) -> Texts:
     """The prompts that ``--prompts`` asks for, `limit` of each kind.
 
     Args:
-        chosen: kinds, comma-separated: the demo's (``all`` is all of these), ``instruct`` and ``instruct:edit``,
-            ``predictable``, ``random``, ``agent``; or a file.
+        chosen: comma-separated kinds: kinds of the demo (``all`` for all of them), ``instruct`` or ``instruct:edit``,
+            ``predictable``, ``random``, ``agent``; or the path of a file.
 
     Raises:
-        SettingsError: no such kind or file, or no prompt in it.
+        SettingsError: there is no such kind or file, or no prompt in the file.
     """
     from .. import demo
 
@@ -114,7 +114,7 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
 
 
 def read_file(path: Path) -> list[tuple[str, Content]]:
-    """Kind and content of the prompts in a file: the file is one text, or has objects with a text or messages (:func:`read_rows`).
+    """Kind and content of each prompt in a file, which is one text, or has objects with a text or messages (:func:`read_rows`).
 
     Raises:
         OSError, ValueError: the file has another format.
@@ -146,10 +146,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _prompt(item: Any, kind: str) -> tuple[str, Content]:
-    """Kind (by default the file's name) and content of a line: a text, or messages with role and content.
+    """Kind (by default `kind`) and content of a line: a text, or messages with role and content.
 
     Raises:
-        SettingsError: the line has neither.
+        SettingsError: the line has neither a text nor messages.
     """
     if not isinstance(item, dict) or not ("messages" in item or "text" in item):
         raise SettingsError(f"a line has a text, or messages, unlike {shortened(repr(item))}")

@@ -20,8 +20,8 @@ class Suite:
     """A benchmark.
 
     Attributes:
-        source: where its file is published.
-        files: patterns of its file in a folder; the first that matches counts.
+        source: where the benchmark's file is published.
+        files: patterns for the path of the file in a folder; the first pattern that matches counts.
         turns: the fields that may hold the question, as a list of turns or as one text.
         completes: whether the question is a text to continue, for models without a chat template.
     """

@@ -73,11 +73,11 @@ class CallStyle:
     Attributes:
         format: the format of calls; bare JSON if the template does not mention calls.
         reads_tools: whether the template lists the functions for the model.
-        reads_calls: whether it takes messages with calls.
-        as_text: whether it takes a call's arguments as a JSON string instead of an object.
-        values_as_text: whether the values of that object are passed as JSON strings (strings stay), because the template would
+        reads_calls: whether the template takes messages with calls.
+        as_text: whether the template takes a call's arguments as a JSON string instead of an object.
+        values_as_text: whether the values of the arguments are passed as JSON strings (strings stay), because the template would
             write Python's ``True``.
-        short_ids: whether it takes only ids of nine letters and digits.
+        short_ids: whether the template takes only ids of nine letters and digits.
         one_call: whether the template takes only one call per message.
         one_text: whether a message with calls may have a thought or a text, but not both.
         special: whether the markers of calls contain special tokens.
@@ -154,7 +154,7 @@ class MessageStyle:
 
 
 def message_style(render: Render) -> MessageStyle:
-    """Finds out for each role whether the template shows a message's text, given as a string and as a part."""
+    """Finds out by probes for each role whether the template shows a message's text, given as a string or as a list of parts."""
     style = MessageStyle()
     for role in ("user", "assistant", "system", "tool"):
         forms = (style, MessageStyle(style.parts | {role}, style.unread))
@@ -305,7 +305,7 @@ class ChatStyle:
         """The style of a template, found by rendering probes.
 
         Args:
-            render: renders messages and optional tools by the template, its last argument says whether to add the generation prompt;
+            render: renders messages and optional tools by the template; its last argument says whether to add the generation prompt.
                 None: there is no template.
             special: names of the special tokens.
             source: the template's source.

@@ -84,7 +84,7 @@ class Stage:
         forward_seconds: seconds of its forward passes.
         drafter_seconds: seconds of its drafter, including the passes of `stages`.
         stages: the draft models of its drafter.
-        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's.
+        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
     """
 
     model: str
@@ -117,7 +117,7 @@ class GrammarUse:
         nbytes: its memory in bytes.
         warnings: how the language differs from the specification, a sentence per difference.
         complete: whether the text is complete; otherwise the call ended before the text did.
-        invalid: the rule of the specification, beyond the language, that a complete text breaks; None if it breaks none.
+        invalid: why a complete text of the language is invalid under the specification; None if it is valid.
     """
 
     name: str

@@ -32,7 +32,7 @@ class Report:
         exact: False if the strategy or verifier may change the distribution.
         verifier, verifier_settings: name of the verifier ("coupled") and its settings.
         compiled_steps: number of `steps` that ran compiled.
-        threads: processor threads of the last step, less than torch's number if other processes take the cores; 0 on a GPU.
+        threads: processor threads of the last step, fewer than torch's number if other processes take the cores; 0 on a GPU.
         waiting: share of the steps' time in which the decoding thread, or a thread that it waited for, had no processor because
             other processes take the cores (see :attr:`busy`); 0 on a GPU.
         replayed_steps: number of `steps` that replayed a recording, in part or as a whole (CUDA).
@@ -41,8 +41,9 @@ class Report:
         reused: per row, number of prompt tokens whose keys and values came from an earlier call.
         same_bits: in low precision, whether a token's logits have the same bits in every block, so that drafts do not change
             near-ties; from a brief check when the model was prepared. None if not checked.
-        checked: ISO date of the comparison of this design with transformers' forward passes: today, or the date of a stored verdict.
-        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's.
+        checked: ISO date of the comparison of the prepared model with transformers' forward passes: today, or the date of a stored
+            result.
+        weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
         prompt_tokens, new_tokens: per row.
@@ -97,7 +98,7 @@ class Report:
     written: Written | None = field(default=None, repr=False, compare=False)
 
     def waited(self, seconds: float) -> None:
-        """Adds a compilation that the call waited for."""
+        """Adds the `seconds` of a compilation that the call waited for."""
         self.timings.compile += seconds
         self.compilations += 1
 
@@ -137,7 +138,7 @@ class Report:
 
     @property
     def same_tokens(self) -> str:
-        """Whether the tokens are the tokens of plain decoding, as text. Low precision is checked only without recurrent layers."""
+        """Says whether the tokens are the tokens of plain decoding. Low precision is not checked for models with recurrent layers."""
         if not self.exact:
             return f"no: {self.strategy if self.verifier == 'coupled' else f'verifier {self.verifier}'} is lossy"
         if self.same_bits is None:

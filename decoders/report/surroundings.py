@@ -10,7 +10,7 @@ from ..common.devices import processor_name, waiting_share
 
 __all__ = ["WAITING", "busy_share", "processor_name"]
 
-#: Parallel code waits too long if its calling thread had no processor for this share of the time.
+#: Parallel code waits too long if its calling thread has no processor for more than this share of the time.
 WAITING = 0.25
 
 

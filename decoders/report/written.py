@@ -43,7 +43,7 @@ class Written:
     Attributes:
         prompts: the prompts, 1-D int64, without padding; -1 at positions without a token id.
         tokens: the new tokens.
-        drafters: the drafter of each new token, "" for the target's own.
+        drafters: the drafter of each new token, "" for the target's own tokens.
         steps: every step, for traced rows.
         tokenizer: the call's tokenizer or None. Pickles keep the texts instead.
     """

@@ -29,7 +29,7 @@ class LLGuidance(Backend):
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """`language` for `vocabulary`, without texts that need a byte of :data:`_SELDOM` for which there is no token.
+        """Compiles `language` for `vocabulary`, without the texts that contain a byte of :data:`_SELDOM` that has no token.
 
         Raises:
             GrammarError: llguidance cannot read `language`, hits a limit at once, or may reach dead ends because another byte of
@@ -75,7 +75,7 @@ class LLGuidanceGrammar(CompiledGrammar):
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """An ``LLMatcher`` at the beginning, and the generation of its lexer, which is newer than `broken`.
+        """A new ``LLMatcher`` at the beginning of a text, and the generation of its lexer, which is not the generation `broken`.
 
         A lexer that has hit its limit of states refuses everything from then on, for all matchers that share it.
         """
@@ -88,9 +88,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and the sum by which the queries of a text may exceed it: all rows of a batch wait for a query.
-#: llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. Other grammars, counted patterns and
-#: classes of Unicode included, exceeded it by 0.05 seconds in 400 tokens of a vocabulary of 49,152.
+#: CPU seconds that a query may take, and the total overtime of all queries of a text: all rows of a batch wait for a query.
+#: llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With other grammars, counted patterns and
+#: classes of Unicode included, 400 tokens of a vocabulary of 49,152 had an overtime of 0.05 seconds.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -182,7 +182,7 @@ class LLGuidanceMatcher(Matcher):
             self._renew()
 
     def fill_mask(self, out: Tensor) -> None:
-        """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
+        """Fills ``out``, ``[W]`` int32 on the CPU, with the mask of the tokens that may come next.
 
         Raises:
             GrammarError: llguidance hits a limit, the text takes too much time, or the grammar has a dead end here.
@@ -253,7 +253,7 @@ class LLGuidanceMatcher(Matcher):
         raise self._failure(message)
 
     def _renew(self) -> None:
-        """Replaces the ``LLMatcher`` by a new matcher at this position; if that refuses the tokens, the next query fails."""
+        """Replaces the ``LLMatcher`` by a new matcher at this position; if the new matcher refuses the tokens, the next query fails."""
         self._inner, self._generation = self.grammar.fresh(self._generation)
         self._inner.consume_tokens(self._taken)
         self._asked, self._unasked = False, None

@@ -1,8 +1,8 @@
 """The source text for llguidance, compiling it within limits, and llguidance's error messages.
 
-The compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So texts are bounded,
-and compiled in a thread whose stack no text of that length can fill (measured: 27 bytes of stack per byte of plain rules, 430 for
-negated terminals).
+The compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So the length of texts
+is bounded, and a text is compiled in a thread whose stack it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430
+for negated terminals).
 
 Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
 at 2000, minutes at 20,000. llguidance does not limit the depth, so it is limited here.
@@ -22,11 +22,11 @@ from ..vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-#: Longest text that is compiled, in characters, and the stack reserved for compiling it, in bytes.
+#: Length of the longest text that is compiled, in characters; the stack for compiling a text, in bytes: the least, and per character.
 LONGEST = 512 * 1024
 STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 
-#: Deepest nesting of terminals: 0.1 seconds.
+#: Deepest nesting of terminals that is compiled; it takes 0.1 seconds.
 DEEPEST = 500
 
 #: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 items take 2.5 ms
@@ -137,7 +137,7 @@ def _invalid(language: Language, message: str) -> GrammarError:
 
 
 def _with_room(text: str, call: Callable[[], T]) -> T:
-    """The result of `call`, which reads `text`, run with a stack large enough for it."""
+    """Runs `call`, which compiles `text`, with a stack that is large enough for `text`; returns its result."""
     results: list[T] = []
     _with_stack(max(STACK, len(text) * STACK_PER_CHARACTER), lambda: results.append(call()))
     return results[0]
@@ -253,7 +253,7 @@ def tokenizer_for(vocabulary: Vocabulary) -> Any:
 
 
 class _Wrapper:
-    """A vocabulary with llguidance's interface of a tokenizer. Tokens without bytes are not in its trie."""
+    """A vocabulary with llguidance's interface of a tokenizer. Tokens without bytes are not in llguidance's trie."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,1 +1,4 @@
-"""Regular expressions: dialects read into one tree, and automata and text made of it. Imports only the errors of the package."""
+"""Regular expressions: patterns of several dialects are read into trees; trees become automata or text.
+
+Of the package, only ``errors`` is imported.
+"""

@@ -1,9 +1,9 @@
 """Deterministic automata over characters, which check all conditions on a string at once.
 
-A condition is a regular tree, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the product of all
-conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not used: FSMs of single conditions,
-which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM that returns to its
-first state; and ``reduce``, which may take exponential time.
+A condition is a regular tree that the string must match, or must not match; lengths are conditions too. interegular's ``crawl`` walks
+the product of all conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not used: FSMs of
+single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM
+that returns to its first state; and ``reduce``, which may take exponential time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from interegular.fsm import FSM, Alphabet
 
 
-#: The set of nodes of each condition's automaton, and the number of characters read, up to a number beyond which counts are equivalent.
+#: A state of the product: a set of nodes for each condition's automaton, and the number of characters read. All large numbers are
+#: equivalent, so the number is capped.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
 #: Greatest number of nodes in the cached sets of one condition's automaton while strings are matched.
 _REMEMBERED = 50_000
@@ -82,7 +83,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
 
 
 def minimal(machine: FSM) -> FSM:
-    """`machine` without dead ends and with equivalent states merged. The first state of either is 0.
+    """`machine` without dead ends and with equivalent states merged. State 0 is the first state of `machine` and of the result.
 
     Args:
         machine: an automaton without unreachable states.
@@ -130,7 +131,7 @@ class _ConditionAutomaton:
         return len(self.silent) - 1
 
     def build(self, tree: Pattern) -> tuple[int, int]:
-        """First and last node of `tree`."""
+        """Adds the nodes of `tree`, and returns its first and its last node."""
         first, last = self.node(), self.node()
         match tree:
             case Chars(ranges):
@@ -177,7 +178,7 @@ class _ConditionAutomaton:
 
     def move(self, state: frozenset[int], symbol: int) -> frozenset[int]:
         if (state, symbol) not in self.known:
-            if self.remembered > _REMEMBERED:  # every character may lead to a new state
+            if self.remembered > _REMEMBERED:  # the cache may grow with every character
                 self.known, self.remembered = {}, 0
             reached = [step[1] for node in state if (step := self.steps[node]) is not None and symbol in step[0]]
             self.known[state, symbol] = self.close(reached)
@@ -209,10 +210,10 @@ def refined(
     successors: Sequence[Sequence[int]],
     predecessors: Sequence[Sequence[int]],
 ) -> list[int]:
-    """The coarsest partition, finer than `blocks`, in which all members of a block lead to the same blocks.
+    """The block of each state in the coarsest refinement of `blocks` in which all states of a block lead to the same blocks.
 
     Each round visits only the predecessors of states that were just split off: rounds over all states would be quadratic for texts of
-    bounded length. A block's largest part keeps its number, so its predecessors need not be visited.
+    bounded length. The largest part of a block keeps the block's number, so the predecessors of this part need not be visited.
 
     Args:
         blocks: block of each state, -1 for states that are ignored.
@@ -254,11 +255,11 @@ def refined(
 
 
 class Symbols:
-    """Classes of characters that the trees do not tell apart, as numbers.
+    """Numbers for the classes of characters that no tree tells apart.
 
     Attributes:
         count: number of symbols; they are numbered from 0.
-        of: for each set in the trees, its symbols.
+        of: for each set of characters in the trees, its symbols.
     """
 
     def __init__(self, trees: Sequence[Pattern]) -> None:

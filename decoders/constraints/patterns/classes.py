@@ -93,7 +93,7 @@ class ClassReader:
         return Chars(characters.complement(ranges) if negated else ranges, place=begin)
 
     def nested_class(self, begin: int) -> Class:
-        """Reads a class that may contain classes, which is kept verbatim."""
+        """Reads a class that may contain classes, and keeps it verbatim."""
         depth = 0
         while self.place < len(self.pattern):
             if opened := _CLASS_BEGIN.match(self.pattern, self.place):
@@ -107,7 +107,7 @@ class ClassReader:
         return Class(self.pattern[begin : self.place], place=begin)
 
     def computed_class(self, begin: int) -> Chars:
-        """Reads a class that may contain classes and operations; as in Rust, all operations have one precedence."""
+        """Reads a class that may contain classes and operations; as in Rust, all operations have the same precedence."""
         self.place = begin + 1
         negated = self.take("^")
         union: list[tuple[int, int]] = []
@@ -202,7 +202,7 @@ class ClassReader:
         return Chars(characters.of(letter), place=begin)
 
     def property(self, letter: str, begin: int) -> Set | None:
-        """Reads the rest of a property of Unicode; None if there is no property."""
+        """Reads the name of a property of Unicode and returns its characters; None if there is no name, or it is unknown."""
         name = self.in_braces()
         if name is None and self.dialect.short_properties:
             name = self.pattern[self.place : self.place + 1]
@@ -216,7 +216,7 @@ class ClassReader:
         return replace(named, place=begin)
 
     def code_point(self, letter: str, begin: int) -> Set:
-        """Reads the digits of a character's escape."""
+        """Reads the digits of an escape and returns the character with this code point."""
         point = self.digits(letter)
         if self.dialect.surrogate_pairs and point is not None and 0xD800 <= point < 0xDC00:
             low = _LOW_SURROGATE.match(self.pattern, self.place)
@@ -246,7 +246,7 @@ class ClassReader:
 
 
 def _point(one: Set) -> int | None:
-    """The only character of `one`; None if there are several."""
+    """The code point of the only character in `one`; None if `one` is not a single character."""
     if isinstance(one, Chars) and len(one.ranges) == 1 and one.ranges[0][0] == one.ranges[0][1]:
         return one.ranges[0][0]
     return None

@@ -1,4 +1,4 @@
-"""Differences between the dialects of regular expressions, as a table for the one reader."""
+"""The differences between dialects of regular expressions, as a table that the reader follows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def single(character: str) -> Chars:
 
 
 def property_in_rust(name: str, negated: bool) -> Class | None:
-    """A property of Unicode in Rust's notation; None without a name. Rust checks whether the property exists."""
+    """A property of Unicode in Rust's notation; None if `name` is empty. Rust checks whether the property exists."""
     return Class(rf"\{'P' if negated else 'p'}{{{name}}}") if name else None
 
 
@@ -44,7 +44,7 @@ class Dialect:
     Attributes:
         messages: reasons for refusals, with ``{what}`` for the refused text. A construct without a reason is read, as in other
             dialects or verbatim.
-        error: creates the error of the pattern, the problem, the refused text, the reason, and the text's place.
+        error: creates the error from the pattern, the problem, the refused text, the reason, and the index of the refused text.
         dot: the meaning of ``.``.
         escapes: letters that mean the same in a class and outside.
         escapes_outside: escapes that exist only outside of classes, or have another meaning there.
@@ -52,17 +52,18 @@ class Dialect:
         is_reserved: whether an unknown letter after a backslash is refused; otherwise it stands for itself.
         named_property: returns the characters of ``\\p{name}``, or of ``\\P{name}`` if negated; None if the name is unknown.
         short_properties: whether ``\\pL`` is a property too.
-        codes: letters of escapes that give a code point; its digits may stand in braces if `codes_in_braces` has the letter.
-        surrogate_pairs: whether two escapes may be the halves of one character; a half alone is a character, too.
+        codes: letters of escapes that give the digits of a code point.
+        codes_in_braces: the letters of `codes` whose digits may stand in braces.
+        surrogate_pairs: whether two escapes may be the two surrogates of one character; a single surrogate is a character, too.
         control_letters: whether ``\\cA`` is U+0001.
         open_low: whether ``{,n}`` is a quantifier.
         most_digits: greatest number of digits of a quantifier's bound.
         lone_counts: whether braces with nothing to repeat stand for themselves.
-        empty_classes: whether a bracket closes a class right after its beginning; otherwise it stands for itself there.
+        empty_classes: whether ``[]`` is an empty class; otherwise a bracket at the beginning of a class stands for itself.
         no_range_before: in a class, a hyphen in front of one of these texts stands for itself; "" is the end of the pattern.
         class_operations: operators between classes, which are refused.
-        nested_classes: whether classes may stand in classes; they are kept verbatim then.
-        class_algebra: whether classes may stand in classes and are computed, also POSIX classes and operations between classes.
+        nested_classes: whether classes may contain classes; all classes are kept verbatim then.
+        class_algebra: whether classes may contain classes, POSIX classes and operations between classes; their sets are computed.
         named_group: the beginning of a group with a name.
         comments: whether ``(?#…)`` is a comment.
         look_aheads: whether ``(?=`` and ``(?!`` are read.

@@ -1,9 +1,9 @@
 """Patterns of JSON Schema (ECMA-262 expressions that are searched in a string) as trees for whole strings.
 
-Anchors are read where they mean "the string begins (ends) here", look-ahead only at the very beginning of the pattern, where it is a
-condition on the whole string. Everything else outside regular languages is refused.
+Anchors are read where they mean "the string begins (ends) here". Look-ahead is read only at the very beginning of the pattern, where
+it is a condition on the whole string. Every other non-regular construct is refused.
 
-Texts are searched by an automaton in linear time where the pattern is regular, else by ``re`` in a child process: Python's ``re``
+If a pattern is regular, an automaton searches texts in linear time; otherwise ``re`` searches them in a child process. Python's ``re``
 may take exponential time and blocks the interpreter meanwhile, but a child process can be killed.
 """
 
@@ -114,10 +114,10 @@ ECMA = Dialect(
 
 @lru_cache(maxsize=1024)
 def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
-    """Strings in which `pattern` is found: they match every tree marked True and no tree marked False. The trees are regular.
+    """Regular trees for the strings in which `pattern` is found: the strings match every tree marked True and no tree marked False.
 
     Raises:
-        GrammarError: `pattern` is no expression of ECMA-262, or cannot be read as a regular language.
+        GrammarError: `pattern` is no expression of ECMA-262, or has a construct that regular trees cannot express.
     """
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
@@ -163,7 +163,7 @@ class _Anchors:
         return ((searched, True), *self.looks)
 
     def readings(self, tree: Pattern, alternated: bool, nested: bool) -> _Readings:
-        """How `tree` may match: at most one reading for each of the four kinds of anchoring.
+        """The ways in which `tree` may match: at most one reading for each of the four values of (`begins`, `ends`).
 
         Args:
             alternated: whether `tree` is one of several alternatives.
@@ -194,7 +194,7 @@ class _Anchors:
         raise irregular(tree)
 
     def look(self, look: Look, before: _Readings, alternated: bool, nested: bool) -> None:
-        """Adds the condition of `look` on the whole string. before: what comes before it, which must be the string's beginning."""
+        """Adds the condition of `look` on the whole string. before: readings of the part before it, which must be just ``^``."""
         if before != _AT_BEGINNING:
             reason = "look-ahead that does not stand right after ^ at the beginning"
             raise _refusal(self.pattern, reason, look.place)
@@ -219,7 +219,7 @@ class _Anchors:
 
 
 def _merged(readings: Iterable[_Reading]) -> _Readings:
-    """`readings`, joined where their anchors are equal: at most four remain."""
+    """`readings`, merged to one reading for each value of (`begins`, `ends`): at most four remain."""
     kinds: dict[tuple[bool, bool], list[Pattern]] = {}
     for reading in readings:
         kinds.setdefault((reading.begins, reading.ends), []).append(reading.tree)
@@ -241,8 +241,8 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
     return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)
 
 
-#: Reads lines of JSON with a pattern, a text and seconds of processor time; answers with 1 or 0, or the error of the pattern, and the
-#: seconds that it took. The process ends if the given seconds do not suffice.
+#: The child's program. It reads lines of JSON: a pattern, a text and seconds of processor time. It answers each line with a line of
+#: JSON: 1, 0 or the error of the pattern, and the seconds that the search took. A search that needs more seconds ends the process.
 _CHILD = (
     limits.BOUNDED
     + """
@@ -274,7 +274,7 @@ class Search:
         self._end()
 
     def found(self, pattern: Any, text: str) -> bool:
-        """Whether `pattern` is found in `text`, by ECMA-262, or by ``re`` where it is not regular.
+        """Whether `pattern` is found in `text`, by the rules of ECMA-262, or of Python's ``re`` if `pattern` is not regular.
 
         Raises:
             GrammarError: neither can read `pattern`, or time is up.

@@ -15,7 +15,7 @@ from ...errors import GrammarError
 
 #: Characters of a pattern.
 PATTERN_CHARACTERS = 20_000
-#: Groups within groups.
+#: Greatest depth of groups within groups.
 NESTING = 100
 #: States of an automaton over characters.
 STATES = 3_000
@@ -27,7 +27,7 @@ MOVE_NODES = 10_000_000
 COPIES = 2_000
 
 
-#: By limit, what to write instead.
+#: For each limit, what to write instead.
 INSTEAD = {
     "PATTERN_CHARACTERS": "take classes of characters and repetitions",
     "NESTING": "move inner parts to the outside, or to definitions that are referred to",
@@ -91,7 +91,7 @@ def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[
     """Bounds the work inside to `seconds`, and to the rest of an outer deadline.
 
     Args:
-        seconds: None: :data:`SECONDS`, or only the outer deadline if there is one.
+        seconds: the bound; None means the outer deadline, or :data:`SECONDS` if there is no outer deadline.
         limit: how messages name the bound.
     """
     outer = _current.get()
@@ -112,14 +112,14 @@ def left() -> float:
 
 
 def spend(seconds: float) -> None:
-    """Adds time that another process has spent."""
+    """Counts `seconds`, which another process has spent, against the current deadlines."""
     current = _current.get()
     while current is not None:
         current.ends -= seconds
         current = current.outer
 
 
-#: The beginning of a child process's program: ``bounded(seconds)`` silently ends the process after so much processor time.
+#: The beginning of a child process's program: ``bounded(seconds)`` silently ends the process after `seconds` of processor time.
 BOUNDED = """
 import time
 try:
@@ -128,12 +128,12 @@ try:
 except ImportError:
     def bounded(seconds): pass
 """
-#: The parent kills the child after this many times its seconds, because on a busy machine a child waits for a processor.
+#: The parent kills the child after ``PATIENCE`` times the child's seconds, because on a busy machine a child waits for a processor.
 PATIENCE = 30
 
 
 def check(what: str, keyword: str | None = None) -> None:
-    """Ends `what` if time is up. Raises GrammarError: time is up."""
+    """Checks the current deadline. Raises GrammarError: the time for `what` is up."""
     current = _current.get()
     if current is not None and time.thread_time() > current.ends:
         raise GrammarError(f"{what} takes longer than {current.seconds:g} s, {current.limit}", keyword)

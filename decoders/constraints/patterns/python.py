@@ -17,7 +17,7 @@ from .tree import Anchor, Cat, Class, Or, Pattern, write
 
 #: Largest count of a repetition: an automaton with that many states can still be built.
 REPETITIONS = 99_999
-#: What to write instead of an assertion about the surroundings.
+#: What to write instead of look-around or a word boundary.
 _INTERSECT = (
     "write the texts out, or use decoders.grammar, whose terminals have & (and) and ~ (not): T: /[a-z]+/ & ~/if|else/"
 )
@@ -110,7 +110,7 @@ def whole_text(pattern: str) -> str:
 
 def _check_anchors(pattern: str, tree: Pattern) -> None:
     """Checks that all anchors of `tree` are at the ends of the text. Raises GrammarError: an anchor is elsewhere."""
-    # Parts to check, each with whether it comes first, and the place where text follows it.
+    # Parts to check; for each, whether it may be at the beginning of the text, and the place of the text that follows it, if any.
     todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
     while todo:
         node, first, following = todo.pop()

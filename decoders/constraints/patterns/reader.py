@@ -37,15 +37,15 @@ def read(pattern: str, dialect: Dialect) -> Pattern:
 
 @dataclass
 class _Group:
-    """An open group, or the pattern itself.
+    """An open group, or the pattern as a whole.
 
     Attributes:
-        place: place of its parenthesis.
-        opening: the beginning of a group of another kind than ``(?:``.
+        place: index of its parenthesis in the pattern.
+        opening: the text that opens the group, if it is of another kind than ``(?:``.
         alternatives: the complete alternatives.
         parts: parts of the current alternative.
-        last: the last part's kind.
-        anchored: whether it contains anchors.
+        last: the kind of the last part.
+        anchored: whether the group contains anchors.
     """
 
     place: int
@@ -64,7 +64,7 @@ class _Group:
         self.parts, self.last = [], "nothing"
 
     def tree(self) -> Pattern:
-        """The group as a tree; its last alternative is complete."""
+        """The group as a tree. Its last alternative must be complete."""
         several = len(self.alternatives) > 1
         return Or(tuple(self.alternatives), place=self.place) if several else self.alternatives[0]
 

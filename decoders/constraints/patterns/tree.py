@@ -1,4 +1,4 @@
-"""Patterns as trees, the common form of all dialects, and writing them in the notation of backends.
+"""Patterns as trees, which all dialects are read into, and writing trees in the notation of backends.
 
 A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which automata
 can be built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
@@ -52,7 +52,7 @@ class Or(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Repeat(_Node):
-    """`part` from `low` to `high` times, None for any number."""
+    """`part` from `low` to `high` times; if `high` is None, without an upper bound."""
 
     part: Pattern
     low: int
@@ -61,7 +61,7 @@ class Repeat(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Class(_Node):
-    r"""One character of a class that is not enumerated, in Rust's notation: ``\p{L}``, ``[^\p{L}\-]``."""
+    r"""One character of a class whose characters are not listed. `text` is the class in Rust's notation: ``\p{L}``, ``[^\p{L}\-]``."""
 
     text: str
 
@@ -112,7 +112,7 @@ def cat(*parts: Pattern) -> Pattern:
 
 
 def either(*parts: Pattern) -> Pattern:
-    """Simplified alternation, each part once; :data:`NOTHING` without parts that match anything."""
+    """Simplified alternation, each part once; :data:`NOTHING` if no part matches anything."""
     pieces = (piece for part in parts for piece in (part.parts if isinstance(part, Or) else [part]))
     distinct = tuple(piece for piece in dict.fromkeys(pieces) if piece != NOTHING)
     if not distinct:
@@ -250,14 +250,14 @@ def _quoted(character: str) -> str:
 
 
 def code_point(point: int) -> str:
-    """The pattern of one character, in ASCII; inside of a class, too."""
+    """The pattern of one character, written in ASCII; it is also valid inside of a class."""
     if 0x20 <= point < 0x7F:
         return _quoted(chr(point))
     return f"\\x{point:02X}" if point < 0x80 else f"\\u{point:04X}" if point < 0x10000 else f"\\U{point:08X}"
 
 
 def charset(chars: Ranges) -> str:
-    """The pattern of one character of `chars` without surrogates, which UTF-8 lacks; it matches nothing if none is left."""
+    """The pattern of one character of `chars`. Surrogates are left out, as UTF-8 has none; if no character is left, nothing matches."""
     if len(chars) == 1 and chars[0][0] == chars[0][1]:
         return code_point(chars[0][0])
     if chars == _NOT_NEWLINE:
@@ -270,7 +270,7 @@ def charset(chars: Ranges) -> str:
 
 
 def joined_class(chars: Ranges, classes: Sequence[str], negated: bool) -> str:
-    """The class of one character that is in `chars` or in one of `classes`; if negated, of one that is in none of these sets."""
+    """The class of the characters in `chars` or in one of `classes`; if `negated`, of the characters in none of these sets."""
     members = "".join(bracketed[1] if (bracketed := _BRACKETED.fullmatch(text)) else text for text in classes)
     return f"[{'^' if negated else ''}{members}{_spans(characters.common(chars, characters.ENCODABLE))}]"
 
@@ -284,6 +284,6 @@ def _spans(chars: Ranges) -> str:
 
 
 def times(text: str, low: int, high: int | None) -> str:
-    """`text`, one unit, from `low` to `high` times."""
+    """The pattern that repeats `text`, which is one unit, from `low` to `high` times."""
     count = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
     return text + _MARKS.get((low, high), count)

@@ -30,7 +30,7 @@ def _any_of(algebra: SchemaAlgebra, place: Place, current: Shapes, keyword: str 
     union = NONE
     for node in _parts(algebra, place, keyword):
         part = algebra.intersect(current, node)
-        # Every alternative that holds evaluates parts of the value, so two that hold together are an alternative of their own.
+        # If two alternatives hold, both evaluate parts of the value. So the values for which both hold are a separate alternative.
         together = shapes.intersection(union, part, algebra) if algebra.evaluation else NONE
         union = shapes.union(shapes.union(union, part), together)
     return union

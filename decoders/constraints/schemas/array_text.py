@@ -18,7 +18,7 @@ _MOST_VALUES = 9
 
 
 def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
-    """The texts of `array`; `name` begins the names of its rules."""
+    """The expression for the texts of `array`. The names of its rules begin with `name`."""
     whitespace = rules.whitespace
     opened, closed = text(rf"\[{whitespace.opened}"), text(rf"{whitespace.closing}\]")
     empty = [text(rf"\[{whitespace.empty}\]")] if array.low == 0 else []
@@ -169,7 +169,7 @@ def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
 
 
 def _points(numbers: Numbers, most: int) -> list[int | float] | None:
-    """All of `numbers`; None if there are more than `most`, or a number is no float."""
+    """All numbers of the set `numbers`; None if there are more than `most`, or a number is neither an integer nor a float."""
     low, high, step = numbers.low, numbers.high, numbers.step
     if low is None or high is None or (step is None and low != high):
         return None

@@ -32,8 +32,8 @@ class Arrays:
 
     Attributes:
         counts: bounds on the number of items of a kind.
-        unique: no two items are equal.
-        evaluated: evaluated items; does not affect the set.
+        unique: whether no two items are equal.
+        evaluated: the items that keywords have evaluated; this does not change which arrays are in the set.
     """
 
     prefix: tuple[Node, ...] = ()
@@ -114,7 +114,7 @@ def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
 
 
 def evaluate(a: Arrays, node: Node, algebra: NodeAlgebra) -> Arrays | None:
-    """The arrays of `a` whose unevaluated items are of `node`; all items are evaluated afterwards."""
+    """The arrays of `a` whose unevaluated items are of `node`. In the result all items are evaluated."""
     if a.evaluated.first is None:
         return a
     nodes = algebra.nodes

@@ -33,7 +33,8 @@ class Place:
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
         dynamic: whether the document has dynamic references, whose targets depend on the path to them.
-        subtracted: whether the schema is subtracted, as under ``not``: then it must allow less without a keyword that is left out.
+        subtracted: whether the values of the schema are excluded, as under ``not``. If a keyword is left out, an excluded schema must
+            allow fewer values, other schemas must allow more.
     """
 
     schema: dict[str, Any]
@@ -60,7 +61,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The identifiers on the path to the schema if dynamic references depend on them, to tell apart places that share a schema."""
+        """The identifiers on the path to the schema, on which dynamic references depend; empty if the document has none."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
@@ -96,7 +97,7 @@ class Place:
 
 
 def step(key: str | int) -> str:
-    """One step of a JSON path."""
+    """`key` as a step of a JSON path."""
     plain = isinstance(key, str) and key.replace("_", "a").isalnum()
     return f".{key}" if plain else f"[{json.dumps(key)}]"
 
@@ -146,7 +147,7 @@ def place(
     contents: Any, path: str, resolver: Resolver[Any], specification: Specification[Any], dynamic: bool = False, *,
     entered: bool = False,
 ) -> Place | bool:  # fmt: skip
-    """`contents` as a schema. entered: whether `resolver` has already entered its ``$id``.
+    """`contents` as a schema. entered: whether `resolver` has already entered the ``$id`` of `contents`.
 
     Raises:
         GrammarError: `contents` are no schema, or of an unknown draft.

@@ -4,9 +4,10 @@ A pattern allows what its standard allows, except
 
 - date: the year 0000; time: leap seconds, more than nine digits of a second, small t and z; date-time: all of these
 - email: quoted local parts, addresses in brackets
-- hostname: what is longer than 3 labels, 7 of at most 35 characters, 11 of at most 18 (the first may be longer), or 42 of at most 5
+- hostname: names of more than 3 labels, but 7 labels of at most 35 characters are allowed, 11 of at most 18 (the first may be longer),
+  and 42 of at most 5
 
-Values given in the schema itself are judged by the full standard (:func:`valid`).
+Values in the schema itself (``enum``, ``const``) are validated by the full standard (:func:`valid`).
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def _labels(first: int, other: int) -> str:
 
 
 _LONGEST_NAME = 253
-# Labels of up to 63 characters, 253 in all: an automaton that counts both lengths would be too large.
+# A name has at most 253 characters, a label at most 63; an automaton that counts both exactly would be too large.
 _HOSTNAME = "|".join(_labels(*sizes) for sizes in ((63, 63), (63, 18), (35, 35), (5, 5)))
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 _H16 = "[0-9A-Fa-f]{1,4}"
-# Eight groups, the last two of which may be an IPv4 address; :: stands for one or more.
+# Eight groups; the last two groups may be an IPv4 address; :: stands for one or more groups.
 _IPV6 = "|".join((
     f"(?:{_H16}:){{7}}{_H16}", f"(?:{_H16}:){{1,7}}:", f"::(?:(?:{_H16}:){{0,6}}{_H16})?",
     *(f"(?:{_H16}:){{{n}}}(?::{_H16}){{1,{7 - n}}}" for n in range(1, 7)),

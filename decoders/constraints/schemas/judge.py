@@ -31,7 +31,7 @@ class Failure:
         keyword: the broken keyword; None if a schema ``false`` forbids the part.
         wanted: the keyword's value.
         value: the part of the value that breaks the keyword.
-        path: keys and indices that lead to that part.
+        path: keys and indices that lead to this part.
     """
 
     keyword: str | None
@@ -40,7 +40,7 @@ class Failure:
     path: tuple[str | int, ...] = ()
 
     def within(self, key: str | int) -> Failure:
-        """This failure as a failure of the value that contains the present value under `key`."""
+        """This failure as a failure of the enclosing value, which has the present value under `key`."""
         return replace(self, path=(key, *self.path))
 
 
@@ -61,7 +61,7 @@ _VALID = Judgement()
 
 
 class Judge:
-    """Judges the values of one text. The caller keeps them alive, because verdicts are cached by their ids."""
+    """Judges the values of one text. The caller must keep the values alive, because verdicts are cached by the ids of values."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -245,7 +245,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """The failure deepest inside the value if all alternatives fail; a failure of `keyword` if none is inside."""
+    """If all alternatives fail: the failure deepest inside `value`; a failure of `keyword` if no failure is inside."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest

@@ -147,7 +147,8 @@ def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> 
         additional = TRUE
     unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
-    # A key that may match a left-out pattern may have any value; under `not`, no value.
+    # A key may match a pattern that is left out. So additional keys may also have the values of this pattern; under `not`, every key
+    # must have a value that the pattern allows, too.
     if unread and place.subtracted:
         additional = nodes.intersection(additional, *unread)
         classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
@@ -216,7 +217,7 @@ def _number(schema: dict[str, Any], keyword: str) -> int | float:
 
 
 def read_count(schema: dict[str, Any], keyword: str) -> int | None:
-    """The value of a keyword that counts something; None if it is absent."""
+    """The value of a keyword that counts something; None if it is absent, or an upper bound that no text reaches."""
     if keyword not in schema:
         return None
     value = _number(schema, keyword)
@@ -270,7 +271,7 @@ _MOST_COMPARED = 500
 
 
 def ignored(places: Iterable[Place]) -> Iterator[str]:
-    """Warnings of names without effect in the schemas at `places`, one sentence each."""
+    """Warnings about names without effect in the schemas at `places`, one sentence each."""
     compared = 0
     for place in places:
         for name in place.schema:

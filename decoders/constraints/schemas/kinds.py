@@ -41,7 +41,7 @@ class Kinds:
         self.names = dict.fromkeys(name for name in _names(self._root) if name != UNDECLARED)
         self._known: dict[tuple[int, str | None, int], frozenset[str]] = {}
         own = self._root if isinstance(self._root, dict) else {}
-        # References are followed only without inner identifiers, because they would be relative to these.
+        # References are followed only if no inner schema has an identifier, because a reference would be relative to it.
         self._follows = all(text.count(f'"{key}":') == (key in own) for key in ("$id", "id"))
 
     def __getitem__(self, name: str) -> frozenset[str]:
@@ -92,7 +92,7 @@ class Kinds:
         return parts + [own for keyword in ("anyOf", "oneOf") if (own := _listed(schema, keyword))]
 
     def _follow(self, reference: Any) -> Any:
-        """The schema that `reference` refers to; True if it cannot be resolved simply."""
+        """The schema that `reference` refers to; True, which allows every value, if `reference` is not a plain pointer."""
         if not (self._follows and isinstance(reference, str) and re.match("#(?:/|$)", reference)):
             return True
         target = self._root

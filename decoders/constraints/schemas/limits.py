@@ -17,7 +17,7 @@ NESTING = 100
 ALTERNATIVES = 256
 #: Steps of multiplying out, for the whole schema.
 STEPS = 150_000
-#: Places of the text with a schema of their own.
+#: Places of the text that have different schemas.
 PLACES = 4_000
 #: Depth of brackets in texts with an indent.
 INDENTED = 32
@@ -36,10 +36,10 @@ COUNT = 2_000_000_000
 STEP = 10_000
 #: Characters of a regular expression for the whole language; a larger language has only a grammar.
 REGEX_CHARACTERS = 120_000
-#: Estimated characters of that expression after its repetitions are expanded.
+#: Estimated characters of this expression after its repetitions are expanded.
 REGEX_COPIES = 25_000
 
 
 def exceeded(limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None) -> NoReturn:
-    """As :func:`decoders.constraints.patterns.limits.exceeded`, for a limit of this module."""
+    """Like :func:`decoders.constraints.patterns.limits.exceeded`, for a limit of this module."""
     limits.exceeded(limit, most, what, keyword, path, __name__)

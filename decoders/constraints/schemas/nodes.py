@@ -29,7 +29,7 @@ class Nodes:
         self._known: dict[Hashable, Node] = {}
 
     def leaf(self, kind: str, key: Hashable, content: Any) -> Node:
-        """The node of a schema or value, the same one for equal keys."""
+        """The node of a schema or value; equal keys give the same node."""
         return self._intern((kind, key), (kind, content))
 
     def complement(self, node: Node) -> Node:
@@ -76,7 +76,7 @@ class Nodes:
 
 
 class NodeAlgebra(ABC):
-    """Operations on nodes that sets of arrays and objects need for the values inside.
+    """Operations on nodes, which sets of arrays and objects need for the values in arrays and objects.
 
     Attributes:
         nodes: the table of expressions.
@@ -86,7 +86,7 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def empty(self, node: Node) -> bool:
-        """Whether `node` is known to have no values, following schemas to a bounded depth."""
+        """Whether `node` certainly allows no value. Schemas are followed to a bounded depth only."""
 
     @abstractmethod
     def step(self, count: int = 1) -> None:

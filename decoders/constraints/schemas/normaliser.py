@@ -88,7 +88,7 @@ class Normaliser(SchemaAlgebra):
         return replace(place, subtracted=not place.subtracted) if self.dropped else place
 
     def value(self, value: Any) -> Node:
-        """The node of a value, the same one for equal values."""
+        """The node of a value; equal values give the same node."""
         return self.nodes.leaf("value", canonical(value), value)
 
     def empty(self, node: Node) -> bool:
@@ -116,7 +116,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, raised while `node` was written, with the place of the keyword that it names, or that may have caused it."""
+        """`problem`, raised while `node` was written, with the path of the keyword that it names, or that may have caused it."""
         seen, queue = {node}, [node]
         places: list[Place] = []
         for queued in queue:
@@ -135,8 +135,8 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword near its
-        place that has schemas; None if there is none.
+        """(path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword of
+        :data:`_COARSE` whose path is close to the path of `problem`; None if there is none.
         """
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places
@@ -260,7 +260,7 @@ class Normaliser(SchemaAlgebra):
             }
 
         def narrowed(type_name: str, names: tuple[str, ...], allowed: Callable[[], Any]) -> Shapes:
-            """`current` with the values of a type that its keywords `names` allow."""
+            """`current`, with the values of one type restricted to the values that the type's keywords `names` allow."""
             keyword = next((name for name in names if read(name)), None)
             if not getattr(current, type_name) or keyword is None:
                 return current

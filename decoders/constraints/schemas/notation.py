@@ -23,7 +23,7 @@ class Terminal:
     Attributes:
         lark: the definition in Lark's notation.
         regex: returns a regular expression for the texts; None if it would be too long.
-        rule: whether `lark` can only define a rule, no terminal.
+        rule: whether `lark` can define a rule only, not a terminal.
     """
 
     lark: str
@@ -54,7 +54,7 @@ class Alt:
 
 @dataclass(frozen=True)
 class Rep:
-    """`part` from `low` to `high` times, None for any number."""
+    """`part` from `low` to `high` times; if `high` is None, without an upper bound."""
 
     part: Expr
     low: int
@@ -109,9 +109,7 @@ def text(regex: str) -> Word:
 
 
 def inline(schema: dict[str, Any]) -> Word:
-    """The texts of a schema, as a ``%json`` terminal that llguidance compiles; no regular expression for them is known
-    here.
-    """
+    """The texts of a schema, as a ``%json`` rule that llguidance compiles. It has no regular expression."""
     return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
 
 
@@ -145,7 +143,7 @@ def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
 
 
 def lark(rules: dict[str, Expr]) -> str:
-    """`rules` in Lark's notation; the first rule is ``start``."""
+    """`rules` in Lark's notation; texts are derived from the rule ``start``."""
     names = {rule: "start" if rule == "start" else f"r{index}" for index, rule in enumerate(rules)}
     terminals: dict[str, str] = {}
     size = 0
@@ -178,13 +176,13 @@ def lark(rules: dict[str, Expr]) -> str:
 
 
 def _size(regex: str) -> int:
-    """Estimated length of `regex` with its repetitions expanded, as if each of them repeated a character of a JSON string."""
+    """Estimated length of `regex` with its repetitions expanded, as if every repetition repeated a character of a JSON string."""
     counts = [int(high or low or 0) for low, high in _COUNT.findall(regex)]
     return len(regex) + _UNIT * sum(counts)
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or through others: such a rule is left if rules that use no remaining rule are removed."""
+    """Whether a rule uses itself, directly or through other rules: such rules remain when rules that use no other rule are removed."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]

@@ -1,7 +1,7 @@
 """Sets of numbers as JSON text: exact regular expressions over decimal digits.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few
-digits, so that they keep within the bounds as floats, and fractions stay fractions.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits, so that the float
+that a reader makes of a number is within the bounds, and is no integer if the number is no integer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The expression of `numbers`, which are simplified; None if it would be too long, empty if no number can be written."""
+    """The expression of `numbers`, a simplified set; None if it would be too long, empty if no number can be written."""
     step = numbers.step
     if step is not None:
         return _multiples_between(numbers, step)
@@ -56,7 +56,7 @@ def expression(numbers: Numbers) -> str | None:
 
 
 def _rounds(bound: Fraction | None, is_open: bool) -> bool:
-    """Whether a decimal beyond `bound`, however few its digits, may round to the bound or across it."""
+    """Whether a decimal near `bound`, even with few digits, may round to the bound, or across it, when it becomes a float."""
     if bound is None or abs(bound) < _LARGE:
         return False
     return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
@@ -128,7 +128,7 @@ def _json_number(value: Fraction) -> int | float:
 
 
 def _remainders(step: Fraction) -> str | None:
-    """Multiples of a decimal: the expression of an automaton whose states are decimal places and remainders."""
+    """The expression of the multiples of `step`, by an automaton whose states are decimal places and remainders; None if too large."""
     places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
     if places is None or (size := int(step * 10**places)) > _MOST_ENUMERATED:
         return None
@@ -245,7 +245,10 @@ def _span(first: int, last: int) -> str:
 
 
 def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bool, kind: str) -> list[str]:
-    """Alternatives for the decimals from `low`, 0 or more, to `high`, None for no bound; `kind` as in :class:`~.numbers.Numbers`."""
+    """Regular expressions that together match the decimals from `low` (0 or more) to `high`; None for no bound.
+
+    `kind` is as in :class:`~.numbers.Numbers`.
+    """
     near = [low] * (open_low or kind == "fraction") + [high or Fraction(0)] * (open_high or kind == "fraction")
     most = max(1, DIGITS - len(str(int(max(near))))) if near else None
     open_low = open_low or (kind == "fraction" and low.denominator == 1)
@@ -286,10 +289,10 @@ def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
 
 
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
-    """Digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1), at most `most` of them.
+    """Expressions for the digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1); at most `most` digits.
 
     Returns:
-        whether there may be no digits, and the alternatives.
+        whether there may be no digits, and the expressions for one digit or more.
     """
     none = low == "" and not open_low and not (high == "" and open_high)
     return none, [text for text in _following_digits(low, open_low, high, open_high, most, True) if text]
@@ -298,7 +301,7 @@ def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most
 def _following_digits(
     low: str, open_low: bool, high: str | None, open_high: bool, most: int | None, first: bool
 ) -> list[str]:
-    """The next digits, at least one if `first`. `low` and `high` have no trailing zeros."""
+    """Expressions for the digits of :func:`_fractions`, at least one digit if `first`. `low` and `high` have no trailing zeros."""
     if most is not None and most <= 0:
         return [""] if low == "" and not open_low and not (high == "" and open_high) else []
     rest = "*" if most is None else f"{{0,{most - 1}}}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import GrammarError
 
-#: Every integer up to this one is exactly a float.
+#: Every integer up to this number is exactly a float.
 EXACT = 2**53
 
 
@@ -22,7 +22,7 @@ class Numbers:
         open_low: whether `low` itself is excluded.
         open_high: whether `high` itself is excluded.
         kind: "integer" (1.0 is an integer), "fraction" (all numbers but integers), or "any".
-        multiple: the number that all of them are multiples of; None: no such condition.
+        multiple: every number of the set is a multiple of this number; None: no condition.
     """
 
     low: Fraction | None = None
@@ -53,7 +53,7 @@ class Numbers:
         return self.multiple is None or (value / self.multiple).denominator == 1
 
     def simplified(self) -> Numbers | None:
-        """This set, with closed bounds if it has integers only; None if it is empty."""
+        """This set, with closed bounds if its numbers are evenly spaced; None if it is empty."""
         step = self.step
         if step is None:
             return None if self.empty else self
@@ -101,7 +101,7 @@ def complement(a: Numbers) -> list[Numbers]:
     """The numbers that are not in `a`, as alternatives.
 
     Raises:
-        GrammarError: `a` are multiples, whose complement cannot be expressed.
+        GrammarError: `a` is a set of multiples, whose complement cannot be expressed.
     """
     alternatives: list[Numbers] = []
     if a.low is not None:
@@ -119,13 +119,13 @@ def complement(a: Numbers) -> list[Numbers]:
 
 
 def point(value: Any) -> Numbers:
-    """The one number `value`."""
+    """The set whose only number is `value`."""
     exact = fraction(value)
     return Numbers(exact, False, exact, False, "integer" if exact.denominator == 1 else "fraction")
 
 
 def fraction(value: Any) -> Fraction:
-    """`value` in a schema as it was written: 0.1 is one tenth. Large floats keep their binary value: 1e23 is not ten to the 23rd.
+    """The number that a schema means by `value`: 0.1 is exactly one tenth. Large floats keep their binary value: 1e23 is not 10 ** 23.
 
     Raises:
         GrammarError: `value` is infinite or not a number.

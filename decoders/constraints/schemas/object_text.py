@@ -27,12 +27,12 @@ _SHARED_CONDITIONS = (
 
 
 def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
-    """The texts of `shape`; `name` begins the names of its rules."""
+    """The expression for the texts of `shape`. The names of its rules begin with `name`."""
     return ObjectWriter(rules, name, shape).write()
 
 
 class ObjectWriter:
-    """The rules of one shape. Subclasses write members in other notations."""
+    """Writes the rules of one shape. Subclasses write members in other notations."""
 
     def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
         self.rules, self.name, self.shape = rules, name, shape
@@ -127,7 +127,7 @@ class ObjectWriter:
         return seq(self.rules.string(keys, self.rules.whitespace.colon), self.rules.place(value))
 
     def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members. fulfilled: indices of the conditions of ``exists`` that are met already."""
+        """The undeclared members after `count` members. fulfilled: indices of the conditions of ``exists`` that are met already."""
         shape = self.shape
         if self.low - count > 1:
             return self.several_undeclared()
@@ -144,10 +144,10 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Writes nothing. Checks that ``minProperties`` needs at most one undeclared member, because two may have the same key.
+        """Returns no text: ``minProperties`` needs two or more undeclared members here, whose keys could be equal.
 
         Raises:
-            GrammarError: too few properties are declared.
+            GrammarError: the declared properties and one undeclared property are too few for ``minProperties``.
         """
         if self.item(()) != NOTHING:
             if len(self.members) + 1 < self.low:
@@ -160,7 +160,7 @@ class ObjectWriter:
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members: first any that meet no condition, then members that meet conditions which no member before them met."""
+        """Undeclared members: first members that meet no condition, then members that each meet a condition that was not met before."""
         unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []

@@ -38,7 +38,7 @@ class Objects:
         rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
             the same node.
         exists: for each entry, there is an undeclared property with a key of the entry's class and a value of its node.
-        evaluated: evaluated properties; does not affect the set.
+        evaluated: the properties that keywords have evaluated; this does not change which objects are in the set.
     """
 
     properties: tuple[Property, ...] = ()
@@ -154,7 +154,7 @@ def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
 
 
 def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
-    """The objects of `a` whose unevaluated properties are of `node`; all properties are evaluated afterwards."""
+    """The objects of `a` whose unevaluated properties are of `node`. In the result all properties are evaluated."""
     if a.evaluated.all:
         return a
     nodes = algebra.nodes
@@ -190,7 +190,7 @@ def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
 
 
 def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> list[Objects]:
-    """`a` with all names of `order` declared."""
+    """`a` with all names of `order` declared, as alternatives."""
     known = a.names
     added = tuple(Property(name, a.value(name)) for name in order if name not in known)
     return _resolve_exists(replace(a, properties=(*a.properties, *added)), algebra) if added else [a]

@@ -243,7 +243,8 @@ class _ParameterWriter(_RawWriter):
         written = [write_raw(one, never, "", closing) for one in shapes.strings]
         if others:
             self.warning(_OTHERS.format(read=", ".join(_READ[kind] for kind in others)))
-            # A lexer reads these values beside a string that may continue where they end, so each includes its end mark.
+            # A lexer reads such a value and a string at once, and the string may continue where the value ends. So the terminal of a
+            # value includes the end mark.
             written += self.scalars(shapes, closing)
             if inside := kinds & {"array", "object"}:
                 nested = nodes.intersection(node, place(_of_types(frozenset(inside))))

@@ -100,7 +100,9 @@ class SchemaAlgebra(NodeAlgebra):
 
     @abstractmethod
     def opposite(self, place: Place) -> Place:
-        """`place` under a keyword that subtracts: left-out keywords inside then allow nothing instead of everything."""
+        """`place` with `subtracted` reversed, for a keyword that excludes the values of a schema: left-out keywords in this schema then
+        allow nothing instead of everything, or the reverse.
+        """
 
     @abstractmethod
     def normalise(self, node: Node) -> Shapes:
@@ -124,7 +126,7 @@ def _listed(piece: T | None) -> list[T]:
     return [] if piece is None else [piece]
 
 
-#: The types by their attributes of :class:`Shapes`.
+#: For each attribute of :class:`Shapes`, its type.
 _TYPES: dict[str, _Type[Any]] = {
     "numbers": _Type(
         Numbers(), lambda a, b, _: _listed(numbers.intersection(a, b)), lambda a, _: numbers.complement(a)

@@ -1,7 +1,7 @@
 """Strings as JSON text: sets of characters, trees and automata as regular expressions over the text.
 
-A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. If JSON requires an escape, the
-character has its escape of two characters, if there is one, or else the escape with its number in lower case.
+A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. A character that JSON requires
+to be escaped has its escape of two characters (``\\n``), if there is one, or else its number in lower case (``\\u001f``).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def quoted(value: str) -> str:
 
 
 def escaped(pattern: Pattern) -> Pattern:
-    """The JSON texts inside the quotes for strings of the regular `pattern`, without strings that cannot be written."""
+    """The tree of the JSON texts, without quotes, of the strings that the regular `pattern` matches; surrogates are left out."""
     match pattern:
         case Chars(ranges):
             return _escaped_set(ranges)
@@ -103,33 +103,33 @@ def _one_of(letters: str) -> Pattern:
 
 @lru_cache(maxsize=256)
 def inside(pattern: Pattern) -> str | None:
-    """The text inside the quotes for strings of `pattern`; None if none can be written."""
+    """The expression of the JSON texts, without quotes, of the strings that `pattern` matches; None if no string can be written."""
     tree = escaped(pattern)
     return None if tree == NOTHING else write(tree)
 
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
-    """One character of `ranges` as JSON text, a unit for repetition; None if none can be written."""
+    """The expression of one character of `ranges` as JSON text, a unit for repetition; None if no character can be written."""
     tree = _escaped_set(ranges)
     return None if tree == NOTHING else unit(tree)
 
 
 def length(low: int, high: int | None) -> str:
-    """The text inside the quotes for strings of `low` to `high` characters without other conditions."""
+    """The expression of the JSON texts, without quotes, of all strings of `low` to `high` characters."""
     return times(chars(characters.ANY) or "", low, high)
 
 
 def raw_chars(ranges: Ranges) -> str | None:
-    """One character of `ranges` as it is, a unit for repetition; None if no character can be written."""
+    """The expression of one unescaped character of `ranges`, a unit for repetition; None if no character can be written."""
     return unit(Chars(ranges)) if characters.common(ranges, characters.ENCODABLE) else None
 
 
 def expression(machine: FSM, chars: Callable[[Ranges], str | None] = chars) -> str | None:
-    """The text inside the quotes for the strings of `machine`; None if it is longer than the limit.
+    """The expression of the JSON texts, without quotes, of the strings that `machine` accepts; None if it is longer than the limit.
 
     Args:
-        chars: returns the text for one character of a set.
+        chars: returns the expression of one character of a set.
 
     States are eliminated one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
     """
@@ -178,7 +178,7 @@ def _as_part(text: str) -> str:
 
 
 def write_string(strings: Strings, behind: str = "", within: Pattern | None = None) -> Expr:
-    """The texts of `strings` that `within` matches, in quotes, followed by a match of the regular expression `behind`."""
+    """The JSON texts of the `strings` that `within` matches, each followed by a match of the regular expression `behind`."""
     written = strings.written
     if written is not None and within is not None:
         if written.values is not None:
@@ -231,7 +231,7 @@ def _regex(strings: Strings) -> str | None:
 
 
 def _lark(strings: Strings) -> str | None:
-    """The definition of a terminal; None if nothing can be written."""
+    """The definition of a terminal for the JSON texts of `strings`; None if no string can be written."""
     parts = [slashed(f'"{length(strings.low, strings.high)}"')]
     for pattern, good in sorted(strings.conditions, key=repr):
         text = inside(pattern)

@@ -1,4 +1,4 @@
-"""Sets of strings: by patterns to meet or not, lengths in characters, enumerated and excluded values."""
+"""Sets of strings: by patterns that must match or must not match, lengths in characters, enumerated and excluded values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Strings:
     """Strings that meet every condition.
 
     Attributes:
-        conditions: trees, each to be met (True) or not.
+        conditions: trees that the strings must match (True) or must not match (False).
         formats: names of known formats, which written strings meet. Since some validators check formats and others do not, a
             format is never used to conclude that a string is valid or invalid.
         low: least length in characters.

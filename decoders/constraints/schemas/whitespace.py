@@ -1,4 +1,4 @@
-"""The rules of a grammar under construction, and the places of the text whose rules are still to be written."""
+"""White space in texts; the rules of a grammar under construction, and the places of the text whose rules are still to be written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rules:
         closed: whether objects that declare properties allow no other properties unless the schema mentions them.
 
     Attributes:
-        rules: by their names.
+        rules: the rules, by their names.
         todo: places that a rule refers to and that have no rule yet, each with its depth.
         depth: number of brackets around the current place, if white space depends on it, else 0.
         warnings: how the texts differ from the schema, one sentence each.
@@ -95,7 +95,7 @@ class Rules:
 
     @staticmethod
     def name_of(node: Node, depth: int) -> str:
-        """The name of a place's rule; the names of the rules of its parts begin with it."""
+        """The name of the rule of `node` at `depth`. The names of the rules of its parts begin with this name."""
         return f"n{node}" + (f"d{depth}" if depth else "")
 
     def rule(self, name: str, expr: Expr) -> Expr:

@@ -24,16 +24,16 @@ from .masks import MaskRows, Row, StateMasks, masks
 
 @dataclass(frozen=True)
 class MaskedAutomaton:
-    """A byte automaton with a mask for each state, the source of :class:`Tables`.
+    """A byte automaton with a mask for each state, from which :class:`Tables` are made.
 
     Attributes:
-        next: ``[S, C]`` int32.
-        classes: ``[256]`` int64.
-        mask_of: ``[S]`` int64.
+        next: ``[S, C]`` int32, see :class:`Tables`.
+        classes: ``[256]`` int64, see :class:`Tables`.
+        mask_of: ``[S]`` int64, see :class:`Tables`.
         start: see :class:`Tables`.
         stopped: see :class:`Tables`; the last state.
         rows: the masks.
-        accepting: ``[S]`` bool.
+        accepting: ``[S]`` bool, whether the text may end in each state.
     """
 
     next: NDArray[np.int32]
@@ -49,7 +49,7 @@ class MaskedAutomaton:
         transitions: NDArray[np.int32], byte_class: NDArray[np.int64], accepting: NDArray[np.bool_], start: int,
         masks: StateMasks,
     ) -> MaskedAutomaton:  # fmt: skip
-        """From arrays ``[S, C]``, ``[256]``, ``[S]``; adds the state after a stop token."""
+        """The automaton with these arrays (``[S, C]``, ``[256]``, ``[S]``) and masks, plus the state after a stop token."""
         next = np.concatenate([transitions, np.zeros((1, transitions.shape[1]), np.int32)])
         mask_of = np.concatenate([masks.of, [masks.stops]])
         return MaskedAutomaton(
@@ -160,12 +160,12 @@ STEPS = 1 << 17
 
 
 class TableGrammar(Tabulated):
-    """A regular language as a table. Immutable apart from its cache of steps. State 0 is illegal."""
+    """A regular language as a table. Immutable apart from its cache of steps. State 0 is dead."""
 
     backend = "table"
 
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: MaskedAutomaton) -> None:
-        """`automaton` has the masks of the policy ``full``."""
+        """`automaton` has the masks of the policy ``full``, or already the masks of `policy`."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
         self.first, self.stopped = automaton.start, automaton.stopped
         self.accepting: list[bool] = automaton.accepting.tolist()
@@ -224,7 +224,7 @@ class TableGrammar(Tabulated):
         return text
 
     def _walk(self, state: int, token: int) -> int:
-        """The state after the bytes of a token, if the mask allows it."""
+        """The state after the bytes of a token; 0 if the mask does not allow the token."""
         if not state or state == self.stopped or not 0 <= token < len(self.vocabulary):
             return 0
         if not self.rows.each[self.mask_rows[state]].allows(token):

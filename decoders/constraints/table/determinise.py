@@ -1,8 +1,8 @@
 """A regular expression as a minimal byte automaton.
 
-outlines_core determinises it in a child process: this may take exponential time and memory, and outlines_core cannot be interrupted.
-The child has limits of memory and of processor time, so that the result does not depend on the machine's load. It imports only that
-extension (about 6 ms).
+outlines_core determinises the expression in a child process: this may take exponential time and memory, and outlines_core cannot be
+interrupted. The child has limits of memory and of processor time, so that the result does not depend on the machine's load. The child
+imports only outlines_core (about 6 ms).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ RAW_STATES = 16_384
 #: Limits of the child process.
 SECONDS, MEGABYTES = 5, 1024
 
-#: Appended to every text inside the automaton, because an automaton of outlines_core ends with the first alternative that matches
-#: (``1|12`` never yields ``12``), and with a common end only whole texts match. END is a noncharacter, which no text contains.
+#: The automaton of outlines_core stops at the first alternative that matches (``1|12`` never matches ``12``). So END is appended to
+#: every text inside the automaton: then only whole texts match. END is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
 #: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. An empty alternative of
-#: lower priority ends all matches that do not begin at once. It makes the first state final, which removes that state's
-#: transitions; two bytes in front of the text keep our own states from being the first.
+#: lower priority ends all matches that do not begin at once. It also makes the first state final, and a final first state has no
+#: transitions. So BEGIN stands in front of every text: no state within a text is the first state.
 BEGIN = "\0\0"
 
 # A program for a bare interpreter. Writes the counts, states, transitions per state, targets, final states and bytes as raw arrays, and
@@ -226,14 +226,17 @@ def minimise(automaton: ByteAutomaton) -> ByteAutomaton:
 
 
 def columns(transitions: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """``[S, C]`` with each column of ``[S, 256]`` once, and the column of each byte."""
+    """`transitions` ``[S, 256]`` with equal columns merged, ``[S, C]``; and for each byte its column, ``[256]``."""
     transposed = np.ascontiguousarray(transitions.T)
     byte_class, first = distinct(transposed)
     return np.ascontiguousarray(transposed[first].T), byte_class
 
 
 def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``[n]``: number of each row of ``[n, m]`` among the ``k`` distinct rows, in order of occurrence; ``[k]``: their first indices."""
+    """For each row of ``[n, m]`` the number of its value, ``[n]``, and for each value the index of its first row, ``[k]``.
+
+    The ``k`` distinct values are numbered in the order of their first rows.
+    """
     keys: list[bytes] = (
         np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0].tolist()
     )

@@ -1,8 +1,8 @@
-"""A vocabulary sorted by spelling, as a trie, with the rests after the plain characters of tokens. Computed once per vocabulary.
+"""A vocabulary sorted by spelling, as a trie, with the *rest* of each token. Computed once per vocabulary.
 
-*Plain* characters are those that need no escape in a JSON string. Inside a string nearly the whole vocabulary is legal, and its
-tokens need not be walked one by one: where any n plain characters are legal, all tokens of up to n plain characters are legal. Of
-other tokens, only the rest after their plain characters is walked, and many tokens have the same rest.
+A *plain* character needs no escape in a JSON string. The rest of a token is the text after the plain characters that it begins with.
+Inside a string nearly the whole vocabulary is legal, and its tokens need not be walked one by one: where any n plain characters are
+legal, all tokens of up to n plain characters are legal. Of other tokens, only the rest is walked, and many tokens have the same rest.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class TokenPaths:
     """Tokens that an automaton can take from some states.
 
     Attributes:
-        row: ``[n]`` int32, index of each path's start.
-        node: ``[n]`` int32, the trie's node at its end.
-        state: ``[n]`` int32, the automaton's state there.
-        token: ``[n]`` int32, the token that ends there; -1 where the walk stopped before a token's end.
-        deep: ``[starts]`` int64, per start, the most bytes that a path read outside of strings.
+        row: ``[n]`` int32, for each path the index of its start.
+        node: ``[n]`` int32, the trie's node at the end of each path.
+        state: ``[n]`` int32, the automaton's state at the end of each path.
+        token: ``[n]`` int32, the token that ends at this node; -1 if the walk stopped before the end of a token.
+        deep: ``[starts]`` int64, for each start the greatest number of bytes that a path reads outside of strings.
     """
 
     row: Ints
@@ -50,8 +50,8 @@ class Trie:
         first: ``[M]`` int32, the first child of each node.
         count: ``[M]`` int32, the number of children of each node.
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
-        low: ``[M]`` int32, index of the first text that begins with the bytes down to each node.
-        high: ``[M]`` int32, index after the last such text.
+        low: ``[M]`` int32, index of the first text that begins with the bytes from the root to each node.
+        high: ``[M]`` int32, index after the last text that begins with these bytes.
         characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are not only plain characters.
     """
 
@@ -108,7 +108,7 @@ class Trie:
         Args:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
-            starts: states.
+            starts: the states in which walks start.
             strings: ``[S]``: states inside strings. The walk stops at such a state if only plain characters led there.
         """
         columns = transitions.shape[1]
@@ -158,10 +158,9 @@ class Lexicon:
         texts: the spellings in ascending order.
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
-        longest: greatest number of consecutive plain characters in a token, from its beginning or from after another character on
-            (there, a string may begin). States inside strings differ by how many plain characters may follow, up to this number.
-        rests: the texts after the plain characters of spellings, and of their suffixes from any later character on; in
-            ascending order, the empty one first.
+        longest: greatest number of consecutive plain characters in a token, at its beginning or after another character (where a
+            string may begin). States inside strings differ by how many plain characters may follow, up to this number.
+        rests: the rests of all spellings, and the rests of all suffixes of these rests; in ascending order, the empty rest first.
         rest: ``[T]`` int64, index of each spelling's rest.
         twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.
     """
@@ -275,7 +274,7 @@ _BEGIN = re.compile(b"(?:%s)*" % _PLAIN.pattern, re.DOTALL)
 
 
 def split(text: bytes) -> tuple[int, bytes]:
-    """How many plain characters a token begins with, and the rest."""
+    """How many plain characters a token begins with, and the token's rest."""
     begin = _BEGIN.match(text)
     end = begin.end() if begin else 0
     # Every character has one byte that is no continuation byte.
@@ -287,9 +286,9 @@ class Room:
     """How many plain characters may follow each state.
 
     Attributes:
-        least: ``[S]`` int64: any plain characters up to this number may come next, perhaps more.
-        exact: ``[S]`` bool: not more than `least` may come next.
-        next: ``[S]`` int64: the state after any plain character, if a plain character may come next.
+        least: ``[S]`` int64: any sequence of up to this number of plain characters may come next.
+        exact: ``[S]`` bool: whether no more than `least` plain characters may come next.
+        next: ``[S]`` int64: the state after any plain character; 0 if plain characters lead to different states, or are illegal.
     """
 
     least: NDArray[np.int64]

@@ -22,7 +22,7 @@ class Row:
     """A mask.
 
     Attributes:
-        places: ``[k]``, ascending indices of the words that are not zero; None: of all words.
+        places: ``[k]``, ascending indices of the words that are not zero; None: `words` are all words of the mask.
         words: ``[k]`` int32, the words at `places`.
     """
 
@@ -31,7 +31,7 @@ class Row:
 
     @staticmethod
     def of(mask: NDArray[np.int32]) -> Row:
-        """From a mask ``[W]``."""
+        """The row of a mask ``[W]``."""
         places = np.flatnonzero(mask)
         if 2 * len(places) > len(mask):  # a sparse form would save little
             return Row(None, mask.copy())
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        """Two masks have equal keys if they are equal, and only then."""
+        """The key by which masks are compared: two masks have the same key only if they are equal."""
         return b"" if self.places is None else self.places.tobytes(), self.words.tobytes()
 
     @property
@@ -47,7 +47,7 @@ class Row:
         return self.words.nbytes + (0 if self.places is None else self.places.nbytes)
 
     def write(self, out: NDArray[np.int32]) -> None:
-        """Writes the mask to `out`, ``[W]`` zeros."""
+        """Writes the mask to `out`, ``[W]``, which must be all zeros."""
         out[slice(None) if self.places is None else self.places] = self.words
 
     def allows(self, token: int) -> bool:
@@ -99,15 +99,15 @@ FIRST = 4
 
 @dataclass(frozen=True)
 class EquivalentStates:
-    """The states of an automaton ``[S, C]`` by what up to `depth` bytes lead to: nowhere, into strings, or elsewhere.
+    """A partition of the states of an automaton ``[S, C]``, by what up to `depth` bytes lead to: nowhere, into strings, or elsewhere.
 
-    Inside a string the legal texts depend only on the state's class. So states of one part take the same tokens, as far as
-    these read at most `depth` bytes outside of strings.
+    Inside a string the legal texts depend only on the state's class. So states of one part take the same tokens, apart from tokens
+    that read more than `depth` bytes outside of strings.
 
     Attributes:
-        strings: ``[S]`` int64, class of the states inside strings, -1 of the others.
+        strings: ``[S]`` int64, class of each state inside strings, -1 for other states.
         part: ``[S]`` int64, part of each state.
-        final: whether no greater depth tells apart states of one part.
+        final: whether the partition is the same at every greater depth.
     """
 
     transitions: Ints
@@ -124,7 +124,7 @@ class EquivalentStates:
         return EquivalentStates(transitions, strings, part)
 
     def finer(self) -> EquivalentStates:
-        """The partition at twice the depth (:data:`FIRST` after 0), or the final partition if that is reached before."""
+        """The partition at twice the depth (:data:`FIRST` after 0), or the final partition if a smaller depth reaches it."""
         others = np.flatnonzero(self.strings < 0)[1:]
         transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
         depth = 2 * self.depth or FIRST
@@ -147,7 +147,7 @@ class StateMasks:
     """Masks of all states.
 
     Attributes:
-        rows: ``R`` distinct masks; the first allows all, for unreachable states and the dead state.
+        rows: ``R`` distinct masks; the first mask, of unreachable states and the dead state, allows all tokens.
         of: ``[S]`` int64, row of each state.
         alive: ``[S]`` bool: tokens lead from the state to the end of a text.
         stops: the row that allows stop tokens only.
@@ -169,7 +169,7 @@ def masks(
 
 
 class _Distinct:
-    """Collects distinct masks; the first allows all."""
+    """Collects distinct masks; the first mask allows all tokens."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         self.rows = [Row.of(np.full(lexicon.words, -1, np.int32))]
@@ -201,7 +201,8 @@ class _Automaton:
     lexicon: Lexicon
 
     def by_classes(self) -> StateMasks:
-        """The masks if every byte is a token. Then a text can end from every state, so that a token is legal if it leads to any state.
+        """The masks if every byte is a token. Then tokens lead from every state but the dead state to the end of a text, so every token
+        that does not lead to the dead state is legal.
 
         Inside strings, masks are composed from the masks of classes. Elsewhere few tokens are legal; they are walked from one state of
         each group of states that take the same tokens.

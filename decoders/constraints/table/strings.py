@@ -26,8 +26,10 @@ class StringStates:
     Attributes:
         class_of: ``[S]`` int64, class of each state, -1 outside of strings.
         room: ``[K]`` int64, how many plain characters may come next.
-        sets: ``[K, longest + 1]`` int32, the set of rests that are legal after 0, 1, … plain characters; -1: no room.
-        legal: ``[sets + 1, rests]`` bool. The empty rest (the end of a token) is in every set but the last one, which is empty.
+        sets: ``[K, longest + 1]`` int32, index of the set of rests that are legal after 0, 1, … plain characters; -1 (the empty set)
+            where so many plain characters may not come.
+        legal: ``[sets + 1, rests]`` bool, the rests in each set. The last set is empty. All other sets contain the empty rest, which
+            is the end of a token.
     """
 
     class_of: NDArray[np.int64]
@@ -63,13 +65,13 @@ class StringStates:
         ]
 
     def below(self, nodes: Ints, classes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens that begin with the plain characters of a trie's node and are legal in a class of states.
+        """The legal tokens below nodes of the trie, if at each node the automaton is in a state of a given class.
 
         Args:
-            nodes, classes: for each place, the node and the class.
+            nodes, classes: pairs of a node and a class.
 
         Returns:
-            places, tokens.
+            for each legal token: the index of its pair, and the token.
         """
         lexicon, trie = self.lexicon, self.lexicon.trie
         low = trie.low[nodes].astype(np.int64)

@@ -65,7 +65,7 @@ class Calls(Structure):
         return self.format.mark if opening == self.format.opening else opening
 
     def _begun(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase that begins after the mark of the first call."""
+        """The phase after the text ``format.begin`` or, in formats without this text, after the mark of the first call."""
         call, mark = self._call(opening, phases, behind), self._mark(opening)
         if not self.format.begin or not mark:
             return call
@@ -88,7 +88,7 @@ class Calls(Structure):
         return behind
 
     def _call(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase of a call, from after its mark."""
+        """The phase that begins after the mark of a call."""
         format = self.format
         if format.notation is not None:
             return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)

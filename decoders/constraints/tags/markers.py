@@ -1,6 +1,6 @@
 """Markers, and the automaton that finds them in free text (Aho and Corasick 1975).
 
-Its alphabet consists of bytes, and one symbol for each special token, because other tokens never spell a special token. A marker of
+The alphabet consists of bytes, and one symbol for each special token, because other tokens never spell a special token. A marker of
 text is found however it is split into tokens, even if it begins or ends within a token.
 """
 
@@ -25,7 +25,7 @@ def symbols_of(marker: str | int, vocabulary: Vocabulary) -> Symbols:
     """`marker`, a text or a token's id, in symbols. Names of special tokens in a text stand for these tokens.
 
     Raises:
-        GrammarError: a special token is unknown.
+        GrammarError: `marker` is an id that no token has.
     """
     if isinstance(marker, int):
         if not 0 <= marker < len(vocabulary):
@@ -57,9 +57,9 @@ class Found:
     """The effect of a token on free text.
 
     Attributes:
-        node: the longest beginning of a marker that the text ends with; unused where a marker is complete.
-        marker: index of the marker that the token completes, None for none.
-        rest: bytes of the token after that marker.
+        node: the node of the longest beginning of a marker that the text ends with; 0 if a marker is complete.
+        marker: index of the marker that the token completes; None if it completes no marker.
+        rest: bytes of the token after the complete marker.
     """
 
     node: int
@@ -68,10 +68,10 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. At node 0 the end of the text begins no marker.
+    """The automaton of a few markers. At node 0, the text does not end with the beginning of a marker.
 
     Args:
-        markers: each in symbols.
+        markers: the symbols of each marker.
 
     Raises:
         GrammarError: a marker is empty, or can never be found because another marker ends within it.

@@ -1,9 +1,9 @@
 """The phases of a text (free text, where markers begin other phases, and text of a grammar), and the automaton that moves between them.
 
 In free text every token may be drawn, without a mask. Few tokens are illegal there: a token that completes a begin marker and goes on
-with bytes that the grammar after the marker forbids, and a stop token where the text may not end yet. An illegal token is replaced
-after it was drawn: by a token for its bytes of the marker, or by the marker's next token. So the text before a marker is the text
-that the model would write without a grammar.
+with bytes that the grammar after the marker forbids, and a stop token where the text may not end yet. After an illegal token was
+drawn, another token replaces it: a token of only those bytes that belong to the marker, or the marker's next token. So the text
+before a marker is the text that the model would write without a grammar.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Free:
     """Free text.
 
     Attributes:
-        markers: the markers that end it, and the phase that each leads to; None: this marker may not be written here.
+        markers: the markers that end the free text, each with the number of the next phase; None: the marker may not be written here.
         ends: whether the text may end here.
-        budget: tokens after which a marker is forced; None for any number.
+        budget: number of tokens after which a marker is forced; None: no marker is forced.
         closing: index of the marker that is forced.
         over: whether only the text's end may follow.
-        exact: whether only a marker may follow, or the text's end if it `ends`.
-        thinks: whether thoughts stand here, which a budget may bound.
+        exact: whether only a marker may follow, or the text's end if `ends` is True.
+        thinks: whether the free text is a thought, which a budget may bound.
     """
 
     markers: tuple[tuple[Symbols, int | None], ...] = ()
@@ -45,10 +45,10 @@ class Inside:
     """Text of a grammar.
 
     Attributes:
-        grammar: its language includes the text of an end marker.
-        then: the next phase; None: the text ends with this one.
+        grammar: the grammar; its language includes an end marker that is text.
+        then: number of the next phase; None: the text ends with this phase.
         end: the token that ends the phase; None: the phase ends where the grammar's text is complete.
-        opens: a token that may be written instead of the grammar's text, and the phase that the token leads to.
+        opens: a token that may be written instead of the grammar's text, and the number of the phase that the token leads to.
     """
 
     grammar: CompiledGrammar
@@ -61,11 +61,11 @@ class Inside:
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token` leads to the phase of `opens`: only if nothing of the grammar's text is written at `place`."""
+        """Whether `token` leads to the phase of `opens`. It does so only before the beginning of the grammar's text."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
-        """Judges a finished text of the grammar if its language is wider than the specification.
+        """Validates a finished text of the grammar, if the grammar's language is wider than the specification.
 
         Raises:
             GrammarError: the text breaks the specification.
@@ -86,8 +86,8 @@ class Place:
         node: in free text, the node in the automaton of the phase's markers.
         count: tokens of this phase so far.
         inner: the grammar's matcher; None in free text.
-        taker: the matcher that took the last token, of this grammar or of a grammar that the token ended; None without one.
-        lead: the grammar's first bytes, if they were in the begin marker's last token.
+        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None if there is none.
+        lead: the first bytes of the grammar's text, if the last token of the begin marker contained them.
     """
 
     phase: int
@@ -106,7 +106,7 @@ class PhaseAutomaton:
     """Places, and how a token leads from a place to the next place.
 
     Attributes:
-        markers: the automaton of each phase's markers, None for text of a grammar.
+        markers: for each phase, the automaton of its markers; None if the phase is text of a grammar.
         stops: tokens that end a text.
 
     Raises:
@@ -142,7 +142,7 @@ class PhaseAutomaton:
                     )
 
     def _stop_in(self, marker: Symbols, target: int) -> int | None:
-        """The first stop token in `marker`; a last symbol after which the text may end does not count. None if there is none."""
+        """The first stop token in `marker`, or None. If the text may end in the phase `target`, the last symbol does not count."""
         behind = self.phases[target]
         whole = isinstance(behind, Free) and (behind.ends or behind.over)
         inner = marker[:-1] if whole else marker
@@ -154,7 +154,7 @@ class PhaseAutomaton:
         return target is None or self._stop_in(phase.markers[found.marker or 0][0], target) is not None
 
     def enter(self, number: int | None, rest: bytes = b"") -> Place | None:
-        """The beginning of a phase whose text begins with `rest`, which is written already; None if that is illegal."""
+        """The place in the phase `number` after its first bytes `rest`, which are written already; None if they are illegal."""
         if number is None:
             return None
         phase, markers = self.phases[number], self.markers[number]
@@ -205,7 +205,7 @@ class PhaseAutomaton:
         return [self.next_token(place.phase, place.node)]
 
     def exact_tokens(self, number: int, node: int) -> frozenset[int]:
-        """The tokens that continue the beginning of a marker at `node`, for the markers of a phase."""
+        """The legal tokens at `node` in an `exact` phase: the next tokens of all markers, and stop tokens if the text may end."""
         known = self._exact_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]
@@ -221,7 +221,7 @@ class PhaseAutomaton:
         return known
 
     def next_token(self, number: int, node: int) -> int:
-        """The tokenizer's next token from `node` toward the end of a marker."""
+        """The next token of the forced marker after free text at `node`: the marker that has begun, or else the closing marker."""
         known = self._next_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]

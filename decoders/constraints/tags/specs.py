@@ -56,10 +56,12 @@ class Phases:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
     def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
-        """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the grammar.
+        """Adds the phase of `grammar`, up to the marker `end`, before the phase `behind`; returns the number of the new phase.
+
+        Without an end marker, the text ends with the grammar.
 
         Raises:
-            GrammarError: the marker cannot be found after the grammar.
+            GrammarError: the marker is text, and `grammar` is compiled already.
         """
         if end is None:
             return self.of(grammar)
@@ -86,11 +88,11 @@ class Structure(Spec):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its name in reports."""
+        """The structure's name in reports."""
 
     @abstractmethod
     def add_to(self, phases: Phases) -> int:
-        """Adds its phases; returns the number of the first."""
+        """Adds the structure's phases to `phases`; returns the number of the first phase."""
 
     def compiled(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> TaggedGrammar:
         phases = Phases(vocabulary, compile)
@@ -106,11 +108,11 @@ class After(Structure):
     """Free text up to a marker, then a grammar.
 
     Attributes:
-        marker: ends the free text.
+        marker: the marker that ends the free text.
         grammar: grammar of the text after the marker; None for free text.
-        budget: tokens of free text after which the marker is forced; None for any number.
-        closing: the text that is forced then, if it is more than the marker; it ends with the marker.
-        begin: the marker that free text begins with, if the prompt does not contain it. A text that begins otherwise is of the grammar.
+        budget: number of tokens of free text after which the marker is forced; None: it is never forced.
+        closing: the text that is forced, if it is more than the marker; it ends with the marker.
+        begin: the marker that begins the free text, if the prompt does not contain it. A text without it is text of the grammar.
     """
 
     marker: Marker
@@ -160,7 +162,7 @@ class After(Structure):
 
     @staticmethod
     def _token(symbols: Symbols, vocabulary: Vocabulary) -> int | None:
-        """The token that is the whole marker, or None."""
+        """The token that is the whole marker; None if there is no such token."""
         if symbols[0] >= TOKEN:
             return symbols[0] - TOKEN if len(symbols) == 1 else None
         return vocabulary.ids.get(bytes(symbols)) if max(symbols) < TOKEN else None
@@ -171,10 +173,10 @@ class Tagged(Structure):
     """Free text in which markers begin grammars, any number of times.
 
     Attributes:
-        tags: begin marker, grammar, and end marker of each kind; without an end marker the text ends with the grammar.
+        tags: begin marker, grammar, and end marker of each kind of tag; without an end marker the text ends with the grammar.
         required: whether the text must have a tag.
-        several: whether there may be several tags; else the text ends after the first.
-        budget: tokens of free text after which the first kind of tag is forced; None for any number.
+        several: whether there may be several tags; else the text ends after the first tag.
+        budget: number of tokens of free text after which the first kind of tag is forced; None: no tag is forced.
     """
 
     tags: tuple[tuple[Marker, Inner, Marker | None], ...]
@@ -240,12 +242,12 @@ def _judge_before(end: str, whole: Callable[[str], None], text: str) -> None:
     whole(text.removesuffix(end))
 
 
-#: Strings, comments and expressions of Lark, which are skipped, and the name of its first rule.
+#: Matches strings, comments and expressions of Lark, which stay, and the name ``start``, which is replaced.
 _START = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?<![\w-])(start)(?![\w-])')
 
 
 def _as_rule(lark: str) -> str:
-    """`lark` with its first rule renamed to ``tagged``."""
+    """`lark` with its rule ``start`` renamed to ``tagged``."""
     return _START.sub(lambda match: "tagged" if match[1] else match[0], lark)
 
 
@@ -290,7 +292,7 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
         tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
             tokens.
         required: whether the text must have a tag.
-        several: whether there may be several tags; else the text ends after the first.
+        several: whether there may be several tags; else the text ends after the first tag.
 
     Raises:
         GrammarError: no tags, or an invalid marker or grammar.

@@ -17,7 +17,7 @@ from .phases import ENDED, Free, Inside, Phase, PhaseAutomaton, Place
 
 @lru_cache(16)
 def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Vocabulary) -> TaggedGrammar:
-    """The grammar of `phases`, cached together with its automata of markers."""
+    """The grammar of `phases`; it is cached, with its automata of markers."""
     return TaggedGrammar(phases, first, name, vocabulary)
 
 
@@ -61,7 +61,7 @@ class TaggedGrammar(CompiledGrammar):
         return sum(grammar.nbytes for grammar in self.grammars)
 
     def mask_of(self, tokens: Sequence[int], out: Tensor, *, without: bool = False) -> None:
-        """Writes the mask of `tokens`, or of all other tokens, to `out`."""
+        """Fills `out` with the mask of `tokens` or, if `without`, of all other tokens."""
         words = torch.zeros_like(out)
         for token in tokens:
             bit = 1 << (token & 31)

@@ -92,7 +92,7 @@ class Thinking:
 
     Attributes:
         tokens: greatest number of tokens of a thought; None for any number.
-        begin, end: its markers; None: the tokenizer's.
+        begin, end: the markers of a thought; None: the known markers of the tokenizer.
     """
 
     tokens: int | None
@@ -126,7 +126,7 @@ class Thinking:
         return Thinking(count, given.get("begin"), given.get("end"))
 
     def markers(self, tokenizer: PreTrainedTokenizerBase | None) -> ThinkingMarkers:
-        """How a thought begins and ends.
+        """The markers of a thought: the given markers, or the known markers of `tokenizer`.
 
         Raises:
             UnsupportedError: no markers are given, and the tokenizer's markers are not known.
