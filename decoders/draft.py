@@ -128,7 +128,7 @@ class Draft:
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether all nodes may be accepted. If not, some (lookahead's window) run for their outputs only, and the loop cuts no node."""
+        """Whether all nodes may be accepted. If not, some (lookahead's window) only run for their outputs, and the loop cuts none."""
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 

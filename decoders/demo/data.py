@@ -128,7 +128,7 @@ def _is_table(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Function:
-    """A function's dedented source and the names in it that can be renamed without changing anything else."""
+    """A function: the file's path, the dedented source, and the names in it that can be renamed without changing anything else."""
 
     path: str
     source: str
@@ -137,7 +137,7 @@ class Function:
 
 @dataclass(frozen=True)
 class EditTask:
-    """`prompt` ends after the instruction's newline; `answer` is the edited function, ending in a newline."""
+    """An edit task: `prompt` ends after the instruction's newline; `answer` is the edited function, ending in a newline."""
 
     prompt: str
     answer: str
