@@ -306,8 +306,9 @@ class Forced(Protocol):
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """``[B, K]`` int64, tokens of the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
 
-        If the row has the same text earlier, the bytes are split into tokens as they were there. Otherwise the last bytes are omitted
-        if the tokenizer might join them with the bytes after them.
+        The bytes are split into tokens by the row's tokenization history: into tokens that followed the same token, or began with the
+        same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later ones are
+        omitted.
 
         sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
         """

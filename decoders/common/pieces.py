@@ -33,7 +33,7 @@ class TextPieces:
 
     Args:
         prompt: the tokens before the text.
-        shown: special tokens whose names are written. Each ends a piece; apart from the names, the text stays the same.
+        shown: special tokens whose names are written. Each ends a piece; the text is otherwise the same.
 
     Attributes:
         held: the text held back; the next piece begins with it, unless later tokens change it.
@@ -48,7 +48,7 @@ class TextPieces:
         self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
-        """The text that is new since the last call. tokens: all tokens after the prompt. ended: whether to hold nothing back."""
+        """The text that is new since the last call. tokens: all tokens after the prompt. ended: if True, nothing is held back."""
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
@@ -66,7 +66,7 @@ class TextPieces:
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The end of a prompt with :data:`AGAIN` tokens that have a text, or more if it would begin in a run of byte-fallback tokens."""
+        """The end of a prompt: its last :data:`AGAIN` tokens with text, or more, to begin before a run of byte-fallback tokens."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
