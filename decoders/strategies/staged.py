@@ -131,8 +131,8 @@ class Staged(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        # Of the accepted nodes, only a leaf can be in another slot than its position's. An accepted leaf is the last accepted node, which
-        # the draft model reads again anyway.
+        # Of the accepted nodes, only a leaf can be in another slot than its position's. An accepted leaf is the last accepted node,
+        # which the draft model reads again anyway.
         state.drafter.observe(step, state.own_nodes)
 
 
