@@ -280,8 +280,8 @@ class OpensModule(Protocol):
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
-                ``forward`` has this keyword). It must pass these three to its attention layers, which are transformers' own (such as
-                ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache).
+                ``forward`` has this keyword). It must pass these three to its attention layers, which must be transformers' own (such
+                as ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache).
             ahead: greatest number of nodes that a step writes after a row's committed tokens.
             example: the module's inputs for one node, ``[1, 1, …]`` each.
             on_device: False if the strategy waits for the device, so that its steps are not recorded.
@@ -304,7 +304,7 @@ class Forced(Protocol):
         """Prepares :meth:`forced` before a step is recorded. sequences: the rows at the start."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """``[B, K]`` int64, tokens of the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
+        """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
 
         The bytes are split into tokens by the row's tokenization history: into tokens that followed the same token, or began with the
         same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later ones are

@@ -50,7 +50,7 @@ def enable(
     strategy: str | type[Strategy] | Strategy | None = None, strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. Its config and weights do not change.
+    """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. The model's config and weights do not change.
 
     A second call replaces the tokenizer if it passes a tokenizer, and all defaults if it passes any. :func:`disable` undoes both calls.
 
@@ -188,8 +188,9 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Drops an enabled model's data from earlier calls: memories of strategies, and texts for prefix reuse. Returns `model`.
 
-    Quantized weights and compiled code stay: the next call is as fast as the first after :func:`warmup`. The written tokens do not
-    change. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or unused.
+    Quantized weights and compiled code stay: the next call is as fast as the first call after :func:`warmup`. The written tokens do not
+    change. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or was not
+    used.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.

@@ -1,7 +1,7 @@
 """The contract of a decoding strategy: propose tokens, and observe the verified step. The loop does everything else.
 
-A strategy never runs the target, never samples its output, never touches the cache. It affects *when* a token is written, not
-*which*: the loop verifies its draft against the target's own choice.
+A strategy never runs the target, never samples the target's output, never touches the cache. It affects *when* a token is written, not
+*which* token is written: the loop verifies the draft against the target's own choice.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Strategy(Configured, ABC):
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a chunk of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
 
-        A strategy that overrides it reads whole prompts: no prefix is reused, and the first step reads no part of a prompt. After
-        :meth:`rebatch` it reads the prompts of the new rows.
+        A strategy that overrides it reads whole prompts: the loop then reuses no prefix of an earlier call, and leaves no part of a
+        prompt to the first step. After :meth:`rebatch` it reads the prompts of the new rows.
         """
 
     def finish(self, state: Any) -> None:
@@ -229,7 +229,7 @@ class Strategy(Configured, ABC):
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """Calls `finish` of `strategy` at the end of a call, and raises an error of the call unchanged. state: returns the last state."""
+    """Calls `finish` of `strategy` at the end of a call; an error of the call is raised unchanged. state: returns the last state."""
     try:
         yield
     except BaseException as error:

@@ -44,7 +44,7 @@ class ChainedText:
         self.tokens = array("i")
         self._heads: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
         self._chains = tuple(array("i") for _ in ORDERS)
-        self._key, self._run = 0, 0  # the key of the last tokens, and how many last tokens belong to one text
+        self._key, self._run = 0, 0  # the key of the last tokens; number of tokens since the last separator
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,7 +95,7 @@ class ChainedText:
         self._key, self._run = key, run
 
     def occurrences(self, suffix: array[int], most: int, before: int) -> list[Occurrence]:
-        """At most `most` occurrences of the longest n-gram at the end of `suffix` that is known, the latest first.
+        """The latest occurrences, at most `most`, of the longest known n-gram at the end of `suffix`; the latest first.
 
         Args:
             suffix: the last tokens of the text to look up; no match is longer.

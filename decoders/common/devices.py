@@ -38,7 +38,7 @@ def pins(device: torch.device) -> bool:
 def has_64_bits(device: torch.device) -> bool:
     """Whether `device` computes in 64 bits as CPUs do.
 
-    Metal has no float64, combines int64 by index in 32 bits, and sorts it wrongly or not stably in some versions; many of Intel's
+    Metal has no float64. It combines int64 by index in 32 bits, and some versions sort int64 wrongly or not stably. Many of Intel's
     cards have no float64.
     """
     return device.type in TRIED
@@ -50,7 +50,7 @@ def in_64_bits(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The float32 `tensor` in a 16-bit `dtype`; None if that dtype does not hold all its numbers."""
+    """The float32 `tensor` in a 16-bit `dtype`; None if the dtype cannot represent all numbers of the tensor."""
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.float(), tensor) else None
 

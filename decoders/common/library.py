@@ -1,6 +1,6 @@
 """Grammars in files: the library of the package (``grammars/`` of the project), and a user's own files.
 
-``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
+A ``.json`` file holds a JSON schema, a ``.regex`` file a regular expression, a ``.lark`` file a grammar.
 
 from decoders.constraints import library
 library.read("json.lark")

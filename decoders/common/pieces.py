@@ -43,8 +43,8 @@ class TextPieces:
         self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = (), shown: frozenset[int] = frozenset()
     ) -> None:
         self.tokenizer, self.held, self._special = tokenizer, "", shown
-        self._shown = 0  # tokens whose text was returned
-        self._window = self._end_of(prompt)  # tokens that are decoded again with the next ones
+        self._shown = 0  # number of tokens whose text was returned
+        self._window = self._end_of(prompt)  # tokens that are decoded again with the next tokens
         self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
@@ -66,7 +66,7 @@ class TextPieces:
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The end of a prompt: its last :data:`AGAIN` tokens with text, or more, to begin before a run of byte-fallback tokens."""
+        """The end of a prompt: at least :data:`AGAIN` tokens that have text, of which the first is no byte-fallback token."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1

@@ -177,8 +177,8 @@ def gated(experts: Any, x: Tensor) -> Tensor:
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The keyword for the key-value cache, ``cache`` or ``past_key_values``: from the signature of the module's ``forward``, which may
-    differ from the installed transformers; else transformers' keyword.
+    """The keyword for the key-value cache, ``cache`` or ``past_key_values``: the keyword in the signature of the module's ``forward``,
+    which may be older than the installed transformers; without either in the signature, the keyword of the installed transformers.
     """
     names = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), CACHE)
@@ -193,7 +193,7 @@ def cache_of(output: Any) -> Any:
 
 
 def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """The positions of the first forward pass of ``generate``, from a private method that some multimodal designs have, else None.
+    """The positions of the first forward pass of ``generate``, from a private method of some multimodal designs; None for others.
 
     arguments: the other arguments of the first forward pass.
     """

@@ -118,7 +118,7 @@ class MedusaHeads(nn.Module):
         return head_scores(hidden, self.weights(), lm_head, lm_bias)
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
-        """Logits ``[P, V]`` of head `k` alone, because the logits of all heads may not fit in memory."""
+        """Logits ``[P, V]`` of head `k` alone. The logits of all heads together may not fit in memory."""
         stacked, head = self.weights(), slice(k, k + 1)
         projection, down, up = (None if part is None else part[head] for part in stacked[2:])
         weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)

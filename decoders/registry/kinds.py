@@ -30,7 +30,7 @@ class Kind(Generic[Provided]):
         noun, plural: the kind in errors.
         base: base class of the provided classes.
         hook: name of the hook that returns them.
-        check_more: further checks; takes a class and its name in errors, raises PluginError.
+        check_more: function with further checks of a class; takes the class and its name for errors, raises PluginError.
     """
 
     noun: str

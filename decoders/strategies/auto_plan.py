@@ -59,10 +59,10 @@ class AutoState:
         candidates: the drafters.
         left_out: reasons why other candidates were left out, by name.
         costs: the cost of a step by its number of nodes.
-        rows: for every row a follower, which compares its drafts with the written tokens.
+        rows: for every row a follower, which compares the row's drafts with the written tokens.
         ledger: how far the call is behind plain decoding.
         new_tokens: most tokens that a row may write; None if rows join and leave.
-        tokens: mean tokens of a step, the numerator of the rate. Tokens have weights: rows that others wait for have larger ones.
+        tokens: mean tokens of a step, the numerator of the rate. Tokens are weighted: those of rows that others wait for count more.
         seconds: mean seconds of a step, the denominator of the rate.
         history: the choices so far.
         steps: number of steps.

@@ -31,7 +31,7 @@ __all__ = [
     "require_coupled", "shape_of",
 ]  # fmt: skip
 
-#: A draft token's grade is the number of these probabilities that its own exceeds; GRADE_RATES has each grade's usual acceptance rate.
+#: A draft token's grade is the number of GRADES that its probability exceeds. GRADE_RATES has the usual acceptance rate of each grade.
 GRADES = (0.3, 0.6, 0.9, 0.98)
 GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
 
@@ -117,7 +117,7 @@ class DraftTree(ABC):
 
     Attributes:
         depth: number of levels.
-        ahead: most slots that a draft model writes behind a row's last token.
+        ahead: most slots that a draft model writes after a row's last token.
         children: number of continuations per node that the tree asks for.
         least_children: number of continuations per node that the tree cannot do without.
     """
@@ -152,7 +152,7 @@ class StaticTree(DraftTree):
         self.depth = self.topology.max_depth
         self.ahead = len(self.topology)
         parents, offsets = self.topology.parents, self.topology.offsets
-        inner = [0, *sorted(set(parents[1:]) - {0})]  # in order of depth, like the nodes
+        inner = [0, *sorted(set(parents[1:]) - {0})]  # ordered by depth, as the nodes are
         inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
         self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
         for depth in range(self.depth):

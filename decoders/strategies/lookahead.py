@@ -29,8 +29,8 @@ class LookaheadSettings(Settings):
     """Shape of the block, which has ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
     Unset values depend on the measured costs of a step: cheaper nodes allow a wider window. Without measured costs the values are
-    W = 2, N = 8 and G = 2: narrow blocks suit small models on a CPU. With W above 1 the window finds n-grams by itself; of these
-    shapes, the default is among the fastest on the demo target.
+    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. With W above 1, the window itself finds n-grams; of the
+    shapes with W above 1, the default is among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -219,7 +219,8 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         # Column 0 counts as the most recent, because it follows the text itself and not predicted tokens.
         new, valid = columns, torch.ones_like(level, dtype=torch.bool)
         if keep_output:
-            # With this strategy's draft alone a step writes at most N tokens. With merged drafts it may write more: the last N count.
+            # A step with this strategy's draft alone writes at most N tokens. With merged drafts it may write more, and only the last
+            # N n-grams are stored.
             written, whole = last_ngrams(tokens, length, ngram, ngram)
             whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
             new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)

@@ -125,7 +125,7 @@ class Ngram(Strategy):
 def spine(widths: tuple[int, ...]) -> Topology:
     """The tree in which the first node of each depth is expanded: ``(3, 2)`` has parents ``-1, 0, 1, 0, 0, 1``.
 
-    Nodes with children come first. They then have the slots of plain decoding, and their keys and values have the same bits as there.
+    Nodes with children come first. Their slots, and the bits of their keys and values, are then the same as in plain decoding.
     """
     siblings = [depth for depth, width in enumerate(widths) for _ in range(width - 1)]
     return Topology.from_parents([NO_PARENT, *range(len(widths)), *siblings])

@@ -168,7 +168,8 @@ Levels = list[tuple[Tensor, Tensor]]
 
 
 def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """The tree's draft tokens, level by level, and their grades, both ``[B, N-1]`` int64. A token is -1 if its parent has no successor.
+    """The tree's draft tokens, level by level, and their grades, both ``[B, N-1]`` int64. A token is -1 if its parent has too few
+    successors.
 
     Args:
         last: ``[B, 1]`` int64, the rows' last tokens.
@@ -250,7 +251,9 @@ def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: 
 
 
 def follow(matrix: Tensor, texts: list[list[int]], lengths: list[int]) -> None:
-    """Gives every token of `texts` that has no successors in `matrix` the last different tokens that followed it, the latest first."""
+    """Writes the successors of every token that has none in `matrix`: the last different tokens that followed it in `texts`, the latest
+    first. lengths: number of valid tokens of each text.
+    """
     successors: dict[int, dict[int, None]] = {}
     for text, length in zip(texts, lengths, strict=True):
         for token, successor in itertools.pairwise(text[:length]):

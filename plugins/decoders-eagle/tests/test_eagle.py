@@ -1,4 +1,4 @@
-"""The conformance kit, drafts compared with the method's equations, the verifier, the observer, and the entry points."""
+"""Tests the strategy with the conformance kit and against the paper's equations, the verifier, the observer, and the entry points."""
 
 from __future__ import annotations
 

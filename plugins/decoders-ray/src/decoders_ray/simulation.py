@@ -98,8 +98,8 @@ class _Row:
 
 
 def simulate(replica: Replica, load: Load, rate: float, requests: int = 2000, seed: int = 0) -> Outcome:
-    """Simulates a replica until `requests` have finished. Requests are a Poisson process of `rate` per second; percentiles leave out
-    the first tenth.
+    """Simulates a replica until `requests` have finished. Requests are a Poisson process of `rate` per second. Percentiles leave out
+    the first tenth of the requests.
     """
     chance = random.Random(seed)
     queue: deque[tuple[float, int, int]] = deque()
