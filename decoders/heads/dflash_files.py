@@ -67,7 +67,7 @@ class DFlashFiles:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layers. In the format of `speculators` they are in a section of the config."""
+    """Fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
 
     intermediate_size: Count
     num_hidden_layers: Whole
@@ -128,7 +128,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     place, kind = f"dflash: {path}", "config of a DFlash draft model"
     raw = read_json(path, f"there is no draft model at {str(folder)!r}", "dflash")
     apart = raw.get("dflash_config") if isinstance(raw, dict) else None
-    if isinstance(apart, dict):  # the authors' format has some fields in a section
+    if isinstance(apart, dict):  # the authors' format has some fields in a separate section
         raw = raw | {name: value for name, value in apart.items() if value is not None}
     nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
     if isinstance(raw, dict):
@@ -173,7 +173,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 
 def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
-    """For each layer, whether a node sees only earlier nodes of the block. By default only the windowed layers of `speculators`."""
+    """For each layer, whether a node sees only earlier nodes of the block; by default only in windowed layers of `speculators`."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
     if causal is not None or not (speculators and windows):
         return (bool(causal),) * count

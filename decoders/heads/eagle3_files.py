@@ -58,7 +58,7 @@ def find_head(named: str | None, config: Any) -> Path:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layers. In the format of `speculators` they are in a section of the config."""
+    """Fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
 
     vocab_size: Count
     model_type: str = "llama"

@@ -87,7 +87,7 @@ class MedusaHeads(nn.Module):
 
     Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. Initially W and b are zero and
     the projection is the target's, so an untrained head predicts what the target's output head predicts. Every block has its own
-    weights; in the authors' code the blocks of a head share theirs.
+    weights; in the authors' code all blocks of a head share their weights.
 
     Args:
         lm_head: ``[V, H]``, weight of the target's output head; needed for new heads with a full projection only.

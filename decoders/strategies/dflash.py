@@ -118,7 +118,7 @@ class DFlash(ReadsFeatures):
 
 class DFlashDrafter(BlockDrafter):
     """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``. The block
-    begins at the last token, which the target has not read yet. Its keys and values are dropped after the pass.
+    begins at the last token, which the target has not read yet. The block's keys and values are dropped after the pass.
 
     Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend on
     the tokens of other places. Rejection rules allow this: the draws of a level are independent of the draws and acceptances above it.

@@ -103,7 +103,7 @@ def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...]
 
 
 class Expands(Protocol):
-    """What fills a tree: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
+    """A drafter that can fill a tree: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
 
     def root(self) -> Expansion:
         """The best continuations of every row's last token. ``Q`` is 1."""
