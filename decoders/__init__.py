@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .tree import Topology, TreeTensors
     from .verifiers import Block, Outcomes, Verifier
 
-#: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
+#: The module of each public name. Modules are imported on first use, so that ``import decoders`` and the command line start quickly.
 _HOME = {
     "__version__": "common.version",
     "enable": "enabling",

@@ -28,15 +28,18 @@ def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def _same_vocabulary(model: PreTrainedModel | str) -> None:
-    """:attr:`Context.vocabulary_of` outside a call: takes the ids of every draft model as the target's."""
+    """:attr:`Context.vocabulary_of` outside a call: returns None, as if every draft model had the target's token ids."""
 
 
 def no_costs(measure: bool = False) -> None:
-    """:attr:`Context.costs` outside a call, and for draft models: returns None, because nothing was measured."""
+    """:attr:`Context.costs` outside a call, and for strategies that draft for a draft model: returns None, for "not measured"."""
 
 
 def no_memory(key: str, factory: Callable[[], Any], of: Configured | None = None) -> Any:
-    """:attr:`Context.memory` outside a call, for draft models, and with the setting ``memory=False``: keeps nothing."""
+    """:attr:`Context.memory` if nothing is kept between calls: returns a new object from `factory`.
+
+    Used outside a call, for strategies that draft for a draft model, and with the setting ``memory=False``.
+    """
     return factory()
 
 
@@ -56,30 +59,30 @@ class Context:
             unchanged if the call runs uncompiled. The first call of the function counts as compile time.
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` returns a :class:`~decoders.drafters.Drafter`; see
             :class:`~decoders.drafters.OpensDraft`.
-        vocabulary_of: the tokens of a draft model whose ids differ from the target's: ``vocabulary_of(model)`` returns an
-            :class:`~decoders.drafters.OtherVocabulary`, or None if the ids are the same or there are no tokenizers to compare.
-            `draft` takes a model with another vocabulary, too, if both share enough tokens.
+        vocabulary_of: compares the vocabularies of a draft model and the target: ``vocabulary_of(model)`` returns an
+            :class:`~decoders.drafters.OtherVocabulary` if their token ids differ, or None if the ids are the same or there are no
+            tokenizers to compare. `draft` also takes a model with another vocabulary, if the vocabularies share enough tokens.
         strategy: creates a strategy from a registry name and settings, for strategies that are composed of others.
         sequences: the rows at the start, prompts only; None in a context created outside a call.
-        coupled: whether the target's tokens are drawn with the same noise as the drafts: a draft token is then likely the target's
-            token. If False, sampled drafts must have :attr:`Draft.scores`.
+        coupled: whether drafters and target draw tokens with the same noise. A draft token is then likely to be the target's token.
+            If False, sampled drafts must have :attr:`Draft.scores`.
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
-        plan: the operations on the target's logits before a token is chosen (:func:`decoders.sampling.process`), for strategies
-            with their own scores. None: greedy, without operations.
+        plan: the operations on logits before the target chooses a token (:func:`decoders.sampling.process`). Strategies that compute
+            scores apply the same operations. None: greedy, without operations.
         sampling: the rows' parameters of `plan`.
-        guide: returns the text that the rows' grammars force (:class:`~decoders.drafters.Forced`); None without ``grammar=``.
-            Strategies need not avoid illegal draft tokens: the loop removes them.
+        guide: an object whose ``forced`` returns the tokens that the rows' grammars force (:class:`~decoders.drafters.Forced`); None
+            without ``grammar=``. Strategies need not avoid draft tokens that the grammar forbids: the loop removes them.
         decoder_layers: number of the target's decoder layers, for :attr:`Strategy.hidden_layers`.
-        costs: what a verification step costs on this machine, by nodes: ``costs()`` returns a :class:`decoders.costs.StepCosts`,
-            which the loop updates during the call, or None if nothing was measured; ``costs(measure=True)`` first measures steps of
-            several sizes.
+        costs: the seconds of a verification step on this machine by its number of nodes: ``costs()`` returns a
+            :class:`decoders.costs.StepCosts`, which the loop updates during the call, or None if nothing was measured;
+            ``costs(measure=True)`` first measures steps of several sizes.
         memory: objects that the strategy keeps between calls on the model: ``memory(key, factory)`` returns the object that
-            `factory` created in the first call with this `key`, this strategy class and these settings. Its contents must not
-            change the tokens. If many objects are kept, the least recently used are dropped; :func:`decoders.forget` and
-            :func:`decoders.release` drop all. With the setting ``memory=False``, and for a draft model's strategies, every call
-            gets a new object.
+            `factory` created in the first call with this `key`, this strategy class and these settings. The object must not
+            change which tokens are written. If many objects are kept, the least recently used are dropped; :func:`decoders.forget`
+            and :func:`decoders.release` drop all. With the setting ``memory=False``, and for strategies that draft for a draft model,
+            every call gets a new object.
         texts: the texts given to :func:`decoders.remember`, for all calls and strategies, in a
-            :class:`~decoders.text_memory.TextMemory`; None without texts, and for a draft model's strategies.
+            :class:`~decoders.text_memory.TextMemory`; None without texts, and for strategies that draft for a draft model.
         embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, without a factor that the model applies
             afterwards (as Gemma-2 does).
         head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32, with
@@ -88,8 +91,8 @@ class Context:
             :class:`~decoders.drafters.ModulePasses`; see :class:`~decoders.drafters.OpensModule`.
         new_tokens: greatest number of tokens that a row may write, if all rows begin together and the call ends with its slowest row;
             None if requests join and leave.
-        clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Processes that share the target all get the first
-            process's clock, so all of them must call it equally often.
+        clock: returns the time in seconds, for strategies that decide by time (:attr:`Strategy.timed`). All processes that share the
+            target get the time of the first process, so every process must call the clock equally often.
         first_layers: ``first_layers(count)`` returns the target's first layers with its last norm and head: a draft model for
             :attr:`draft` that shares the target's weights and slots, so that it reads no prompt. If a strategy opens several such
             draft models, the round of one must end before the round of another begins.
@@ -124,9 +127,9 @@ class Context:
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
     def part(self, strategy: Configured, seldom: bool = False) -> Context:
-        """The context for a part of a composed strategy, with separate memories.
+        """Returns the context for a part of a composed strategy, in which the part has memories of its own.
 
-        seldom: whether the part may draft late or never (in ``auto``): its draft models then read the prompts at their first use.
+        seldom: whether the part may draft late or never (in ``auto``). The part's draft models then read prompts at their first use.
         """
         draft = partial(self.draft, seldom=True) if seldom else self.draft
         return replace(self, memory=partial(self.memory, of=strategy), draft=draft)

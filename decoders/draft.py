@@ -20,8 +20,8 @@ class Sequences:
 
     Attributes:
         tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined after a row's length. ``L`` covers the longest row and
-            may grow from step to step. -1 marks prompt positions without a token id: they come from the caller's cache
-            (``past_key_values``) or vectors (``inputs_embeds``), or from the soft prompt of an adapter.
+            may grow from step to step. -1 marks prompt positions without a token id: the caller gave a cache (``past_key_values``)
+            or vectors (``inputs_embeds``) for them, or they belong to the soft prompt of an adapter.
         length: ``[B]`` int64, committed tokens per row.
         prompt_length: ``[B]`` int64, prompt tokens per row.
         finished: ``[B]`` bool, rows that have ended.
@@ -48,7 +48,7 @@ class Sequences:
         return host_reads(self.length)
 
     def read(self) -> HostRows:
-        """The rows as lists, for strategies that work on the host. Waits for the device where the loop has not read the rows: in
+        """The rows as lists, for strategies that work on the host. Waits for the device if the loop has not read the rows: in
         :meth:`Strategy.start`, and in a strategy that drafts for a draft model or declares ``on_device``.
         """
         return HostRows.of(self) if self.known is None else self.known
@@ -72,7 +72,7 @@ class HostRows:
 
     @staticmethod
     def of(sequences: Sequences) -> HostRows:
-        """Reads the rows from the device: the lengths and ends now, tokens whenever `tokens_from` is called."""
+        """Reads lengths and finished flags from the device now, and tokens at each call of `tokens_from`."""
         figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
         lengths, prompts, ended = figures.tolist()
 
@@ -92,11 +92,11 @@ class Draft:
             token": the node and its descendants are never accepted.
         topology: the tree of the nodes: one for all rows (:class:`Topology`), or one per row (:class:`TreeTensors`).
         scores: ``[B, N-1, V]`` float32: the ``softmax`` of a draft token's scores is the distribution that it was sampled from;
-            siblings are sampled without replacement, in node order. None if no token was sampled; the coupled verifier needs none.
-        depth: greatest number of draft tokens on a path, if known, for trees per row; see :attr:`levels`.
+            siblings are sampled without replacement, in node order. None if no token was sampled; the coupled verifier needs no scores.
+        depth: for trees per row, the greatest number of draft tokens on a path, or None if it is unknown; see :attr:`levels`.
         grades: ``[B, N-1]`` int64, 0 or more: the strategy's confidence in each draft token, on its own scale with few values.
             Tokens of the same grade should be right about equally often; ``auto`` counts how often they are.
-        drafters: for reports, the name of the strategy behind each draft token of every row, if several strategies drafted.
+        drafters: for reports, the name of the strategy that proposed each draft token of every row; None if one strategy drafted.
         on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads the draft there, and moves it to the
             device in one copy, with `scores` if the verifier uses them.
     """
@@ -118,7 +118,7 @@ class Draft:
 
     @property
     def in_place(self) -> bool:
-        """See :attr:`~decoders.tree.topology.Topology.in_place`; False for trees per row, where it is unknown."""
+        """:attr:`~decoders.tree.topology.Topology.in_place` of the topology; False for trees per row, because it is unknown there."""
         return isinstance(self.topology, Topology) and self.topology.in_place
 
     @property
@@ -128,12 +128,12 @@ class Draft:
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether all nodes may be accepted. If not, other nodes (a lookahead window) run for their outputs, and none may be cut."""
+        """Whether all nodes may be accepted. If not, some (lookahead's window) only run for their outputs, and the loop cuts none."""
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """The draft cut to the first `count` draft tokens of every row; parents come before their children."""
+        """The first `count` draft tokens of every row as a draft. They are trees, because parents come before their children."""
         if count >= self.tokens.shape[1]:
             return self
         return replace(
@@ -169,7 +169,7 @@ class Draft:
 
     @staticmethod
     def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
-        """One continuation per row: ``tokens`` is ``[B, K]``.
+        """A draft with one continuation per row: ``tokens`` is ``[B, K]``.
 
         Raises:
             DraftError: `tokens` has another shape.
@@ -180,7 +180,7 @@ class Draft:
 
     @staticmethod
     def branches(tokens: Tensor) -> Draft:
-        """Several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``.
+        """A draft with several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``.
 
         Raises:
             DraftError: `tokens` has another shape.
@@ -197,7 +197,7 @@ class Draft:
         """The draft of a strategy that works on the host.
 
         Args:
-            tokens: the draft tokens of every row, as many in each.
+            tokens: the draft tokens of every row; all rows have the same number.
             parents: parents of every row's nodes, root included, as in :meth:`TreeTensors.from_parents`; None: chains.
             depth, grades: see :class:`Draft`.
 
@@ -223,7 +223,7 @@ class Draft:
         return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
 
     def check(self, rows: int) -> None:
-        """Raises DraftError if shapes or dtypes break the contract; values are checked on the device."""
+        """Raises DraftError if shapes or dtypes break the contract. The loop checks values on the device."""
         if not isinstance(self.tokens, Tensor):
             raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {described(self.tokens)}")
         if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
@@ -266,16 +266,16 @@ class Step:
 
     Attributes:
         nodes: ``[B, N]`` int64, the verified block: node 0 and the draft tokens. ``N`` may exceed the draft's nodes, by padding.
-        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path if logits processors run on the host.
-        path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
+        chosen: ``[B, N]`` int64, the target's token after each node. If logits processors run on the host, -2 for nodes off the path.
+        path: ``[B, N]`` int64, the accepted node at each depth; valid up to depth `accepted`.
         accepted: ``[B]`` int64, number of accepted draft tokens.
         emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and one more; fewer in a row that ended.
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
-        own_nodes: which nodes are the strategy's own draft. None: all, or the block begins with them. A number n: the first n nodes,
-            root included, in the draft's order. 0: it is unknown.
-        layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers of :attr:`Strategy.hidden_layers`, in that order; None if T is 0.
+        own_nodes: how many first nodes of the block, root included, come from the strategy's draft, in the draft's order. None: the
+            whole draft, which may be followed by other nodes. 0: no node is known to come from it.
+        layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers in :attr:`Strategy.hidden_layers`, in this order; None if T is 0.
         known: the step as lists, if the loop has read it, for :meth:`read`; else None.
     """
 
@@ -341,7 +341,7 @@ class PromptChunk:
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:
-    """Checks what the strategy named `proposer` has proposed; values are checked on the device.
+    """Checks type, shapes and dtypes of the draft that the strategy named `proposer` returned. The loop checks values on the device.
 
     Raises:
         DraftError: `draft` is no :class:`Draft` for `rows` rows.

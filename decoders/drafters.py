@@ -104,7 +104,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree` (whose node 0 is the last token)."""
+        """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`. Node 0 is the row's last token."""
 
     @abstractmethod
     def drafted(self, count: int) -> Tensor:
@@ -116,16 +116,16 @@ class Drafter(ABC):
 
         Args:
             step: the verified draft.
-            own_nodes: number of nodes that this drafter proposed, root included. In a block with other nodes (merged strategies),
-                the step may have accepted any of them.
-            displaced: greatest number of accepted nodes with keys and values outside the slots of their positions: 0 for a chain,
+            own_nodes: number of nodes that this drafter proposed, root included. If the block has nodes of other drafters (merged
+                strategies), the step may have accepted those nodes.
+            displaced: greatest number of accepted nodes whose keys and values are not in the slot of their position: 0 for a chain,
                 the depth for a tree.
         """
 
 
 @dataclass(frozen=True)
 class OtherVocabulary:
-    """A draft model with another vocabulary than the target's.
+    """A draft model whose vocabulary differs from the target's.
 
     Attributes:
         own, other: the vocabularies of the target and of the draft model.
@@ -159,9 +159,9 @@ class ModulePasses(ABC):
         Args:
             base: ``[B]`` int64, slot and position of the block's node 0; all slots before it are visible.
             inputs: ``[B, Q, …]`` each, the module's inputs.
-            tree: the block; its last ``Q`` nodes run, earlier passes ran the others. None: a chain. Its `visible` may be any relation,
-                even a bidirectional one; its `ancestors` and `parents` are not read.
-            options: further keywords of the module. Each combination is compiled, so there should be few.
+            tree: the block's tree. This pass runs its last ``Q`` nodes; earlier passes ran the other nodes. None: a chain. `visible`
+                of the tree may be any mask, even a bidirectional one; its `ancestors` and `parents` are not read.
+            options: further keyword arguments of the module. Each combination is compiled by itself, so there should be few.
         """
 
 
@@ -188,11 +188,11 @@ class DraftVocabulary:
 
     @staticmethod
     def of(size: int, d2t: Tensor | None = None, t2d: Tensor | None = None) -> DraftVocabulary:
-        """Reads the tables of EAGLE-3 checkpoints; one of the two is enough.
+        """The draft vocabulary from the tables of an EAGLE-3 checkpoint; one of the two tables is enough.
 
         Args:
-            d2t: ``[D]`` integers: what to add to each draft id to get the target's id.
-            t2d: ``[V]`` bool, True for the target's tokens that the drafter has; the first of them has draft id 0.
+            d2t: ``[D]`` integers: the target's id minus the draft id, for each draft id.
+            t2d: ``[V]`` bool, True for the target's tokens that the drafter has. Draft ids number these tokens from 0, in order.
 
         Raises:
             UnsupportedError: the tables have another shape, disagree, are empty, or name a token that the target lacks.
@@ -223,13 +223,13 @@ class DraftVocabulary:
         self, logits: Tensor, count: int, plan: SamplingPlan | None, sampling: SamplingInputs | None, positions: Tensor,
         keep_scores: bool = False,
     ) -> Expansion:  # fmt: skip
-        """The `count` best continuations of every node, in the target's ids, drawn with the target's noise for these ids.
+        """The `count` best continuations of every node, as the target's ids. Sampling uses the noise that the target has for these ids.
 
         Args:
             logits: ``[B, Q, D]``, the drafter's logits.
             plan, sampling: from the :class:`~decoders.strategy.Context`.
             positions: ``[B, Q]`` int64, number of tokens that the row has generated before each node's continuation.
-            keep_scores: whether the expansion has scores, ``-inf`` for tokens that the drafter lacks.
+            keep_scores: whether the expansion has scores; they are ``-inf`` for tokens that the drafter lacks.
         """
         plan = plan or SamplingPlan()
         scores = logits.float()
@@ -254,15 +254,15 @@ class OpensDraft(Protocol):
         self, model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Configured | None = None,
         seldom: bool = False,
     ) -> Drafter:  # fmt: skip
-        """A drafter with its own rows, cache and compiled passes.
+        """Returns a drafter with its own rows, cache and compiled passes.
 
         Args:
             model: a model object or a path.
             ahead: greatest number of nodes that a round writes after the committed tokens.
             children: continuations per node in :attr:`Expansion.tokens`.
             stage: a strategy that drafts for the draft model; rounds then consist of :meth:`Drafter.advance`.
-            seldom: whether the strategy may draft late or never. The draft model then reads the prompts at its first draft, or, if
-                rows join and leave, when they join. A draft model with a stage reads them at once.
+            seldom: whether the strategy may draft late or never. The draft model then reads the prompts at its first draft; if rows
+                join and leave, it reads a row's prompt when the row joins. A draft model with a stage reads the prompts at once.
 
         Raises:
             UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts, which only the target
@@ -276,15 +276,15 @@ class OpensModule(Protocol):
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """The module's forward passes, with the slot cache, tree masks and kernels of a draft model; compiled if the call is.
+        """Returns the module's forward passes, with a draft model's slot cache, tree masks and kernels; compiled if the call is.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
-                ``forward`` has this keyword). It must pass these three to its attention layers, which are transformers' own (such as
-                ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache).
+                ``forward`` has this keyword). It must pass these three to its attention layers, which must be transformers' own (such
+                as ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache).
             ahead: greatest number of nodes that a step writes after a row's committed tokens.
             example: the module's inputs for one node, ``[1, 1, …]`` each.
-            on_device: False if the strategy waits for the device: its steps are not recorded.
+            on_device: False if the strategy waits for the device, so that its steps are not recorded.
 
         Raises:
             UnsupportedError: the module is on another device.
@@ -304,10 +304,11 @@ class Forced(Protocol):
         """Prepares :meth:`forced` before a step is recorded. sequences: the rows at the start."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """``[B, K]`` int64, tokens of the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
+        """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
 
-        The bytes are split into tokens as the row has tokenized the same text before. Without this history, the last bytes are
-        omitted if the tokenizer might join them with the bytes after them.
+        The bytes are split into tokens by the row's tokenization history: into tokens that followed the same token, or began with the
+        same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later ones are
+        omitted.
 
         sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
         """

@@ -50,14 +50,14 @@ def enable(
     strategy: str | type[Strategy] | Strategy | None = None, strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. Its config and weights do not change.
+    """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. The model's config and weights do not change.
 
-    A second call replaces the tokenizer if it gives one, and the defaults if it gives any. :func:`disable` undoes both calls.
+    A second call replaces the tokenizer if it passes a tokenizer, and all defaults if it passes any. :func:`disable` undoes both calls.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around it. The results of its ``merge_and_unload()`` and
             ``unload()`` are enabled, too.
-        tokenizer: for strategies, grammars and ``stop_strings``; a call may have its own.
+        tokenizer: for strategies, grammars and ``stop_strings``; a call may pass another tokenizer.
         strategy: decodes calls without ``strategy=``, in place of transformers' ``generate``.
         strategy_config: settings of `strategy`.
         settings: settings of the loop, as in ``decoders_config``: ``compile=False``. Calls and generation configs override them; they
@@ -188,8 +188,9 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Drops an enabled model's data from earlier calls: memories of strategies, and texts for prefix reuse. Returns `model`.
 
-    Quantized weights and compiled code stay: the next call is as fast as the first after :func:`warmup`. The written tokens do not
-    change. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or unused.
+    Quantized weights and compiled code stay: the next call is as fast as the first call after :func:`warmup`. The written tokens do not
+    change. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or was not
+    used.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
@@ -229,7 +230,7 @@ def remember(
     The written tokens do not change. :func:`forget` drops texts and memories.
 
     Args:
-        memories: replace the memories of the same strategies; other memories stay. Unpickling runs code: load your own memories only.
+        memories: they replace the memories of the same strategies; other memories stay. Unpickling runs code: load only your own files.
         texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
             ``auto``. Added to earlier texts, and used in all calls. Beyond 262,144 tokens, the texts least recently used for a draft
             are dropped, with a warning.
@@ -251,7 +252,11 @@ def remember(
 
 
 def _present(model: PreTrainedModel, function: str) -> Generate | None:
-    """The replacement of ``generate`` on `model`, or None. Raises, naming `function`, unless `model` is a model of transformers."""
+    """The replacement of ``generate`` on `model`; None if the model is not enabled. function: the caller's name, for the error.
+
+    Raises:
+        UnsupportedError: `model` is not a model of transformers.
+    """
     if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
     present = vars(model).get("generate")
@@ -265,8 +270,8 @@ def warmup(
 ) -> Warmup:  # fmt: skip
     """Prepares `model` before its first call, and enables it: compiles its forward pass and runs every strategy briefly.
 
-    Compiled code stays in this process, and in torch.compile's cache on disk for others. If compiling fails, a warning says why, and
-    calls run uncompiled. The setting ``compile=False`` skips compiling.
+    Compiled code stays in this process, and in torch.compile's cache on disk for other processes. If compiling fails, a warning says
+    why, and calls run uncompiled. The setting ``compile=False`` skips compiling.
 
     Args:
         strategies: as in ``generate(strategy=…)``.
@@ -294,7 +299,7 @@ def calibrate(
 ) -> Calibration:  # fmt: skip
     """Measures the seconds of a decoding step of `model` on this machine by nodes, rows and context. Enables `model`.
 
-    ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. They are stored on disk (setting
+    ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. The costs are stored on disk (setting
     ``cost_cache``) for the model's class and sizes, dtype, quantization, device, threads and version of torch.
 
     Args:
@@ -317,7 +322,7 @@ def calibrate(
 def _check_options(
     model: PreTrainedModel, function: Callable[..., Any], strategies: Sequence[str | Strategy], rows: Any, options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Raises for the `options` and the `rows` of ``warmup`` and ``calibrate``, whose `function` names them."""
+    """Checks the `options` and `rows` of ``warmup`` or ``calibrate``, and raises their errors. function: the one that was called."""
     check_sizes("rows", rows)
     if "strategy" in options:
         raise SettingsError(f"{function.__name__}() has no argument strategy=: warmup() takes strategies=[…]")
@@ -329,9 +334,9 @@ def _check_options(
 def cost_curve(
     model: PreTrainedModel, rows: Sequence[int], contexts: Sequence[int], seconds: float = 10.0, **options: Any
 ) -> CostCurve:
-    """The stored cost curve of an enabled `model`, with the sizes that it lacks measured now.
+    """Measures the sizes that the stored cost curve of an enabled `model` lacks, and returns the curve.
 
-    Measures fewer numbers of nodes than :func:`calibrate` and no strategies, so it takes seconds.
+    Takes seconds, because it measures fewer numbers of nodes than :func:`calibrate`, and no strategies.
 
     Args:
         rows: batch sizes.

@@ -99,7 +99,7 @@ def canonical(name: str) -> str:
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """``Did you mean …? Choose from …`` for an unknown `name`; the first sentence only if a choice is similar."""
+    """``Did you mean …? Choose from …`` for an unknown `name`, without the first sentence if no choice is similar."""
     choices = sorted(choices)
     spelt = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: a client may have sent it
@@ -108,7 +108,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 
 def keywords_named(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a function without ``**``: a keyword that it lacks is a SettingsError with the nearest one."""
+    """Decorator of a function without ``**kwargs``: an unknown keyword raises SettingsError, which names the nearest parameter."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
 
     @functools.wraps(function)

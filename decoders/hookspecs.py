@@ -55,19 +55,19 @@ def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empt
 def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
     """Grammars of the plugin, by ``snake_case`` name, for ``generate(grammar="name")``. Called once.
 
-    A value is anything else that ``grammar=`` takes (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), or a
-    function without arguments that returns it on first use. The rules for names are the same as for strategies, in a separate
-    namespace. Names of this package's own grammars cannot be taken.
+    A value is anything that ``grammar=`` takes except a name (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), or
+    a function without arguments that returns such a value on first use. The rules for names are the same as for strategies, in a
+    separate namespace. Names of this package's own grammars cannot be taken.
     """
 
 
 @hookspec
 def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:  # type: ignore[empty-body]
-    """Types of objects that ``generate(grammar=…)`` is to take, each with the function that makes a grammar of such an object.
+    """Types of objects that ``generate(grammar=…)`` is to take, each with a function that makes a grammar of an object of the type.
 
-    A key is a type, or its full name, ``"my_package.Form"``, so that the plugin need not import it. Objects of derived types count,
-    too; if ``grammar=`` is to take classes, the key is their metaclass. A function returns anything else that ``grammar=`` takes.
-    Called once. If two plugins claim a type, neither gets it until one of them is blocked; this package keeps its types.
+    A key is a type, or its full name, ``"my_package.Form"``, so that the plugin need not import the type. Objects of derived types
+    count, too. If ``grammar=`` is to take classes, the key is their metaclass. The function returns another value that ``grammar=``
+    takes. Called once. If two plugins claim a type, neither gets it until one of them is blocked; this package keeps its types.
     """
 
 
@@ -82,8 +82,8 @@ def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body
 
 @hookspec
 def decoders_commands() -> Mapping[str, Callable[..., None]]:  # type: ignore[empty-body]
-    """Commands that this plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` in a group, one of this package or the
-    plugin's own.
+    """Commands that this plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` for a command in a group. The group
+    may be a group of this package or a new one.
 
     A value is a Typer function: its parameters are the arguments and options, its docstring is the help. It should import modules
     in its body, because ``decoders --help`` reads every function. Called once. This package's commands keep their names; if two plugins

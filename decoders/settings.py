@@ -1,9 +1,9 @@
 """Settings: a frozen pydantic class for each strategy and verifier, and one for the loop.
 
-Values come from the call, the generation config, ``enable()``, the environment and a file. The loop's settings are
-:class:`RuntimeSettings`: ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's settings are a
-*section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]``. ``pyproject.toml`` has the same under
-``[tool.decoders]``.
+Values come from the call, the generation config, ``enable()``, the environment and a file. A setting of the loop
+(:class:`RuntimeSettings`) is written ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's
+settings are a *section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]`` in the file. ``pyproject.toml`` has the
+content of ``decoders.toml`` under ``[tool.decoders]``.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ ENABLED = "given to enable()"
 def _explained(
     cls: type[Settings], error: ValidationError, origin: Mapping[str, str], strategies: Collection[str] = ()
 ) -> str:
-    """The text of `error`. origin: where each setting's value comes from ("" for the call)."""
+    """The message for `error`. origin: where each setting's value comes from ("" for the call)."""
     problems, alternatives = [], defaultdict(list)
-    for item in error.errors():  # each type of a union refuses the same value: one problem
+    for item in error.errors():  # each type of a union has its error for the same value: they are one problem
         whole = item["loc"][:1] + tuple(part for part in item["loc"][1:] if isinstance(part, int))
         alternatives[whole, id(item["input"])].append(item)
     for (whole, _), (item, *others) in alternatives.items():
@@ -259,7 +259,7 @@ def variable_of(section: str | None, name: str) -> str:
     return "_".join(["DECODERS", *([section] if section else []), name]).upper()
 
 
-#: Variables that the loop and the registry read; no strategy's setting can have one.
+#: Variables that the loop and the registry read; no strategy's setting may be read from one of them.
 OWN_VARIABLES = {variable_of(None, name): name for name in (*RuntimeSettings.model_fields, *NOT_SETTINGS)}
 
 
@@ -309,7 +309,7 @@ def _surroundings(
 
 
 def unknown_variables(sections: Collection[str]) -> list[str]:
-    """The present ``DECODERS_*`` variables that neither the loop nor any of `sections` reads."""
+    """The ``DECODERS_*`` variables of this environment that neither the loop nor a strategy in `sections` reads."""
     prefixes = tuple(variable_of(name.replace("-", "_"), "") for name in sections)
     return sorted(
         v for v in os.environ if v.startswith("DECODERS_") and v not in OWN_VARIABLES and not v.startswith(prefixes)

@@ -1,7 +1,7 @@
 """The contract of a decoding strategy: propose tokens, and observe the verified step. The loop does everything else.
 
-A strategy never runs the target, never samples its output, never touches the cache. It affects *when* a token is written, not
-*which*: the loop verifies its draft against the target's own choice.
+A strategy never runs the target, never samples the target's output, never touches the cache. It affects *when* a token is written, not
+*which* token is written: the loop verifies the draft against the target's own choice.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Trait(Generic[T]):
 
     Attributes:
         default: the value without a declaration.
-        merged: computes the value of a strategy that merges the drafts of several, from their values.
-        of: returns the value that a strategy passes to `merged`; None: the declared value.
+        merged: computes the value for a strategy that merges the drafts of several strategies, from the values of these strategies.
+        of: returns the value that `merged` gets for a strategy; None: `merged` gets the declared value.
         hooks: names of methods: if a class overrides any of them, the trait is True unless the class declares it.
     """
 
@@ -53,7 +53,7 @@ TRAITS: dict[str, Trait] = {}
 
 
 def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T:
-    """A :class:`Trait`, which type checkers take for its value."""
+    """Returns a :class:`Trait`, typed as its default, because classes and instances have the value itself as the attribute."""
     return cast(T, Trait(default, merged, **options))
 
 
@@ -74,21 +74,21 @@ class Strategy(Configured, ABC):
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
-    Class attributes (an instance may override those from `exact` on, depending on its settings):
+    Class attributes (an instance may override `exact` and the attributes after it, depending on its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
         needs: in a word or two, what a call needs besides the target, a draft model and a grammar: ``"heads"``.
         settings_class: pydantic model of the settings.
         hints: the strategy's setting for each drafting argument of transformers, ``{"num_assistant_tokens": "length"}``. Other
             drafting arguments raise.
-        auto_place: its place among the candidates of ``auto``, which asks candidates with low numbers first, so cheap ones have low
-            numbers: built-in strategies from 10 (no work) to 50 (a second model). None: a candidate only if the user names it. A
-            candidate must be `exact`, and declare `rests`.
-        auto_settings: its settings as a candidate: longer drafts, because ``auto`` verifies only the part of a draft that pays.
+        auto_place: its place among the candidates of ``auto``. ``auto`` asks candidates with low numbers first, so cheap strategies
+            have low numbers: the built-in ones 10 (no work) to 50 (a second model). None: it is a candidate only if the user names it.
+            A candidate must be `exact`, and declare `rests` unless it has no `observe`.
+        auto_settings: its settings as a candidate of ``auto``. Drafts can be longer, because ``auto`` verifies only the part that pays.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
-        rests: whether the loop may skip its drafts: `observe` is then called without `propose` before it, or after a step that
-            verified other nodes, or only the first nodes of the draft. The drafts of strategies without `observe` can always be
+        rests: whether the loop may skip or cut its drafts. `observe` then also gets steps for which `propose` was not called, and steps
+            that verified other nodes or only the first nodes of the draft. The drafts of strategies without `observe` can always be
             skipped. On CPUs the loop skips drafts that are not worth their time.
         misses_steps: whether the loop may also skip `observe` after steps without its draft; for strategies whose `observe` is slow.
         timed: whether its drafts depend on the clock, so that equal calls may draft differently. The tokens are the same.
@@ -99,8 +99,8 @@ class Strategy(Configured, ABC):
             change nothing but the contents of tensors: then a whole step can be recorded and replayed. The conformance kit checks it.
         hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
             -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
-        grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, how often a draft token is typically right if its parent is; used
-            until enough tokens were judged. Empty without grades, or if the rates are unknown.
+        grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the typical acceptance rate of a draft token whose parent was
+            accepted; used until enough tokens were judged. Empty without grades, or if the rates are unknown.
         prompt_logits: whether :meth:`prefill` gets the prompts' logits; the output head then runs on every prompt token.
 
     These are True if the class overrides the named method, unless the class declares another value:
@@ -160,7 +160,7 @@ class Strategy(Configured, ABC):
 
     def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
         """For strategies that are composed of others: creates the strategies that the settings name, with ``resolve(name, settings)``,
-        and calls :meth:`declare` with their needs. Called before a call begins; a second call changes nothing.
+        and calls :meth:`declare` with their traits. It runs before each call of ``generate``; only the first time has an effect.
 
         Args:
             registered: the classes of all registered strategies, by name.
@@ -172,8 +172,8 @@ class Strategy(Configured, ABC):
 
     @abstractmethod
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        """Proposes the next tokens of every row, before each forward pass of the target. On CPUs a strategy that :attr:`rests` is
-        called less often while its drafts are not worth their time.
+        """Returns a draft of the next tokens of every row. The loop calls it before each forward pass of the target; on CPUs it calls a
+        strategy with the trait :attr:`rests` less often while its drafts are not worth their time.
         """
 
     def observe(self, state: Any, step: Step) -> None:
@@ -184,7 +184,7 @@ class Strategy(Configured, ABC):
         return self.hidden_layers
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
-        """:meth:`layers_of` for layers that depend on the target's `config` (transformers' ``PreTrainedConfig``)."""
+        """As :meth:`layers_of`, for strategies that choose layers by the target's `config` (transformers' ``PreTrainedConfig``)."""
         return self.layers_of(count)
 
     @property
@@ -195,8 +195,8 @@ class Strategy(Configured, ABC):
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a chunk of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
 
-        A strategy that overrides it reads whole prompts: no prefix is reused, and the first step reads no part of a prompt. After
-        :meth:`rebatch` it reads the prompts of the new rows.
+        A strategy that overrides it reads whole prompts: the loop then reuses no prefix of an earlier call, and leaves no part of a
+        prompt to the first step. After :meth:`rebatch` it reads the prompts of the new rows.
         """
 
     def finish(self, state: Any) -> None:
@@ -229,7 +229,7 @@ class Strategy(Configured, ABC):
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """Calls `finish` of `strategy` at the end of a call, and raises an error of the call unchanged. state: returns the last state."""
+    """Calls `finish` of `strategy` at the end of a call; an error of the call is raised unchanged. state: returns the last state."""
     try:
         yield
     except BaseException as error:
@@ -241,7 +241,7 @@ def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
 def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | None = None) -> None:
     """Calls :meth:`Strategy.finish` of all `states`, even if one raises, and raises the first error with later errors as notes.
 
-    cause: the error that ended the call, if any: errors become its notes, and the function does not raise.
+    cause: the error that ended the call, if any. Errors of `finish` then become notes of `cause`, and the function does not raise.
     """
     first = cause
     for strategy, state in states:

@@ -1,4 +1,4 @@
-"""Texts that are kept from call to call, with an index of the places where the end of a text occurred before."""
+"""Texts that are kept from call to call, with an index that finds earlier occurrences of the end of a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ChainedText", "Occurrence", "TextMemory"]
 
 #: Lengths of the chained n-grams, the longest first. If a longer n-gram matches, shorter ones are not looked up.
 ORDERS = (4, 2, 1)
-#: Bits of a token in a key.
+#: Bits per token in the key of an n-gram.
 BITS = 22
 
 SEPARATOR = -1
@@ -25,7 +25,7 @@ _MASKS = tuple((1 << BITS * order) - 1 for order in ORDERS)
 
 
 class Occurrence(NamedTuple):
-    """A place where the suffix occurred before. end: index of its last token. length: number of matching tokens."""
+    """An earlier occurrence of a suffix. length: number of matching tokens. end: index of the last matching token."""
 
     length: int
     end: int
@@ -44,7 +44,7 @@ class ChainedText:
         self.tokens = array("i")
         self._heads: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
         self._chains = tuple(array("i") for _ in ORDERS)
-        self._key, self._run = 0, 0  # the key of the last tokens, and how many last tokens belong to one text
+        self._key, self._run = 0, 0  # the key of the last tokens; number of tokens since the last separator
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,10 +95,10 @@ class ChainedText:
         self._key, self._run = key, run
 
     def occurrences(self, suffix: array[int], most: int, before: int) -> list[Occurrence]:
-        """The places where the longest known n-gram at the end of `suffix` occurred, at most `most`, the latest first.
+        """The latest occurrences, at most `most`, of the longest known n-gram at the end of `suffix`; the latest first.
 
         Args:
-            suffix: the last tokens of the text to look up, which bound the length of a match.
+            suffix: the last tokens of the text to look up; no match is longer.
             before: only occurrences that end before this index count.
         """
         text = self.tokens
@@ -121,7 +121,7 @@ class ChainedText:
 
 
 def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int:
-    """How many tokens of `text` up to `end` equal the end of `suffix`; the caller knows that the last `known` tokens do."""
+    """How many tokens of `text` up to index `end` equal the end of `suffix`. The caller knows that the last `known` tokens do."""
     length, longest = known, min(len(suffix), end + 1)
     if longest > length and text[end - length] != suffix[-length - 1]:
         return length  # the usual case
@@ -146,7 +146,7 @@ class TextMemory:
         capacity: greatest number of remembered tokens.
 
     Attributes:
-        index: the texts, one after the other, some of them dropped already.
+        index: the texts, one after the other; dropped texts are among them until the index is rebuilt.
         tokens: number of remembered tokens.
         dropped: number of tokens in texts that were dropped, or that did not fit.
     """

@@ -1,4 +1,4 @@
-"""Says what a user waits for, if it takes long."""
+"""Announces work that a user has to wait for, if it takes long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def announced(work: str) -> Iterator[None]:
     """Logs a warning when the block has run for :data:`LONG` seconds, and afterwards how long it took.
 
     Args:
-        work: what the block does, and what for; the beginning of both lines.
+        work: what the block does, and what for. Both log lines begin with it.
     """
     started = time.perf_counter()
     timer = threading.Timer(LONG, _log.warning, (f"{work} ...",))

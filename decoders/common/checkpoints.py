@@ -76,7 +76,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def absent(name: str) -> str | None:
-    """Why no model can be called `name`; None for a path that exists, and for a possible name on the hub."""
+    """The reason why `name` cannot name a model; None for a path that exists, and for a possible name on the hub."""
     repository, _ = _source(name)
     if Path(name).exists() or _HUB_NAME.fullmatch(repository):
         return None
@@ -84,7 +84,7 @@ def absent(name: str) -> str | None:
 
 
 def _source(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name, and arguments of ``from_pretrained`` for a GGUF file."""
+    """The folder or hub name, and the arguments by which ``from_pretrained`` reads a GGUF file; no arguments for other checkpoints."""
     if not is_gguf(path):
         return os.fspath(path), {}
     return str(PurePath(path).parent), {"gguf_file": PurePath(path).name}

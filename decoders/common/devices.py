@@ -1,4 +1,4 @@
-"""What kinds of devices can do, and whether Python may read values without waiting."""
+"""The capabilities of each kind of device, and whether Python may read a tensor's values without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ..errors import InputError
 
-#: Kinds of devices that this package has run on. For other kinds, such as "mps" and "xpu", functions below ask for capabilities.
+#: Kinds of devices that this package has run on. The functions below say what these and other kinds ("mps", "xpu") can do.
 TRIED = ("cpu", "cuda")
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether sizes are static on `device`, because steps are recorded per size. Tests replace it to run this path on a CPU."""
+    """Whether sizes are static on `device`, because steps are recorded per size. Tests replace it to have static sizes on a CPU."""
     return device.type != "cpu"
 
 
@@ -31,14 +31,14 @@ def compiles(device: torch.device) -> bool:
 
 
 def pins(device: torch.device) -> bool:
-    """Whether pinned memory is copied to `device` while the host goes on: not on Metal, which may copy data written later."""
+    """Whether the host may go on while pinned memory is copied to `device`. On Metal, the copy may hold data that is written later."""
     return device.type == "cuda"
 
 
 def has_64_bits(device: torch.device) -> bool:
     """Whether `device` computes in 64 bits as CPUs do.
 
-    Metal has no float64, combines int64 by index in 32 bits, and sorts it wrongly or not stably in some versions; many of Intel's
+    Metal has no float64. It combines int64 by index in 32 bits, and some versions sort int64 wrongly or not stably. Many of Intel's
     cards have no float64.
     """
     return device.type in TRIED
@@ -50,7 +50,7 @@ def in_64_bits(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The float32 `tensor` in a 16-bit `dtype`; None if that dtype does not hold all its numbers."""
+    """The float32 `tensor` in a 16-bit `dtype`; None if the dtype cannot represent all numbers of the tensor."""
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.float(), tensor) else None
 
@@ -69,7 +69,7 @@ def refuse_meta(name: str, value: Any) -> None:
 
 
 def present() -> dict[str, str]:
-    """The kinds of devices on this machine, and what each is."""
+    """The kinds of devices on this machine, each with a description of the device."""
     found = {"cpu": torch.backends.cpu.get_cpu_capability()}
     for kind in ("cuda", "xpu"):
         if (module := accelerator(torch.device(kind))).is_available():
@@ -82,7 +82,7 @@ _recorded = ContextVar("recorded", default=False)
 
 @contextmanager
 def as_recorded() -> Iterator[None]:
-    """Runs the engine's code on the CPU as in a recording: it reads no values from tensors."""
+    """Runs the engine's code on the CPU as in a recording: the code reads no values from tensors."""
     token = _recorded.set(True)
     try:
         yield
@@ -101,7 +101,7 @@ def host_reads(tensor: Tensor) -> bool:
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
 
-#: Held to record a step or to synchronize a device: CUDA aborts a recording if another thread synchronizes the device.
+#: A thread holds this lock while it records a step or synchronizes a device: CUDA aborts a recording if another thread synchronizes.
 RECORDING = threading.RLock()
 
 
@@ -141,5 +141,5 @@ def cpu_name() -> str:
 
 
 def waiting_share(wall: float, computing: float) -> float:
-    """The share of `wall` seconds in which a thread that had a processor for `computing` seconds waited for one."""
+    """The share of `wall` seconds in which a thread waited for a processor. computing: seconds in which the thread had a processor."""
     return max(1 - computing / wall, 0.0) if wall > 0 else 0.0

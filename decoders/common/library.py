@@ -1,6 +1,6 @@
 """Grammars in files: the library of the package (``grammars/`` of the project), and a user's own files.
 
-``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
+A ``.json`` file holds a JSON schema, a ``.regex`` file a regular expression, a ``.lark`` file a grammar.
 
 from decoders.constraints import library
 library.read("json.lark")
@@ -101,7 +101,7 @@ def _folder() -> Traversable:
     return installed if installed.is_dir() else Path(__file__).parents[2] / "grammars"
 
 
-#: A text that ends with one of these names a file: no specification ends this way.
+#: A text with one of these suffixes is the name of a file, because no specification of a grammar ends with them.
 SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
 
 

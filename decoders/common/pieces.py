@@ -23,17 +23,17 @@ class TextPieces:
     """Cuts a growing list of tokens into pieces of text for streaming. The joined pieces are the text after the prompt. Each object
     serves one text.
 
-    The text is the difference between the decoded prompt with tokens and the decoded prompt, because many tokenizers drop a blank at
-    the beginning. A character that begins in the prompt belongs to the tokens. Special tokens have no text, and blanks are not
-    cleaned up (``clean_up_tokenization_spaces``), which would change text that was already returned.
+    The prompt is decoded with the tokens and without them, and the text is the difference, because many tokenizers drop a blank at the
+    beginning. A character that begins in the prompt belongs to the text. Special tokens have no text. Blanks are not cleaned up
+    (``clean_up_tokenization_spaces``), because this would change text that was already returned.
 
     A piece ends after a token whose text no later token can change. It is held back while it ends within a character, or with a
-    byte-fallback token (``<0x0A>``): a tokenizer decodes a run of these at once, and a wrong byte makes all of them replacement
-    characters. To find a piece, only a window of earlier tokens is decoded again.
+    byte-fallback token (``<0x0A>``): a tokenizer decodes a run of such tokens at once, and a wrong byte turns the whole run into
+    replacement characters. To find a piece, only a window of earlier tokens is decoded again.
 
     Args:
         prompt: the tokens before the text.
-        shown: special tokens that are written by their names. Each ends a piece; the rest of the text is the same as without names.
+        shown: special tokens whose names are written. Each ends a piece; the text is otherwise the same.
 
     Attributes:
         held: the text held back; the next piece begins with it, unless later tokens change it.
@@ -43,12 +43,12 @@ class TextPieces:
         self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = (), shown: frozenset[int] = frozenset()
     ) -> None:
         self.tokenizer, self.held, self._special = tokenizer, "", shown
-        self._shown = 0  # tokens whose text was returned
-        self._window = self._end_of(prompt)  # tokens that are decoded again with the next ones
+        self._shown = 0  # number of tokens whose text was returned
+        self._window = self._end_of(prompt)  # tokens that are decoded again with the next tokens
         self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
-        """The new text. tokens: the whole list, without the prompt; ended: whether to hold nothing back."""
+        """The text that is new since the last call. tokens: all tokens after the prompt. ended: if True, nothing is held back."""
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
@@ -59,14 +59,14 @@ class TextPieces:
         if not ended and (not piece or self._may_change(window, text, self._decoded)):
             self.held = piece
             return ""
-        # Names are no part of a run of bytes or of a character, so either may go on after a name.
+        # A run of bytes or a character may go on after a special token's name, so the tokens are also judged without names.
         if len(self._window) >= AGAIN and (plain := self._plain(new)) and not self._may_change(new, plain, self._plain):
             window, text = new, self._decoded(new)
         self._window, self._known, self._shown, self.held = window, text, len(tokens), ""
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last :data:`AGAIN` tokens of a prompt that have a text, or more, to begin before a run of byte-fallback tokens."""
+        """The end of a prompt: at least :data:`AGAIN` tokens that have text, of which the first is no byte-fallback token."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
@@ -75,7 +75,7 @@ class TextPieces:
         return list(prompt[begin:])
 
     def _may_change(self, tokens: list[int], text: str, decode: Callable[[list[int]], str]) -> bool:
-        """Whether tokens after `tokens` may change `text`, their text by `decode`."""
+        """Whether later tokens may change `text`, which is the text of `tokens` by the function `decode`."""
         if text.endswith(UNFINISHED):
             return True
         for token in reversed(tokens):
@@ -92,7 +92,7 @@ class TextPieces:
         return name
 
     def _decoded(self, tokens: list[int]) -> str:
-        """The text of `tokens`, with the names of `shown` tokens between the texts before and after them."""
+        """The text of `tokens`, in which special tokens in `shown` are written by their names."""
         text, before, known = "", list[int](), ""
         marks = (place for place, token in enumerate(tokens) if token in self._special)
         for mark, end in pairwise([-1, *marks, len(tokens)]):

@@ -1,6 +1,6 @@
 """All private parts of transformers that this package uses, with reasons. tests/engine/model/test_compat.py tests every part.
 
-Not in the engine, because drafting networks read configs, too, and must not import the engine.
+The module is outside the engine, because drafting networks read configs, too, and must not import the engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 
 
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
-    """Whether the model has a recurrent state that cannot be rolled back; transformers' assisted generation asks the same."""
+    """Whether the model has a recurrent state that cannot be rolled back; transformers' assisted generation reads this attribute."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -89,8 +89,9 @@ def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def rope_type_of(module: nn.Module) -> Any:
-    """The rope type of a rotary module (a name, or a name per type of layer), which decides whether a pass computes the table again;
-    None for other modules. There is no public attribute for it.
+    """The rope type of a rotary module: a name, or a name per type of layer; None for other modules. There is no public attribute.
+
+    By the rope type, transformers decides whether a forward pass computes the table of rotary positions again.
     """
     kind = getattr(module, "rope_type", None)
     return kind if isinstance(kind, (str, dict)) else None
@@ -110,9 +111,9 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: the outermost list of modules in which each module has attention of a single layer index.
+    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index that no other has.
 
-    If attention modules have other indices (GPT-Neo): the only list whose length is the config's number of layers.
+    If no list is like this (GPT-Neo): the only list whose length is the config's number of layers. Empty if neither is found.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     for module in lists:
@@ -176,8 +177,8 @@ def gated(experts: Any, x: Tensor) -> Tensor:
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The keyword for the key-value cache, ``cache`` or ``past_key_values``: from the signature of the module's ``forward``, which may
-    differ from the installed transformers; else transformers' keyword.
+    """The keyword for the key-value cache, ``cache`` or ``past_key_values``: the keyword in the signature of the module's ``forward``,
+    which may be older than the installed transformers; without either in the signature, the keyword of the installed transformers.
     """
     names = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), CACHE)
@@ -192,7 +193,7 @@ def cache_of(output: Any) -> Any:
 
 
 def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """The positions of the first forward pass of ``generate``, from a private method that some multimodal designs have, else None.
+    """The positions of the first forward pass of ``generate``, from a private method of some multimodal designs; None for others.
 
     arguments: the other arguments of the first forward pass.
     """
@@ -204,8 +205,8 @@ def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[
 
 
 def without_position_ids(model: Any) -> None:
-    """Keeps ``generate`` of a shallow copy of a model from preparing positions: some designs store the shift of positions by images
-    in modules that the copy shares with the model.
+    """Keeps ``generate`` of `model`, a shallow copy, from preparing positions. Some designs store the shift of positions by images in
+    modules that the copy shares with the original.
     """
     model._prepare_position_ids_for_generation = lambda *args, **kwargs: None
 

@@ -1,4 +1,4 @@
-"""Two small models that this project trains itself, and prompts from files they never saw.
+"""Two small models that this project trains itself, and prompts from files that the models were not trained on.
 
 `load()` returns the target, `load("draft")` the draft, which is 8 times smaller, and `prompts()` the benchmark's prompts. Nothing
 here uses the network.

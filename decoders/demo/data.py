@@ -27,8 +27,8 @@ HELD_OUT_PER_MILLE = 30
 
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
 
-# These files are left out for one of three reasons: a file is intentionally invalid Python, is a generated table, which would teach
-# digits instead of code, or is written per machine (build paths), so that two machines would train on different text.
+# Files that are left out: intentionally invalid Python; generated tables, which would teach digits instead of code; and files that
+# differ between machines (build paths), so that two machines would train on different text.
 _SKIPPED_FILES = (
     "lib2to3/tests/data/*",
     "test/test_lib2to3/data/*",
@@ -128,7 +128,7 @@ def _is_table(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Function:
-    """A function's dedented source and the names in it that can be renamed without changing anything else."""
+    """A function: the file's path, the dedented source, and the names in it that can be renamed without changing anything else."""
 
     path: str
     source: str
@@ -137,7 +137,7 @@ class Function:
 
 @dataclass(frozen=True)
 class EditTask:
-    """`prompt` ends after the instruction's newline; `answer` is the edited function, ending in a newline."""
+    """An edit task: `prompt` ends after the instruction's newline; `answer` is the edited function, ending in a newline."""
 
     prompt: str
     answer: str
@@ -203,8 +203,8 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
         ast.parse(source)  # dedenting can break a function with a multi-line string
     except (SyntaxError, ValueError):
         return None
-    # A name can be renamed if every word in the source that is spelled like it is this name: then it occurs in no string, comment,
-    # attribute or keyword argument, and replacing the text is a correct rename.
+    # A name can be renamed if it occurs in no string, comment, attribute or keyword argument: if the source has as many words with its
+    # spelling as the syntax tree has names. Replacing the text is then a correct rename.
     words = Counter(re.findall(r"\w+", source))
     names = Counter(_names(node))
     usable = (n for n, count in names.items() if count >= 2 and words[n] == count and len(n) > 1)

@@ -1,9 +1,9 @@
 """Heads that choose the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
 
 The network predicts the token of each place without knowing the tokens that are chosen for other places. A head scores the likely
-tokens by how well they follow the chosen token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q``
-nodes of the draft tree whose children are scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the
-network.
+tokens of a place by how well they follow the token that was chosen for the place before. Letters: ``B`` rows, ``T`` places of a block
+where tokens are drafted, ``Q`` nodes of the draft tree whose children are scored, ``C`` candidates of a place, ``D`` tokens that can be
+drafted, ``H`` hidden size of the network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from ..errors import SettingsError, UnsupportedError
 from .network_files import Count, FileConfig, Whole
 
-#: What error messages call the file.
+#: The name of the file in error messages.
 _KIND = "config of a DFlash draft model"
 
 
@@ -31,7 +31,7 @@ class HeadFields:
     """The fields of a draft model's ``config.json`` that the class of a head reads.
 
     Attributes:
-        raw: all fields, those of the section ``dflash_config`` included.
+        raw: all fields, including the fields of the section ``dflash_config``.
         place: the strategy and the file, for error messages.
         layer: config of the network's decoder layers.
         places: ``T``, tokens drafted per block in training.
@@ -98,7 +98,7 @@ class HeadScores:
 
 
 class BlockHead(nn.Module, ABC):
-    """A head that chooses a block's tokens. Its parameters have the names that they have in checkpoints.
+    """A head that chooses a block's tokens. Its parameters have the same names as in checkpoints.
 
     To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
@@ -114,12 +114,12 @@ class BlockHead(nn.Module, ABC):
         """Creates the head that a config describes, without its weights; None if the config describes no head of this class."""
 
     def begin(self, block: DraftedBlock) -> Any:
-        """Computes what does not depend on chosen tokens, once for a block; :meth:`choose` gets the result as `begun`."""
+        """Computes, once for a block, all that does not depend on chosen tokens. :meth:`choose` gets the result as `begun`."""
         return None
 
     @abstractmethod
     def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
-        """Scores the tokens at a `place` 0 … T-1 of the block.
+        """Scores the tokens that may be drafted at `place`, 0 … T-1, of the block.
 
         Args:
             tokens: ``[B, Q]``, the tokens chosen for the place before; for place 0 the rows' last committed tokens.
@@ -128,7 +128,7 @@ class BlockHead(nn.Module, ABC):
 
     @staticmethod
     def only(candidates: Tensor, scores: Tensor, size: int) -> Tensor:
-        """Scatters `scores` ``[B, Q, C]`` to the tokens `candidates` ``[B, C]``: returns ``[B, Q, D]``, ``-inf`` for other tokens."""
+        """The `scores` ``[B, Q, C]`` of the tokens `candidates` ``[B, C]`` as ``[B, Q, D]``, with ``-inf`` for all other tokens."""
         index = candidates[:, None].expand(-1, scores.shape[1], -1)
         return scores.new_full((*scores.shape[:2], size), float("-inf")).scatter(2, index, scores)
 
@@ -149,8 +149,8 @@ class _Codebooks(nn.Module):
 class PathSelector(BlockHead):
     """DFlash2 (z-lab, 2026): scores the ``C`` likeliest tokens of every place by how well they follow the token before.
 
-    The score of token ``b`` after token ``a`` is ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``, with the network's logit ``U``, its
-    hidden state ``h``, a gate ``W``, and two tables ``A`` and ``B`` that hold a short vector for each token.
+    At place ``t``, the score of token ``b`` after token ``a`` is ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``, with the network's
+    logits ``U`` and hidden states ``h``, a projection ``W``, and two tables ``A`` and ``B`` that hold a short vector for each token.
     """
 
     candidates: int
@@ -209,12 +209,12 @@ class _Confidence(nn.Module):
 
 
 class MarkovHead(BlockHead):
-    """DSpark (arXiv:2607.05147): adds to the network's logits a low-rank bias that depends on the token before. A second head, if the
-    config has one, predicts the probability that the token is accepted.
+    """DSpark (arXiv:2607.05147): adds to the network's logits a low-rank bias that depends on the token before. The config may describe
+    a second head, which predicts the probability that the token is accepted.
 
-    The bias after token ``a``, for a place with hidden state ``h``: ``vanilla``: ``W2 W1[a]``. ``gated``:
-    ``W2 (sigmoid(G [h; W1[a]]) * W1[a])``. ``rnn``: ``W2`` times the output of a recurrent unit with state ``s``, whose gate, candidate
-    and output are one product with ``[s; W1[a]; h]``.
+    The bias after token ``a``, for a place with hidden state ``h``, depends on the kind. ``vanilla``: ``W2 W1[a]``. ``gated``:
+    ``W2 (sigmoid(G [h; W1[a]]) * W1[a])``. ``rnn``: ``W2`` times the output of a recurrent unit with state ``s``; one matrix times
+    ``[s; W1[a]; h]`` gives the unit's gate, candidate and output.
     """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, own: _MarkovFields) -> None:
@@ -259,7 +259,7 @@ class MarkovHead(BlockHead):
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
     def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias and the new states. before: vectors of the tokens before; of_place: the result of :meth:`begin` for the place."""
+        """The bias and the new states. before: ``W1`` of the tokens before. of_place: the result of :meth:`begin` for this place."""
         head, rank = self.markov_head, before.shape[-1]
         if of_place is None:
             return head.markov_w2(before), None

@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036) and its family: decoder layers that draft a block of tokens at once, over the target's hidden states.
+"""DFlash (arXiv 2602.06036) and its family: decoder layers draft a block of tokens in one pass, over the target's hidden states.
 
 A head of :mod:`.block_heads` then chooses the tokens.
 """
@@ -31,11 +31,11 @@ class DFlashConfig:
         mask_token_id: the token that is embedded where a token is to be drafted.
         layers: decoder layers of the target whose outputs the draft model reads.
         windows: for each layer of the draft model the number of context tokens that every node of a block sees, None for all; only in
-            the format of `speculators`. Empty: the windows of `layer` hold.
-        causal: the layers in which a node sees only the nodes before it in the block (JetSpec: all).
-        from_last: whether the place of the last committed token drafts the first token (DSpark), instead of the first mask.
+            the format of `speculators`. Empty: the sliding windows of `layer` are used.
+        causal: for each layer, whether a node sees only itself and the nodes before it in the block (JetSpec: in all layers).
+        from_last: whether the node of the last committed token drafts the first token (DSpark); otherwise the first mask does.
         taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.
-        group: number of neighbouring channels that share a node's correction of a tap.
+        group: number of neighbouring channels for which a node has one correction of a tap.
         head: the config's fields, from which the head is created.
         draft_vocab_size: number of tokens that the draft model can draft; None: all.
     """
@@ -59,7 +59,7 @@ class DFlashConfig:
 
 
 class DFlashNetwork(nn.Module):
-    """Called by :attr:`decoders.strategy.Context.module`.
+    """The decoder layers of a DFlash draft model. :attr:`decoders.strategy.Context.module` runs their passes.
 
     `fc` fuses the target's hidden states of a token to one vector, from which every layer computes a key and a value. These keys and
     values are the context. A block holds the embeddings of the last committed token and of masks. Its nodes attend to the context and
@@ -79,7 +79,7 @@ class DFlashNetwork(nn.Module):
     def forward(
         self, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, context: bool = False
     ) -> Tensor:  # fmt: skip
-        """Computes the hidden states ``[B, N, H]`` of a block, which the output head reads; with `context`, stores keys and values of
+        """Returns the hidden states ``[B, N, H]`` of a block, which the output head reads. With `context`, stores keys and values of
         the context instead, and returns the fused vectors ``[B, N, H]``.
 
         Args:
@@ -107,12 +107,12 @@ class DFlashNetwork(nn.Module):
 
 
 def embedding_of(model: PreTrainedModel, usual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function by which the network embeds tokens: the target's table, without the norm that some targets' embeddings include.
+    """The function by which the network embeds tokens: the target's embedding, without the norm that some targets apply to it.
 
-    Published networks were trained without the norm, and transformers leaves it out, too.
+    Published networks were trained without this norm, and transformers leaves it out, too.
 
     Args:
-        usual: the target's own embedding function.
+        usual: the target's embedding function, which is returned if the target has no such norm.
     """
     table: Any = model.get_input_embeddings()
     normed = isinstance(getattr(table, "embed_norm", None), nn.Module)
@@ -145,7 +145,7 @@ class _BlockConvolution(nn.Module):
     """DFlash2's convolutions before and after a sublayer. Each channel of a node is mixed with the same channel of the nodes before it
     in the block.
 
-    The taps are learned. Each node adds its own corrections to them; `group` neighbouring channels share a correction.
+    The taps are learned. Each node adds corrections to the taps, one for every `group` neighbouring channels.
     """
 
     def __init__(self, width: int, config: DFlashConfig) -> None:

@@ -34,7 +34,7 @@ from .network_files import (
 )
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-#: The modules that fuse the target's hidden states: their names in transformers, and the names that the authors use.
+#: The modules that fuse the target's hidden states: their names in transformers' format, and their names in the authors' format.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 #: Classes of heads in published checkpoints; the first that a config describes is used.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
@@ -52,10 +52,10 @@ class DFlashFiles:
     """A loaded draft model.
 
     Attributes:
-        head: chooses tokens; None: the network's likeliest tokens are drafted.
+        head: the head that chooses tokens; None: the network's likeliest tokens are drafted.
         embed: the draft model's own embedding; None: it uses the target's.
         lm_head: the draft model's own output head; None: it uses the target's.
-        vocabulary: the tokens that it drafts; None: all.
+        vocabulary: the tokens that the draft model can draft; None: all.
     """
 
     config: DFlashConfig
@@ -67,14 +67,14 @@ class DFlashFiles:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layers, which the format of `speculators` nests in a section of their own."""
+    """Fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
 
     intermediate_size: Count
     num_hidden_layers: Whole
 
 
 class _Config(FileConfig):
-    """All other fields that any of the formats has."""
+    """All other fields, of all formats."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
@@ -128,7 +128,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     place, kind = f"dflash: {path}", "config of a DFlash draft model"
     raw = read_json(path, f"there is no draft model at {str(folder)!r}", "dflash")
     apart = raw.get("dflash_config") if isinstance(raw, dict) else None
-    if isinstance(apart, dict):  # the authors keep some fields in a section of their own
+    if isinstance(apart, dict):  # the authors' format has some fields in a separate section
         raw = raw | {name: value for name, value in apart.items() if value is not None}
     nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
     if isinstance(raw, dict):
@@ -139,7 +139,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     speculators = nested is not None
     transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
     windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
-    # In `speculators` a window counts context tokens, and all nodes of a block have the same; the network itself hides earlier tokens.
+    # In `speculators` a window is a number of context tokens, the same tokens for all nodes of a block; the network hides earlier ones.
     seen = () if speculators else windows
     layer = of_layer.llama(
         within, num_hidden_layers=count,
@@ -148,7 +148,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         sliding_window=next((w + transformers for w in seen if w), None),
     )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
-    if own.aux_hidden_state_layer_ids:  # speculators numbers the input of a layer, so its 2 is the output of layer 1
+    if own.aux_hidden_state_layer_ids:  # speculators numbers the inputs of layers: 2 is the output of layer 1
         layers = [layer - 1 for layer in own.aux_hidden_state_layer_ids]
     if not layers:
         raise SettingsError(f"{place} is no {kind}: it has no target_layer_ids")
@@ -160,7 +160,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         raise SettingsError(
             f"{place}: conv_group_size is {own.conv_group_size}, which does not divide hidden_size, {layer.hidden_size}"
         )
-    # In DSpark the last token's place drafts the first token, whatever the format. Other configs say whether it does.
+    # In DSpark the last token's node drafts the first token, in every format. Other configs have a field for this.
     from_last = own.shift_label if own.sample_from_anchor is None else own.sample_from_anchor
     if own.sample_from_anchor is None and "markov_rank" in raw:
         from_last = True
@@ -173,7 +173,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 
 def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
-    """For each layer whether a node sees only earlier nodes of the block; in `speculators`, windowed layers are causal by default."""
+    """For each layer, whether a node sees only earlier nodes of the block; by default only in windowed layers of `speculators`."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
     if causal is not None or not (speculators and windows):
         return (bool(causal),) * count
@@ -238,7 +238,7 @@ def _load(
 
 
 def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) -> BlockHead | None:
-    """Creates the first of `heads` that a config describes, without its weights; None if it describes none of them."""
+    """Creates a head of the first class in `heads` that the config describes, without its weights; None if it describes none."""
     fields = config.head
     return None if fields is None else next((head for kind in heads if (head := kind.of(fields)) is not None), None)
 

@@ -27,17 +27,17 @@ class Eagle3Config:
     """The shape of a head, as its checkpoint describes it.
 
     Attributes:
-        layer: config of its decoder layer: hidden size ``H``, heads, vocabulary ``V`` of the target, rotary positions.
-        draft_vocab_size: ``D``, number of tokens that it can propose.
+        layer: config of the head's decoder layers: hidden size ``H``, attention heads, the target's vocabulary ``V``, rotary positions.
+        draft_vocab_size: ``D``, number of tokens that the head can propose.
         target_hidden_size: width of the target's hidden states.
-        layers: decoder layers of the target whose outputs it reads; None: three, chosen by the target's depth.
-        norm_before_residual: whether the layer's residual is the normed state instead of the state itself.
+        layers: decoder layers of the target whose outputs the head reads; None: three, chosen by the target's number of layers.
+        norm_before_residual: whether the first layer's residual is the normed state instead of the state itself.
         norm_output: whether the next feature is the output after the last norm (EAGLE-3.1) instead of the output before it.
         norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over all layers side by
             side. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
         mask_token_id: the token that is embedded where a token is to be drafted, for heads that draft all tokens in one pass
             (P-EAGLE, arXiv:2602.01469); None: tokens are drafted one after the other.
-        windows: for each decoder layer the number of last tokens that it sees, None for all; empty: no layer has a window.
+        windows: for each decoder layer, the number of last tokens that a token sees, None for all; empty: no layer has a window.
         rank: rank of the output head that chooses candidates (EAGLE-4); 0: all tokens get logits.
         candidates: number of candidates; with a `rank`, only candidates get logits.
     """
@@ -55,15 +55,15 @@ class Eagle3Config:
     candidates: int = 0
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers that the head reads of a target with `count` layers; by default a low, a middle and a high layer, as in vLLM."""
+        """The layers that the head reads from a target with `count` layers; by default a low, a middle and a high layer, as in vLLM."""
         return self.layers if self.layers is not None else (1, count // 2 - 1, count - 4)
 
 
 class Eagle3Head(nn.Module):
-    """Called by :attr:`decoders.strategy.Context.module`.
+    """The network of an EAGLE-3 head. :attr:`decoders.strategy.Context.module` runs its passes.
 
     Slot ``j`` reads the embedding of token ``j + 1``, and the hidden states of token ``j`` from several layers of the target, side by
-    side, which `fc` fuses. If the target has not computed token ``j`` yet, the head's own output of the slot before replaces them.
+    side; `fc` fuses them. If the target has not read token ``j`` yet, the head's output at slot ``j - 1`` replaces the fused states.
 
     Args:
         embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
@@ -103,14 +103,15 @@ class Eagle3Head(nn.Module):
         self, embedded: Tensor, states: Tensor, last: Tensor | None = None, *, attention_mask: Tensor, position_ids: Tensor,
         cache: Any, logits: int = 1, fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the features ``[B, N, H]`` that the next slots read if the target has not computed theirs, and the logits
-        ``[B, n, D]`` of the last nodes.
+        """Returns the features ``[B, N, H]``, which the next slots read in place of hidden states that the target has not computed, and
+        the logits ``[B, n, D]`` of the last nodes.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
             states: ``[B, N, T·H]``, hidden states of ``T`` target layers; without `fuse` ``[B, N, H]``, the head's own features.
-            last: ``[B, N]`` int64, the last slot in each node's windows; None: the node's own slot.
-            logits: the number ``n`` of nodes, from the end, whose logits are computed.
+            last: ``[B, N]`` int64, the last slot in each node's sliding windows; None: the node's own slot.
+            logits: the number ``n`` of last nodes whose logits are computed.
+            fuse: whether `states` are the target's hidden states, which `fc` fuses.
         """
         states = self._fused(states) if fuse else states
         rotary = self.rotary_emb(states, position_ids)
@@ -151,7 +152,7 @@ def hide_before(mask: Tensor, first: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer whose attention reads an embedding and a state side by side, each with a norm of its own."""
+    """A decoder layer whose attention reads an embedding and a state side by side. Both are normed separately."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -186,7 +187,8 @@ class EagleConfig:
     """The shape of a head of EAGLE or EAGLE-2, as its checkpoint describes it.
 
     Attributes:
-        layer: config of its decoder layer: hidden size ``H``, heads and vocabulary ``V``, equal to the target's; rotary positions.
+        layer: config of the head's decoder layer: hidden size ``H`` and vocabulary ``V``, equal to the target's; attention heads,
+            rotary positions.
         bias: whether `fc` has a bias.
     """
 
@@ -199,10 +201,10 @@ class EagleConfig:
 
 
 class EagleHead(nn.Module):
-    """Called by :attr:`decoders.strategy.Context.module`.
+    """The network of an EAGLE or EAGLE-2 head. :attr:`decoders.strategy.Context.module` runs its passes.
 
     Slot ``j`` reads the embedding of token ``j + 1`` and the feature of token ``j`` (the input of the target's output head) side by
-    side. Its output predicts the feature of token ``j + 1``, which the target's output head and the next slot read.
+    side. The slot's output predicts the feature of token ``j + 1``, which the target's output head and the next slot read.
 
     Args:
         embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
@@ -221,12 +223,12 @@ class EagleHead(nn.Module):
         self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
         fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the predicted features ``[B, N, H]``, and once more the features of the last `logits` nodes, which the target's
-        output head reads. The other arguments are explained in :meth:`Eagle3Head.forward`.
+        """Returns the predicted features ``[B, N, H]``, and the last `logits` of them again, for the target's output head.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
-            states: ``[B, N, H]``, features that the target computed or the head predicted; `fuse` has no effect.
+            states: ``[B, N, H]``, features that the target computed or the head predicted.
+            fuse: has no effect; the method has the arguments of :meth:`Eagle3Head.forward`.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))
         states = self.midlayer(states, self.rotary_emb(states, position_ids), attention_mask, cache)

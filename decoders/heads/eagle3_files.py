@@ -58,7 +58,7 @@ def find_head(named: str | None, config: Any) -> Path:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layer, which the format of `speculators` nests in a section of their own."""
+    """Fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
 
     vocab_size: Count
     model_type: str = "llama"
@@ -87,7 +87,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """All other fields that any of the formats has."""
+    """All other fields, of all formats."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []
@@ -251,7 +251,7 @@ def read_vocabulary(
 
 
 def _our_name(name: str) -> str:
-    """Our name of a weight. We call the first layer `midlayer`, other formats ``layers.0``; some names begin with ``model.``."""
+    """Our name for a weight of a checkpoint. We call the first layer `midlayer`; other formats may write ``model.layers.0``."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
     part, _, rest = name.removeprefix("layers.").partition(".")
     return f"deeper.{int(part) - 1}.{rest}" if name.startswith("layers.") and part.isdigit() else name
@@ -288,14 +288,14 @@ def save_head(
 
 
 def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """A checkpoint's tables d2t and t2d for the tokens `ids` (``[D]`` int64, ascending) of `size`; empty if `ids` is None, for all."""
+    """A checkpoint's tables d2t and t2d for the draft tokens `ids` (``[D]`` int64, ascending) of `size` tokens; empty without `ids`."""
     if ids is None:
         return {}
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}
 
 
 def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
-    """Fields of the decoder layers for a config of model type `kind`. Rotary positions are in the forms of transformers 5 and 4."""
+    """Config fields of the decoder layers, with the model type `kind`. Rotary positions have the forms of transformers 5 and 4."""
     layer = config.to_dict()
     fields = {"model_type": kind, **{name: layer[name] for name in _FIELDS if name in layer}}
     rope = layer.get("rope_parameters") or {}

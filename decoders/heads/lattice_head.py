@@ -117,8 +117,9 @@ class _Correlator(nn.Module):
 
 
 class LatticeHead(BlockHead):
-    """A small transformer reads the ``C`` likeliest tokens of all places at once, and gives each candidate two vectors. The score of a
-    pair of candidates at neighbouring places is the cosine of one vector of each, times a fixed scale.
+    """A small transformer reads the ``C`` likeliest tokens of all places at once, and computes an outward and an inward vector for each
+    of these candidates. The score of two candidates at neighbouring places is the cosine between the outward vector of the first and
+    the inward vector of the second, times a fixed scale.
     """
 
     candidates: int

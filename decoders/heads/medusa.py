@@ -42,7 +42,7 @@ class HeadsConfig:
         projection: ``tied``: every head uses the target's output head, and nothing is stored; ``low_rank``: the target's output head
             plus a learned difference of rank `rank`; ``full``: each head has its own projection, as in the paper.
         rank: rank of the difference; 0 with the other projections.
-        tree: paths in Medusa's notation, best first, so that the first n paths are the tree of n nodes; None: the default tree.
+        tree: paths in Medusa's notation, best first: the first n paths are the best tree of n nodes. None: the default tree.
         figures: measurements of the training, for the model card.
     """
 
@@ -85,9 +85,9 @@ class HeadWeights(NamedTuple):
 class MedusaHeads(nn.Module):
     """``K`` heads beside a frozen target.
 
-    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. W and b begin at zero and the
-    projection as the target's, so an untrained head predicts what the target's output head predicts. Every block has its own weights;
-    in the authors' code the blocks of a head are one object.
+    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. Initially W and b are zero and
+    the projection is the target's, so an untrained head predicts what the target's output head predicts. Every block has its own
+    weights; in the authors' code all blocks of a head share their weights.
 
     Args:
         lm_head: ``[V, H]``, weight of the target's output head; needed for new heads with a full projection only.
@@ -104,7 +104,7 @@ class MedusaHeads(nn.Module):
             start = torch.zeros(v, h) if lm_head is None else lm_head.detach().float().cpu()
             self.projection = nn.Parameter(start.expand(k, v, h).clone())
         elif config.projection == "low_rank":
-            # One factor is random and the other zero, so that their product is zero and its gradient is not.
+            # One factor is random and the other is zero: their product is zero, and the gradient of the product is not.
             generator = torch.Generator().manual_seed(0)
             self.down = nn.Parameter(torch.randn(k, r, h, generator=generator) * h**-0.5)
             self.up = nn.Parameter(torch.zeros(k, v, r))
@@ -118,7 +118,7 @@ class MedusaHeads(nn.Module):
         return head_scores(hidden, self.weights(), lm_head, lm_bias)
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
-        """Logits ``[P, V]`` of head `k` alone, because the logits of all heads may not fit in memory."""
+        """Logits ``[P, V]`` of head `k` alone. The logits of all heads together may not fit in memory."""
         stacked, head = self.weights(), slice(k, k + 1)
         projection, down, up = (None if part is None else part[head] for part in stacked[2:])
         weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
@@ -296,10 +296,11 @@ DEFAULT_TREE: Tree = (
 def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
     """The tree of `nodes` nodes with the longest mean accepted path on calibration data, as paths, the best first.
 
-    At every position, the right token of each head has a rank among the head's tokens. These ranks are the position's path, and a tree
-    accepts the part of the path that it contains. So each node adds to the mean accepted length the share of positions whose path
-    contains the node, whatever other nodes the tree has. A parent's share is at least its child's, so the most frequent nodes form a
-    tree, and it is the best. The paper, in contrast, multiplies the accuracies of single heads, as if they were independent.
+    At every position, the right token of each head has a rank among the head's tokens. These ranks are the position's path, and the
+    part of the path that is in the tree is accepted. So each node adds to the mean accepted length the share of positions whose path
+    contains the node, and this share does not depend on the tree's other nodes. A parent's share is at least the share of its child, so
+    the nodes with the largest shares form a tree, which is the best tree. The paper instead multiplies the accuracies of single heads,
+    as if they were independent.
 
     Args:
         ranks: ``[P, K]`` int64, for ``P`` positions the rank of the right token among each head's tokens, 0 for the best; -1: unknown.
@@ -333,7 +334,7 @@ def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
 
 
 def picture(tree: Sequence[Sequence[int]]) -> str:
-    """The attention mask of a tree's block as text: one line per node, with ``■`` in the columns of the nodes that it sees."""
+    """The attention mask of a tree's block as text: one line per node, with ``■`` in the columns of the nodes that this node sees."""
     topology, _ = Topology.from_paths(tree)
     ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
     names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]

@@ -1,4 +1,4 @@
-"""Reads small networks from a folder: the config, the weights, and whether they fit each other. No code in the files is run.
+"""Reads small networks from a folder: reads config and weights, and checks that they fit each other. No code in the files is run.
 
 Built-in strategies read their networks with these functions, and plugins can do so, too: :func:`find_network` finds the folder, a
 :class:`FileConfig` reads ``config.json``, and :func:`filled` puts the weights of :func:`read_tensors` into the network.
@@ -80,13 +80,13 @@ def _field(problem: Any) -> str:
 
 def _explained(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:  # a rule about several fields, whose message names them
+    if not problem["loc"]:  # a rule about several fields; its message names the fields
         return message
     return f"{_field(problem)}: {message} (got {shortened(repr(problem['input']))})"
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built from Llama's modules. Its fields have the names of ``LlamaConfig``'s."""
+    """The config of decoder layers that are built from Llama's modules. Its fields have the same names as in ``LlamaConfig``."""
 
     hidden_size: Count
     num_attention_heads: Count
@@ -141,7 +141,7 @@ class LlamaLayerConfig(FileConfig):
         try:
             config = LlamaConfig(**own | fields)
             LlamaRotaryEmbedding(config)
-        except Exception as error:  # each kind of rotary positions raises errors of its own
+        except Exception as error:  # kinds of rotary positions raise different errors
             rope = [f"{name} is {own[name]!r}" for name in ("rope_scaling", "rope_parameters") if name in own]
             what = shortened(", ".join(rope) or "the layer's config", 120)
             raise SettingsError(
@@ -263,7 +263,7 @@ def filled(
     """Loads the weights `state` into `network`, and returns it frozen, on `device` and in `dtype`.
 
     Args:
-        state: weights by name: exactly those that the network has.
+        state: the network's weights by name: all of them, and no others.
         place: the weights' file, for messages.
         owner: the strategy, for messages.
 

@@ -30,7 +30,7 @@ class Kind(Generic[Provided]):
         noun, plural: the kind in errors.
         base: base class of the provided classes.
         hook: name of the hook that returns them.
-        check_more: further checks; takes a class and its name in errors, raises PluginError.
+        check_more: function with further checks of a class; takes the class and its name for errors, raises PluginError.
     """
 
     noun: str
@@ -40,7 +40,7 @@ class Kind(Generic[Provided]):
     check_more: Callable[[type[Provided], str], None]
 
     def collect(self, provided: Iterable[object]) -> dict[str, type[Provided]]:
-        """Checks the classes that a plugin returned and gives them by name. Raises PluginError for invalid classes or equal names."""
+        """Checks the classes that a plugin returned; returns them by name. Raises PluginError for invalid classes or equal names."""
         if isinstance(provided, type):
             raise PluginError(f"{self.hook} must return an iterable of classes, not one class")
         if not isinstance(provided, Iterable):
@@ -66,9 +66,9 @@ class Kind(Generic[Provided]):
         return name
 
 
-@lru_cache(maxsize=256)  # also asked of the class of every object that a call gets
+@lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` does not take what the method of `base` with this name does."""
+    """Raises PluginError if a method of `cls` cannot take the arguments of the method of `base` with the same name."""
     for name, method in vars(base).items():
         own = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or name.startswith("_") or not inspect.isfunction(own) or own is method:
@@ -85,7 +85,7 @@ def check_methods(cls: type, base: type) -> None:
 
 
 class GrammarKind(Kind[Any]):
-    """Grammars: objects by name instead of classes."""
+    """Grammars: plugins provide objects by name instead of classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -101,7 +101,7 @@ class GrammarKind(Kind[Any]):
 
 
 class GrammarTypeKind(Kind[Any]):
-    """Types of objects that ``grammar=`` takes, by their full names, with functions instead of classes."""
+    """Types of objects that ``grammar=`` takes: plugins provide functions by the types' full names instead of classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -119,7 +119,7 @@ class GrammarTypeKind(Kind[Any]):
 
 
 class CommandKind(Kind[Any]):
-    """Commands: functions by name instead of classes."""
+    """Commands: plugins provide functions by name instead of classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):

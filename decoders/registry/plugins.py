@@ -104,14 +104,14 @@ class Registry:
         return self._find(GRAMMAR, name)
 
     def grammar_types(self) -> dict[str, Entry[Any]]:
-        """The functions that turn objects of other types into grammars, by the types' full names."""
+        """Every usable function of a plugin that turns objects of a type into grammars, by the type's full name."""
         return dict(self._names[GRAMMAR_TYPE].usable)
 
     def grammar_of(self, value: object) -> Any:
-        """The grammar that a plugin's function makes of `value`; `value` itself if no function takes its type.
+        """The grammar that a plugin's function makes of `value`; `value` itself if no plugin claims its type.
 
         Raises:
-            PluginError: several plugins claim its type. GrammarError: the plugin's function fails, or returns no grammar.
+            PluginError: several plugins claim the type. GrammarError: the plugin's function fails, or returns no grammar.
         """
         names = self._names[GRAMMAR_TYPE]
         name = next((name for name in type_names(value) if name in names.usable or name in names.conflicts), None)
@@ -161,7 +161,7 @@ class Registry:
         return list(self._plugins.values())
 
     def unmatched(self) -> list[str]:
-        """Messages about names in the block and allow lists that no plugin has."""
+        """A message for each name in the block and allow lists that is not the name of a plugin or its distribution."""
         names = {canonical(name) for info in self._plugins.values() for name in (info.name, info.provider)}
         return [
             f"DECODERS_PLUGINS_{which} names {name!r}, which no plugin is called. {suggest(name, names)}"
@@ -275,7 +275,7 @@ class Registry:
 
 
 def made_by(function: Callable[[], Any], what: str) -> Any:
-    """What a plugin's `function` for `what` returns. Raises GrammarError if it fails."""
+    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: its purpose, for the message."""
     try:
         return function()
     except DecodersError:
@@ -332,12 +332,12 @@ def _provider(point: metadata.EntryPoint) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The error in one line; with file and line if the plugin's code raised it."""
+    """The error in one line, with file and line number if the plugin's code raised it."""
     text = " ".join(str(error).split())
     if isinstance(error, PluginError | pluggy.PluginValidationError):
         return text
     frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
-    if isinstance(error, SyntaxError):  # its own place is the mistake's; the last frame only imports it
+    if isinstance(error, SyntaxError):  # the error has the line of the mistake; the last frame only imports the file
         text, place = error.msg, f"{error.filename}:{error.lineno}"
     else:
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

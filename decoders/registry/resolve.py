@@ -78,10 +78,10 @@ def with_hints(
     hints: Mapping[str, Any],
     where: Callable[[str], str] = lambda hint: "",
 ) -> Mapping[str, Any] | None:
-    """Adds transformers' drafting `hints` to the ``strategy_config`` `config`, as the settings that the strategy maps them to.
+    """Returns the ``strategy_config`` `config` with the settings to which the strategy `chosen` maps transformers' drafting `hints`.
 
     Args:
-        where: returns an error's last sentence, about the origin of a hint.
+        where: takes the name of a hint, and returns the last sentence of an error, about the hint's origin.
 
     Raises:
         UnsupportedError: a strategy has no setting for a hint. SettingsError: a setting is given twice.
@@ -158,7 +158,7 @@ def resolve_backend(chosen: Any) -> Backend:
 
 
 def resolve_grammar(given: Any) -> Spec | CompiledGrammar | None:
-    """The grammar of a row from the name of a grammar (of the library or a plugin) or an object. None for free text.
+    """The grammar of a row; None for free text. given: a grammar's name (in the library or a plugin), or an object.
 
     Raises:
         UnknownNameError: no grammar has this name. PluginError: several plugins claim the name, or the object's type.
@@ -203,5 +203,5 @@ def _settings_of(
 
 
 def strategy_name(strategy: Any) -> str:
-    """The name of a strategy object or class, or `strategy` itself if it is a name; with ``_`` for ``-``."""
+    """The name of a strategy object or class, or `strategy` itself if it is a name; ``-`` becomes ``_``."""
     return (strategy if isinstance(strategy, str) else strategy.name).replace("-", "_")

@@ -1,9 +1,9 @@
 """Collects draft tokens from all usable drafters in every step, and verifies the draft tokens that are worth their time.
 
 The tokens that a row writes do not depend on its drafts. So a draft can be compared with the written tokens even if it was not
-verified, and every drafter's acceptance rates are known. They give the probability of each draft token. The cost of a step with a
-given number of nodes is measured. Let ``P`` be the probability that all tokens on a node's path are accepted, and ``R`` the present
-rate in tokens per second. The node is verified if ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967).
+verified, and every drafter's acceptance rates are known. The rates give the probability of each draft token. The seconds of a step
+with a given number of nodes are measured. Let ``P`` be the probability that all tokens on a node's path are accepted, and ``R`` the
+present rate in tokens per second. The node is verified if ``P`` exceeds ``R`` times the seconds that the node adds (Dinkelbach 1967).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AutoSettings(Settings):
 
 
 class Auto(Strategy):
-    """Verifies in every step the draft tokens that are worth their time, from any of its candidates.
+    """Verifies in every step the draft tokens that are worth their time, from all of its candidates.
 
     Trying the candidates costs about 1 % of the time of plain decoding. Candidates that bring no gain are tried less and less often.
     A call that has fallen 2 % behind plain decoding decodes plainly until it can afford another attempt.
@@ -61,7 +61,7 @@ class Auto(Strategy):
     timed = True
     rows_apart = False
     on_device = False  # the host decides what to verify
-    reads_prompt = finds_layers = False  # `compose` sets them to True if a candidate has them
+    reads_prompt = finds_layers = False  # `compose` sets a trait to True if a candidate has the trait
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
@@ -144,7 +144,7 @@ class Auto(Strategy):
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
     ) -> Candidate | str:
-        """Starts a candidate, and returns it, or the reason why it is left out. every: layers that are read for all candidates.
+        """Starts a candidate, and returns it, or the reason why it is left out. every: the layers that any of the candidates reads.
 
         Raises:
             DecodersError: a candidate that the user has configured cannot start.
@@ -161,7 +161,7 @@ class Auto(Strategy):
             return str(error)
         bit = 1 << list(self._made).index(
             name
-        )  # by its place among all candidates, so that the bit is the same in every call
+        )  # the place among all candidates, so that a candidate has the same bit in every call
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers
@@ -231,7 +231,7 @@ class Auto(Strategy):
             worth += weight * count
             if count:
                 follower.follow(proposals)
-                # A token that several drafters proposed counts for the first of them.
+                # If several drafters proposed a token, only the first of them gets the credit.
                 for sources in proposals.path(tokens[:drafted]):
                     credit[sources & -sources] += weight
             for token in tokens:
@@ -271,7 +271,7 @@ class Auto(Strategy):
 
 
 def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
-    """The depth that a candidate drafts to in this step: 0 if it is left out, None if it has no limit."""
+    """The depth of a candidate's draft in this step: 0 if the candidate is left out, None for a candidate without a limit."""
     if not plan.tries:
         return 0
     if candidate.limited:
@@ -286,7 +286,7 @@ def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
-    """The value of a token in each active row: the row's number maps to the weight of its tokens."""
+    """The weight of a token of each active row, by the row's number."""
     written = state.ledger.written
     if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)
@@ -295,7 +295,7 @@ def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
 
 
 class _Flat(StepCosts):
-    """Costs for a context that has measured none: every node adds a hundredth of a step's time."""
+    """Costs for a context without measured costs: every node adds a hundredth of a step's time."""
 
     def __init__(self) -> None:
         super().__init__(None, 1, 1)

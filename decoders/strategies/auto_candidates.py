@@ -1,4 +1,4 @@
-"""The drafters that `auto` chooses among: when each is asked for a draft, what it gained, and how much time trials may take."""
+"""The drafters that `auto` chooses among: when a drafter is asked for a draft, what drafts gain, and the time allowed for trials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .merged import layers_of_part
 
 #: A drafter is cheap if it can be afforded at least every CHEAP_WAIT steps. Every drafter is asked at least every DEAREST_WAIT steps.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
-#: If a drafter that may miss steps is asked less often than every UNTAUGHT steps, it does not observe the steps between its drafts.
+#: A drafter with the trait `misses_steps` does not observe the steps between its drafts if it is asked less often than every UNTAUGHT
+#: steps.
 UNTAUGHT = 16
 #: After a draft token of a cheap drafter was written, the drafter is asked in each of the next PATIENCE steps.
 PATIENCE = 4
@@ -28,11 +29,11 @@ class Experience:
     """Statistics of a drafter, from this call and earlier ones.
 
     Attributes:
-        runs: number of drafts it was asked for.
-        cost: mean seconds of a run; for a limited drafter, mean seconds per token of its draft.
+        runs: number of drafts that the drafter was asked for. A run is one such draft.
+        cost: mean seconds of a run; for a limited drafter, mean seconds per level of its draft.
         learning: mean seconds of `observe` for a drafter that may miss steps, otherwise 0.
-        lost: seconds of trials without a gain, summed over calls: several calls together can afford a trial that one call cannot.
-        looks: decides by the gains of trials how often the drafter is asked.
+        lost: seconds of trials without a gain, summed over calls, because several calls can afford a trial that one call cannot.
+        looks: decides how often the drafter is asked, by the gains of its drafts.
     """
 
     runs: int = 0
@@ -46,22 +47,22 @@ class Candidate:
     """A drafter in a call.
 
     Args:
-        bit: its bit in masks of drafters.
+        bit: the drafter's bit in masks of drafters.
         strategy, state: the drafter's strategy and its state.
-        depth: most tokens that it drafts on a path.
+        depth: most tokens that the drafter proposes on a path.
         experience: the drafter's statistics, kept between calls.
         clock: the call's clock.
-        first_price: expected seconds of its first run.
-        layers: the target's layers that it reads, and the layers that are read for all candidates.
+        first_price: expected seconds of the drafter's first run.
+        layers: the target's layers that the drafter reads, and the layers that any of the candidates reads.
 
     Attributes:
-        limited: whether it drafts to a requested depth, because deeper drafts take more time.
+        limited: whether the drafter drafts to a requested depth, because deeper drafts take more time.
         runs: number of its drafts in this call.
-        proposed: number of its draft tokens.
+        proposed: number of its draft tokens in this call.
         right: number of its draft tokens that were written.
-        seconds: seconds of all its runs, plus `observe` if it may miss steps.
-        preparing: seconds of its run in this step if that was its first run in this call, otherwise 0.
-        requested_depth: depth requested in this step; 1 if it has no limit, 0 if it was left out.
+        seconds: seconds of all its runs in this call, plus `observe` if the drafter may miss steps.
+        preparing: seconds of the drafter's first run in this call, if it was in this step; otherwise 0.
+        requested_depth: depth requested in this step; 1 for a drafter without a limit, 0 for a drafter that was left out.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Candidate:
         known = self.experience
         cost = known.cost + known.learning
         most = affordable(rate * cost, DEAREST_WAIT)
-        if self.limited:  # `auto` calls this only if no depth of its draft is worth its time, so asking it is a trial
+        if self.limited:  # `auto` asks only if no depth of a draft is worth its time, so this draft is a trial
             due = self._waited >= most
         else:
             due = (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
@@ -156,9 +157,9 @@ class Candidate:
         """Updates the drafter's statistics with the gain of its run in this step.
 
         Args:
-            benefit: accepted tokens that no earlier candidate has proposed.
-            verifying: seconds that verifying took for nodes that no earlier candidate has proposed.
-            rate: present tokens per second, the value of time.
+            benefit: accepted tokens of this drafter that no earlier candidate has proposed.
+            verifying: seconds of verifying those nodes of this drafter that no earlier candidate has proposed.
+            rate: present tokens per second, which converts seconds to tokens.
         """
         known = self.experience
         price = rate * (known.cost * self.requested_depth + known.learning + verifying)
@@ -173,14 +174,15 @@ class Candidate:
 
 
 def _mean(known: float, seconds: float, runs: int) -> float:
-    """The moving mean after one more run; it omits the first run, which includes preparation."""
+    """The moving mean of seconds after one more run. The first run is left out, because it includes preparation."""
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Expected seconds of a drafter's first run, in which a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    A pass of the draft model is taken to cost the target's pass times the ratio of their layers. A drafter without a model costs 0.
+    A pass of the draft model is taken to cost a pass of the target times the ratio of their numbers of layers. 0 for a drafter without
+    a draft model.
     """
     if not strategy.limits:
         return 0.0
@@ -203,7 +205,7 @@ def refuse_unfit(strategy: Strategy) -> None:
 
 
 def missing(strategy: Strategy, context: Context) -> str | None:
-    """Says which input of the call `strategy` needs and lacks; None if it lacks nothing."""
+    """The reason why `strategy` cannot be used in the call: an input that it needs is missing. None if no input is missing."""
     if strategy.needs_grammar and context.guide is None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
@@ -211,17 +213,19 @@ def missing(strategy: Strategy, context: Context) -> str | None:
     return None
 
 
-#: A drafter that brings no gain may spend LOOKS_SHARE of all time on trials; FIRST_SHARE holds until after its first run.
+#: A drafter that brings no gain may spend the share LOOKS_SHARE of all time on trials. FIRST_SHARE is the share for its first run.
 LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 #: A call may fall behind plain decoding by this share of its time.
 BEHIND_SHARE = 0.015
 #: The rest of a call is expected to write at most this many tokens per row, because the call may end early.
 COUNTED_AHEAD = 256
-#: At its start a call may be behind by BEHIND_SHARE of the time of this many steps; each further step adds its own share.
+#: When a call starts, it may be behind by the share BEHIND_SHARE of the time of FIRST_STEPS steps. Every step adds this share of its
+#: own time.
 FIRST_STEPS = 64
-#: A call counts as at most MOST_AHEAD plain steps ahead. After at most LONGEST_REST plain steps it may try again.
+#: A call counts as at most MOST_AHEAD plain steps ahead. A call that is too far behind drafts again after at most LONGEST_REST plain
+#: steps.
 MOST_AHEAD, LONGEST_REST = 64, 32
-#: A call that is as far behind as it may be counts the price of a draft token ``1 + STRICTNESS`` times.
+#: For a call that is as far behind as allowed, the price of a draft token is multiplied by ``1 + STRICTNESS``.
 STRICTNESS = 4
 
 
@@ -234,7 +238,7 @@ class Ledger:
     Attributes:
         written: number of tokens that each row has written; None if rows join and leave: then the rows' mean progress counts.
         least: number of tokens that the slowest active row has written.
-        behind: seconds behind plain decoding, less the seconds allowed so far; negative if the call is ahead.
+        behind: seconds that the call is behind plain decoding, less the seconds that its steps have allowed; negative if it is ahead.
     """
 
     written: list[int] | None
@@ -242,18 +246,18 @@ class Ledger:
     behind: float = 0.0
 
     def may_try(self, plain: float) -> bool:
-        """Whether this step may have a draft. plain: seconds of a step without one."""
+        """Whether this step may have a draft. plain: seconds of a step without a draft."""
         return self.behind <= FIRST_STEPS * BEHIND_SHARE * plain
 
     def strictness(self, plain: float) -> float:
-        """The factor on a draft token's price: 1 for a call that is not behind, and more the further it is behind."""
+        """The factor on a draft token's price: 1 for a call that is not behind, and larger the further the call is behind."""
         return 1 + STRICTNESS * max(self.behind, 0.0) / (FIRST_STEPS * BEHIND_SHARE * plain)
 
     def book(self, extra: float, plain: float, emitted: dict[int, int]) -> None:
         """Adds a step to the account.
 
         Args:
-            extra: seconds that the step took beyond a plain step, without preparation that is done once per call.
+            extra: seconds that the step took in addition to a plain step, without preparation that a call does once.
             plain: seconds of a plain step.
             emitted: number of tokens written by each active row.
         """

@@ -59,10 +59,10 @@ class AutoState:
         candidates: the drafters.
         left_out: reasons why other candidates were left out, by name.
         costs: the cost of a step by its number of nodes.
-        rows: for every row a follower, which compares its drafts with the written tokens.
+        rows: for every row a follower, which compares the row's drafts with the written tokens.
         ledger: how far the call is behind plain decoding.
         new_tokens: most tokens that a row may write; None if rows join and leave.
-        tokens: mean tokens of a step, the numerator of the rate; tokens of rows for which other rows wait count more.
+        tokens: mean tokens of a step, the numerator of the rate. A token counts more if other rows wait for its row.
         seconds: mean seconds of a step, the denominator of the rate.
         history: the choices so far.
         steps: number of steps.
@@ -104,10 +104,10 @@ class Plan:
     Attributes:
         active: unfinished rows.
         proposals: proposals for each row.
-        price: expected tokens that a node must bring for each second that it takes.
-        worth: expected tokens of the draft, less `price` times its seconds.
+        price: expected tokens that a node must bring for each second that the node takes.
+        worth: expected tokens of the draft, less `price` times the draft's seconds.
         width: verified draft tokens per row.
-        chain: bits of the drafters that proposed all verified tokens, if these form a chain; otherwise 0.
+        chain: bits of the drafters that proposed all verified tokens, if the tokens form a chain; otherwise 0.
         verifying: seconds of verification, by the bit of the first drafter that proposes the verified node.
         chosen: time on the call's clock at which the draft was chosen.
 
@@ -133,7 +133,7 @@ class Plan:
         self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in self.active}
 
     def weigh(self) -> None:
-        """Ranks the proposed nodes of every row, and sets `count` to the number of draft tokens per row that is worth most."""
+        """Ranks the proposed nodes of every row, and sets `count` to the most valuable number of draft tokens per row."""
         state = self.state
         gains: list[float] = []
         for row in self.active:
@@ -145,7 +145,7 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """The most valuable depth of a limited drafter's draft; 0 if none adds value to the other proposals, or it never ran before."""
+        """The most valuable depth of a limited drafter's draft; 0 if no depth is worth more than the plan, or before its first run."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
@@ -164,7 +164,7 @@ class Plan:
         return depth
 
     def draft(self) -> Draft:
-        """The draft of all rows; each has its likeliest nodes."""
+        """The step's draft: the likeliest nodes of every row."""
         rows = len(self.state.rows)
         if not self.count:
             return Draft.listed([[]] * rows)
@@ -205,7 +205,7 @@ class Plan:
         return path[1:] + others
 
     def note(self) -> None:
-        """Adds the choice to the history, and the time of its verification to the drafters that proposed it."""
+        """Adds the chosen nodes to the history, and the seconds of verifying a node to the first drafter that proposed it."""
         state, sources, gain = self.state, 0, 0.0
         seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
         for row in self.active:
@@ -230,8 +230,8 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Adds the step's cost beyond plain decoding to the ledger. Verification counts with its expected time, because the noise of
-        one measurement is greater than the cost of the nodes.
+        """Adds the seconds that the step takes in addition to a plain step to the ledger. Verification counts with its expected time,
+        because the noise of one measurement is greater than the time of the draft tokens.
 
         Args:
             drafting: seconds of drafting, plus the seconds of learning from the step.

@@ -51,18 +51,19 @@ class _State(FeatureState):
     """The state of a call.
 
     Attributes:
-        of_head: for each layer that the network reads, whether it is the target's last, which is read after the final norm.
+        of_head: for each layer that the network reads, whether it is the target's last layer. Its output is read after the final norm.
     """
 
     of_head: tuple[bool, ...]
 
 
 class DFlash(ReadsFeatures):
-    """A small network drafts a block of tokens. Its keys and values are computed from the target's hidden states of every token.
+    """A small network drafts a block of tokens. It attends to keys and values that it computes from the target's hidden states.
 
     The network reads the last token and masks, which attend to each other, and predicts in one pass the token in the place of every
-    mask. A head, if the draft model has one, chooses tokens that fit the token before: a path selector (DFlash2), a Markov head
-    (DSpark), a recurrent correction (Domino), a correlator (LiLiCorr). The target's embedding and output head replace missing ones.
+    mask. A draft model may have a head, which chooses tokens that fit the token before: a path selector (DFlash2), a Markov head
+    (DSpark), a recurrent correction (Domino), a correlator (LiLiCorr). If the draft model has no embedding or no output head of its
+    own, the target's is used.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
 
@@ -117,7 +118,7 @@ class DFlash(ReadsFeatures):
 
 class DFlashDrafter(BlockDrafter):
     """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``. The block
-    begins at the last token, which the target has not read yet. It is dropped from the cache after the pass.
+    begins at the last token, which the target has not read yet. The block's keys and values are dropped after the pass.
 
     Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend on
     the tokens of other places. Rejection rules allow this: the draws of a level are independent of the draws and acceptances above it.
@@ -177,7 +178,7 @@ class DFlashDrafter(BlockDrafter):
         return self._chosen(nodes.clamp(0, self.most_id), above)
 
     def _chosen(self, nodes: Tensor, above: Tensor | None) -> Expansion:
-        """Expands the `nodes` of the level before by the head's scores. above: the head's states of the nodes' parents."""
+        """The best continuations of `nodes` ``[B, Q]`` by the head's scores. above: the head's states of the nodes' parents."""
         assert self.chooser is not None
         choice = self.chooser.choose(self.drafted, self.begun, self.level, nodes, above)
         if choice.state is not None:
@@ -185,7 +186,7 @@ class DFlashDrafter(BlockDrafter):
         expansion = self.best(choice.logits, self.level)
         if choice.confidence is None:
             return expansion
-        # The best continuation's probability becomes the head's confidence; the ratios between the continuations stay.
+        # The best continuation gets the head's confidence as its probability; the ratios between continuations stay the same.
         sure = choice.confidence.clamp(1e-6, 1)[..., None].log()
         return replace(expansion, weights=expansion.weights - expansion.weights[..., :1] + sure)
 

@@ -54,7 +54,7 @@ class DraftModelStrategy(Strategy):
         """The model that drafts: `draft_model` of the settings, else the call's assistant model.
 
         Raises:
-            UnsupportedError: no draft model is set, and the call has none, or the strategy drafts for the call's draft model itself.
+            UnsupportedError: the settings name no draft model, and the call has none or the strategy drafts for the call's draft model.
         """
         if self.settings.draft_model is not None:
             return self.settings.draft_model

@@ -1,4 +1,4 @@
-"""Draft trees: their settings, their shapes, and how a drafter that continues nodes fills them.
+"""Draft trees: their settings, their shapes, and the code that fills a tree with a drafter's continuations of its nodes.
 
 Letters: ``B`` rows, ``Q`` nodes that one pass expands, ``C`` continuations of a node, ``N`` nodes of a tree, root included, ``M``
 nodes found on all levels, ``K`` nodes that the drafter has run, ``W`` nodes of a level that are expanded.
@@ -31,7 +31,7 @@ __all__ = [
     "require_coupled", "shape_of",
 ]  # fmt: skip
 
-#: A draft token's grade is the number of these probabilities that its own exceeds; GRADE_RATES has each grade's usual acceptance rate.
+#: A draft token's grade is the number of GRADES that its probability exceeds. GRADE_RATES has the usual acceptance rate of each grade.
 GRADES = (0.3, 0.6, 0.9, 0.98)
 GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
 
@@ -62,7 +62,7 @@ Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree th
 
 
 class TreeForms(Settings):
-    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. What a form does not use gets a warning."""
+    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns of settings that the form does not use."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -103,7 +103,7 @@ def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...]
 
 
 class Expands(Protocol):
-    """The interface that fills a tree: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
+    """A drafter that can fill a tree: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
 
     def root(self) -> Expansion:
         """The best continuations of every row's last token. ``Q`` is 1."""
@@ -117,7 +117,7 @@ class DraftTree(ABC):
 
     Attributes:
         depth: number of levels.
-        ahead: most slots that a draft model writes behind a row's last token.
+        ahead: most slots that a draft model writes after a row's last token.
         children: number of continuations per node that the tree asks for.
         least_children: number of continuations per node that the tree cannot do without.
     """
@@ -129,7 +129,7 @@ class DraftTree(ABC):
 
     @abstractmethod
     def draft(self, drafter: Expands) -> Draft:
-        """A tree of draft tokens for every row, ``[B, N-1]``, from one call of ``root`` and one of ``expand`` per further level."""
+        """A tree of draft tokens ``[B, N-1]`` for every row. Calls ``root`` once, and ``expand`` once for each further level."""
 
     @abstractmethod
     def of_rows(self, rows: int, device: torch.device) -> DraftTree:
@@ -152,7 +152,7 @@ class StaticTree(DraftTree):
         self.depth = self.topology.max_depth
         self.ahead = len(self.topology)
         parents, offsets = self.topology.parents, self.topology.offsets
-        inner = [0, *sorted(set(parents[1:]) - {0})]  # in order of depth, like the nodes
+        inner = [0, *sorted(set(parents[1:]) - {0})]  # ordered by depth, as the nodes are
         inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
         self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
         for depth in range(self.depth):
@@ -225,7 +225,7 @@ class DynamicTree(DraftTree):
 
         Args:
             floor: ``[B]``, log-probability below which a node is not expanded. With a floor, expansion ends when no row has a node
-                to expand; the host then reads the device once per level.
+                to expand, and the host waits for the device once per level.
 
         Returns:
             the draft and the cumulative log-probabilities of its nodes, ``[B, N-1]``.
@@ -255,7 +255,7 @@ class DynamicTree(DraftTree):
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         shape = TreeTensors(*tree)
         above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
-        # If a node and its parent are both absent, the difference of their weights is nan: the node is absent.
+        # The difference of two absent nodes' weights, -inf, is nan; it becomes -inf, because the node is absent.
         own = (weights - above).nan_to_num(nan=float("-inf"))
         return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
 
@@ -312,7 +312,7 @@ def shape_of(
 
 
 def depth_bound(depth: int) -> int:
-    """`depth`, a number of levels, rounded up. :func:`best_nodes` unrolls a loop over it, and Dynamo would compile every depth anew."""
+    """A number of levels, rounded up to few values: Dynamo compiles :func:`best_nodes`, which unrolls a loop, once for each value."""
     return (1 << depth.bit_length()) - 1 | 31
 
 
@@ -348,7 +348,14 @@ def frontier(
 def expanded(
     tokens: Tensor, weights: Tensor, reached: Tensor, parents: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next level: all continuations ``[B, W, C]`` of the last ``W`` nodes that were run. parents: indices of these nodes."""
+    """The next level: all continuations ``[B, W, C]`` of the last ``W`` nodes that were run.
+
+    Args:
+        reached, parents: ``[B, W]``, cumulative log-probabilities and indices of these nodes.
+
+    Returns:
+        the level's tokens, cumulative log-probabilities, parents, and the parents' places in the cache, each ``[B, W·C]``.
+    """
     width, children = tokens.shape[1:]
     places = torch.arange(width, device=tokens.device) + offsets.shape[1] - width
     places = places[None, :, None].expand(tokens.shape[0], -1, children).contiguous()

@@ -49,10 +49,10 @@ class Eagle3Settings(TreeForms):
 
 
 class Eagle3(ReadsFeatures):
-    """One decoder layer drafts. It reads the embedding of every token, and the fused hidden states of three target layers for the token
-    before.
+    """One decoder layer drafts. For every token it reads the token's embedding, and the fused hidden states of three target layers at
+    the token before.
 
-    From the second drafted token on, the head's own output replaces the hidden states that the target has not computed; a P-EAGLE
+    From the second drafted token on, the target has not computed the hidden states, and the head's own output replaces them. A P-EAGLE
     head reads masks instead and drafts all tokens in one pass. The head's vocabulary may be a part of the target's.
 
     When sampling, drafts are drawn with the noise that the target will draw with.

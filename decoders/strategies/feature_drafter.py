@@ -1,9 +1,9 @@
 """Bases of drafters that read the target's hidden states: a small network with a window of the last slots, and its strategy.
 
-At slot ``j`` of a row the network reads the target's hidden state of token ``j``, and tokens after it. The last committed token has
-no hidden state yet, so with ``length`` committed tokens the last slot is ``length - 2``. Every draft begins by reading a window of the
-last slots again, at little cost: committed tokens then replace rejected draft tokens. If steps pass without a draft of this network,
-the network reads the window before unread tokens leave it.
+At slot ``j`` of a row the network reads the target's hidden state of token ``j``, and tokens after token ``j``. The target has not
+read the last committed token yet, so with ``length`` committed tokens the last slot is ``length - 2``. Before every draft the network
+reads a window of the last slots again, at little cost: committed tokens then replace rejected draft tokens. If steps pass without a
+draft of this network, it reads the window before unread tokens leave the window.
 
 Letters: ``B`` rows, ``N`` nodes or tokens of a pass, ``F`` width of the features that the network reads, ``W`` slots of the window,
 ``Q`` nodes that one pass expands, ``D`` tokens that can be drafted, ``T`` positions of a block.
@@ -36,9 +36,10 @@ class FeatureWindow(ABC):
         context: the call's context.
         features: width ``F`` of the features of a node.
         new: most tokens that a step with this network's draft commits: the draft's depth, plus 1 for the target's own token.
-        known: how many slots that were read before depended on draft tokens; 0 if slots depend on committed tokens only.
+        known: number of slots that the network must read again because they depended on draft tokens; 0 if slots depend on
+            committed tokens only.
         vocabulary: the tokens that the network can propose.
-        children: number of continuations per node that are asked for.
+        children: number of continuations per node that the tree asks for.
 
     Attributes:
         plan, sampling: the call's sampling plan and values.
@@ -47,7 +48,7 @@ class FeatureWindow(ABC):
         most_id: greatest token id that the target embeds.
         width: ``W``, number of slots in the window.
         window: ``[B, W, F]``, the features of every row's last slots, in the target's dtype.
-        prompts: the rows as they were when the call began, from which prompts are read.
+        prompts: the rows when the call or the present batch began; :meth:`prefill` reads prompts from them.
         sequences: the rows in this step, set by :meth:`draft`.
     """
 
@@ -61,7 +62,7 @@ class FeatureWindow(ABC):
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
-        # unread: most tokens of the window that the network may not have read. asked: whether this step has a draft of this network.
+        # unread: upper bound of the tokens in the window that the network has not read. asked: whether it drafted in this step.
         self.unread, self.asked = 0, False
         assert context.sequences is not None
         self.prompts = context.sequences
@@ -69,7 +70,7 @@ class FeatureWindow(ABC):
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """The tensors that a recorded step reads and writes and that outlive the step."""
+        """Everything that a recorded step uses and that outlives the step."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -81,7 +82,7 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
-        """Runs the network over ``N`` slots of every row, and keeps the outputs of the last slot that :meth:`root` needs.
+        """Runs the network over ``N`` slots of every row, and keeps the outputs that :meth:`root` needs, those of the last slot.
 
         Args:
             base: ``[B]`` int64, the first slot.
@@ -115,8 +116,8 @@ class FeatureWindow(ABC):
     def observe(self, step: Step, features: Tensor) -> None:
         """Moves the window forward to the tokens that a step has committed. features: ``[B, N, F]``, of the step's nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # If the host has not read the step, it is known only that a step commits at most `new` tokens with this network's draft, and
-        # at most one per node with another draft. A block with this network's draft is padded to at most twice the draft's size.
+        # If the host has not read the step, an upper bound of the committed tokens must do: `new` for a draft of this network, and one
+        # per node for another draft. A block with this network's draft is padded to at most twice the draft's size.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         most = self.new if own else nodes
@@ -140,7 +141,7 @@ class FeatureWindow(ABC):
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
-        """The best continuations of ``Q`` nodes by the network's logits; when sampling, with the noise that the target will draw with.
+        """The best continuations of ``Q`` nodes by the network's logits. Sampling adds the noise that the target will draw with.
 
         Args:
             logits: ``[B, Q, D]``.
@@ -160,7 +161,7 @@ class FeatureDrafter(FeatureWindow):
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Logits ``[B, 1, D]`` after every row's last token. :meth:`read` has read the window before."""
+        """Logits ``[B, 1, D]`` after every row's last token. :meth:`read` has read the window at this point."""
 
     @abstractmethod
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
@@ -176,13 +177,13 @@ class FeatureDrafter(FeatureWindow):
 
 
 class BlockDrafter(FeatureWindow):
-    """A network that drafts all positions of a block in one pass, so that the continuations of a level are the same under every parent.
+    """A network that drafts all positions of a block in one pass. The continuations of a level are the same for every parent.
 
     A subclass writes :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
     """
 
     def opened(self, logits: Tensor) -> Expansion:
-        """The first level of a block of ``T`` positions with the logits ``[B, T, D]``. :meth:`expand` returns the further levels."""
+        """The first level of a block, given the logits ``[B, T, D]`` of all positions. :meth:`expand` returns the further levels."""
         offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
         self.level, self.places = 0, self.best(logits, offsets)
         return self._level(1)
@@ -240,8 +241,8 @@ class ReadsFeatures(Strategy):
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
-        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A network
-        that reads layers takes their hidden states from ``given.layers``.
+        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A subclass
+        whose network reads layers takes the hidden states of the layers from ``given.layers``.
         """
         return given.hidden
 

@@ -35,7 +35,7 @@ Text = TypeVar("Text", bound="FollowedText[Any]")
 
 
 class FollowedText(Generic[Index]):
-    """The text of one row, prompt and output, in an index of the strategy's own kind.
+    """The text of one row, prompt and output, in an index whose type the strategy chooses.
 
     Attributes:
         index: the text in its index.
@@ -72,7 +72,7 @@ def follow_rows(
     Args:
         rows: the text of each row; an entry is replaced if its row holds another text now.
         sequences: as :meth:`decoders.Strategy.propose` gets them. The host reads them once.
-        append_only: whether texts only grow, so that only their ends are read.
+        append_only: whether texts only grow, so that it suffices to read their ends.
         another: takes the old text of a row that holds another text now, and returns a new empty text.
     """
     known = sequences.read()

@@ -1,8 +1,9 @@
 """Jump-ahead decoding: text that a grammar forces is drafted instead of written token by token.
 
 A schema determines much of the text: quotes, keys, punctuation. If all legal continuations begin with the same bytes, these bytes are
-proposed, as in SGLang's jump-forward decoding (Zheng et al. 2024). Here they become draft tokens, because the same bytes can be split
-into tokens in several ways, and the target chooses. The draft is split into tokens as the row has tokenized the same text before.
+proposed, as in SGLang's jump-forward decoding (Zheng et al. 2024). SGLang writes the bytes; this strategy drafts them, because the same
+bytes can be split into tokens in several ways, and the target chooses among them. The draft is split into tokens by the row's
+tokenization history: into tokens that the row has used for such text before.
 """
 
 from __future__ import annotations

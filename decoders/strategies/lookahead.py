@@ -1,7 +1,7 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
 
-The target drafts for itself. Its forward pass verifies draft tokens, and beside them runs a *window*: ``W`` columns of a Jacobi
-iteration over the text to come, with the results of the last ``N-1`` rounds (*levels*). A column's tokens on all levels, and the
+The target drafts for itself. Its forward pass verifies draft tokens, and runs a *window* beside them: ``W`` columns of a Jacobi
+iteration over the text to come, with the results of the last ``N-1`` rounds (*levels*). The tokens of a column on all levels, and the
 target's next token after them, are an n-gram. N-grams are kept in a pool. The n-grams that begin with a row's last token are the
 candidates of the next step.
 """
@@ -29,8 +29,8 @@ class LookaheadSettings(Settings):
     """Shape of the block, which has ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
     Unset values depend on the measured costs of a step: cheaper nodes allow a wider window. Without measured costs the values are
-    W = 2, N = 8 and G = 2: narrow blocks suit small models on a CPU. With W above 1 the window finds n-grams by itself; of these
-    shapes, the default is among the fastest on the demo target.
+    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. With W above 1, the window itself finds n-grams; of the
+    shapes with W above 1, the default is among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -199,7 +199,7 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
 
 @lru_cache
 def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., None]:
-    """The update after a step, one function and one graph for each window and n-gram length, because it unrolls loops over both."""
+    """The function that updates the state after a step. It unrolls loops, so each window and n-gram length has its own function."""
 
     def advance(
         block: Tensor, pool: Tensor, nodes: Tensor, chosen: Tensor, logits: Tensor, tokens: Tensor, length: Tensor,
@@ -219,7 +219,8 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         # Column 0 counts as the most recent, because it follows the text itself and not predicted tokens.
         new, valid = columns, torch.ones_like(level, dtype=torch.bool)
         if keep_output:
-            # With this strategy's draft alone a step writes at most N tokens. With merged drafts it may write more: the last N count.
+            # A step with this strategy's draft alone writes at most N tokens. With merged drafts it may write more, and only the last
+            # N n-grams are stored.
             written, whole = last_ngrams(tokens, length, ngram, ngram)
             whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
             new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)
@@ -251,7 +252,8 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
     """The pool with the n-grams `new` in front.
 
-    An n-gram that is already in the pool moves to the front. The oldest n-grams beyond `per_key`, and beyond the capacity, are dropped.
+    An n-gram that is already in the pool moves to the front. If a key has more than `per_key` n-grams, or the pool more than its
+    capacity, the oldest are dropped.
 
     Args:
         pool: ``[B, n + 1, C]`` int64.
@@ -263,8 +265,8 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     double = _equal(new, ngrams) & first[:, :, None]  # [B, M, C]
     stood = torch.where(double, slot, capacity).amin(-1)  # [B, M]
 
-    # An entry moves back by one for every new n-gram of its key that was not in front of it already. This is a loop because
-    # inductor's code for a sum over the short dimension takes four times as long on the CPU.
+    # The rank of an entry grows by one for every new n-gram with its key that was not in front of the entry before. This is a loop
+    # because inductor's code for a sum over the short dimension takes four times as long on the CPU.
     key, stays = ngrams[:, 0], ngrams[:, 0] != EMPTY
     for m in range(new.shape[2]):
         one = slice(m, m + 1)
@@ -298,7 +300,7 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Marks the first of equal n-grams of `new`, ``[B, M]`` bool, and counts for each entry the marked ones of its key before it."""
+    """Marks the first of equal n-grams, ``[B, M]`` bool, and counts for each n-gram the marked n-grams before it with its key."""
     order = torch.arange(new.shape[2], device=new.device)
     earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column before row
     kept = valid & ~(_equal(new, new) & earlier).any(-1)
@@ -307,7 +309,7 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """A pool of the first `capacity` entries that are alive, in their order."""
+    """A pool ``[B, N + 1, C]`` of the first ``C`` = `capacity` entries that are alive, in their order."""
     target = alive.long().cumsum(1) - 1
     target = torch.where(alive & (target < capacity), target, capacity)  # an extra slot takes the dropped entries
     entries = torch.cat([ngrams, rank[:, None]], 1)

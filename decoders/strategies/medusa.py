@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024): extra heads on the target predict several tokens after the next one in one pass; they form a tree."""
+"""Medusa (Cai et al. 2024): extra heads on the target predict several tokens after the next token in one pass, which form a tree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _State:
         ranks: number of tokens that are taken from each head.
         weights: the heads' weights.
         lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
-        lm_bias: ``[V]``, bias of the target's output head; None if it has none.
+        lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
         hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.
         known: ``[B, 1]`` bool, whether the row has a hidden state yet.
         ahead: ``[K]`` int64, 0 … K-1 for ``K`` heads.
@@ -100,7 +100,7 @@ class Medusa(Strategy):
         heads = self._heads(context)
         s: MedusaSettings = self.settings
         paths = s.tree or heads.config.tree or DEFAULT_TREE
-        # The default tree has four levels, and there may be fewer heads. A user's tree is not cut: `_check_tree` refuses a deeper one.
+        # The default tree has four levels, and there may be fewer heads. A user's tree is not cut: `_check_tree` refuses a deep tree.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
         nodes = draft_budget(context.costs, s.nodes, len(paths))
@@ -153,7 +153,7 @@ class Medusa(Strategy):
         )
 
     def observe(self, state: _State, step: Step) -> None:
-        # The last token of the step was chosen after the node at this depth. Rows that have ended emit no tokens.
+        # The step's last token was chosen after the path's node at this depth. Rows that have ended emit no tokens.
         depth = (step.emitted - 1).clamp(min=0)[:, None]
         node = step.path.gather(1, depth)
         state.hidden.copy_(step.hidden.gather(1, node[..., None].expand(-1, 1, step.hidden.shape[2]))[:, 0])
@@ -176,7 +176,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first `nodes` of the paths whose parent comes before them, so that the paths form a tree."""
+    """The first `nodes` paths of a tree in Medusa's notation. A path without its parent among the paths before it is left out."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):
@@ -194,7 +194,7 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
 
 
 def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The level and rank of every node, siblings renumbered to 0, 1, 2 …: rejection rules must see every token that was drawn."""
+    """The level and rank of every node, with siblings ranked 0, 1, 2 … without gaps: rejection rules must see every drawn token."""
     children: dict[int, int] = {}
     closed = []
     for parent, (level, _) in zip(topology.parents[1:], picks, strict=True):
@@ -207,9 +207,10 @@ def draft_tokens(
     hidden: Tensor, positions: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None, plan: SamplingPlan,
     sampling: SamplingInputs | None, ranks: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores they were drawn from, ``[B, K, V]``.
+    """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores ``[B, K, V]`` that they were drawn from; None if
+    no token was drawn.
 
-    The draft tokens of a level are the same under every parent, because a head does not know the path. Rejection rules stay valid,
+    The draft tokens of a level are the same for every parent, because a head does not know the path. Rejection rules stay valid,
     because the draws of a level are independent of the draws of the levels above.
 
     Args:

@@ -38,8 +38,8 @@ class MergedState:
     """The state of a call.
 
     Attributes:
-        parts: the state of every part, which is one of the merged strategies.
-        owned: each part's nodes in the joint block.
+        parts: the state of each part. A part is one of the merged strategies.
+        owned: the nodes of each part's draft in the joint block.
         nodes: most nodes of the joint block.
         layers: the hidden layers that each part reads.
     """
@@ -51,12 +51,12 @@ class MergedState:
 
 
 def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """The layers of all parts, each once."""
+    """The layers that any part reads, without duplicates."""
     return tuple(dict.fromkeys(layer for own in layers for layer in own))
 
 
 def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
-    """The layers `own` that a part reads, of `layers` ``[B, N, T, H]``, which are the layers `every`; None if it reads none."""
+    """Selects the layers `own` from `layers` ``[B, N, T, H]``, the hidden states of the layers `every`; None if `own` is empty."""
     if layers is None or every == own:
         return layers
     return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
@@ -65,7 +65,8 @@ def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int
 class Merged(Strategy):
     """Merges the drafts of several strategies under one root and verifies them together.
 
-    Every part observes the whole joint block. Its own nodes come first, in the order of its draft, so that it can index them.
+    Every part observes the whole joint block. In the step that a part gets, the nodes of its draft come first, in the draft's order, so
+    that the part can index them.
     """
 
     name = "merged"
@@ -134,7 +135,7 @@ class Merged(Strategy):
         finish_all(zip(self.parts, state.parts, strict=True))
 
     def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
-        """The hidden layers that `part` reads."""
+        """The hidden states of the layers that `part` reads, selected from `layers`."""
         if layers is None:
             return None
         return layers_of_part(layers, union(state.layers), state.layers[self.parts.index(part)])
@@ -159,12 +160,12 @@ class Merged(Strategy):
         return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """The number of a draft's nodes that are taken, its root included, if the budget leaves `left`.
+        """The number of nodes of `draft` that are verified, root included. left: the number that the budget leaves.
 
-        Nodes that are no draft tokens, such as lookahead's window, cannot be left out: they may exceed a budget that comes from costs.
+        Nodes that are no draft tokens, such as lookahead's window, cannot be left out. They may exceed a budget that comes from costs.
 
         Raises:
-            SettingsError: the user has set the budget, and it leaves too few nodes for them.
+            SettingsError: the user has set the budget, and it leaves too few nodes for the nodes that cannot be left out.
         """
         shape = draft.topology
         needed = 1
@@ -212,7 +213,7 @@ class Merged(Strategy):
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
-    """All trees under one root; the shape is fixed if all trees' are. like: ``[B, …]``, a tensor with the result's rows and device."""
+    """Joins trees under one root: a :class:`Topology` if all are. like: ``[B, …]``, a tensor with the result's rows and device."""
     fixed = [tree for tree in trees if isinstance(tree, Topology)]
     if len(fixed) == len(trees):
         return functools.reduce(Topology.merge, fixed)
@@ -223,7 +224,7 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """The step with the nodes `mine` moved right after the root. It reads nothing on the host, so that the step can be recorded."""
+    """The step with the nodes `mine` moved right after the root. Reads no values on the host, so that the step can be recorded."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

@@ -1,4 +1,4 @@
-"""Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3): extra layers of the model itself predict tokens after the next one."""
+"""Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3): extra layers of the model predict the tokens after the next token."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class MtpDrafter(FeatureDrafter):
         for layer in range(self.depth):
             tokens = tokens_from(sequences, base + 1 + layer, count)
             states = self.module(base, tokens, states, layer=layer)
-            # The state of the last slot whose token is known; the tokens of later slots are not drafted yet.
+            # The state of the last slot for which the layer knows the token; tokens of later slots have not been drafted yet.
             self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
 
     def first(self) -> Tensor:
@@ -123,7 +123,7 @@ class MtpDrafter(FeatureDrafter):
 
 
 class _SingleLayers(nn.Module):
-    """Runs one layer of an ``MtpModel``; called without a layer, runs all layers one after the other.
+    """Runs one layer of an ``MtpModel``, or all layers one after the other if `layer` is None. Returns hidden states ``[B, N, H]``.
 
     Args:
         layers: the ``MtpModel``, prepared by :func:`fitted`.
@@ -148,7 +148,7 @@ class _SingleLayers(nn.Module):
 
 @functools.cache
 def _with_ready_masks(kind: type) -> type:
-    """A subclass of `kind`, an ``MtpModel``, that uses the mask of the pass instead of creating masks."""
+    """A subclass of `kind`, the class of an ``MtpModel``, whose layers use the attention mask of the pass instead of creating masks."""
 
     def ready(
         self: Any, layer_idx: int, inputs_embeds: Tensor, mtp_cache: Any, position_ids: Tensor
@@ -158,12 +158,12 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: For each model its prepared layers, and the objects from which they were prepared.
+#: For each model, the objects from which its layers were prepared, and the prepared layers.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
 def single_layers(layers: MtpModel, context: Context) -> nn.Module:
-    """The module for :attr:`Context.module`: always the same object for the same layers, dtype and device."""
+    """The module that :attr:`Context.module` runs: always the same object for the same layers, dtype and device."""
     model, dtype, device = context.model, dtype_of(context), context.device
     alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in layers.layers.parameters()} == {device}
     origin = (layers, model.get_input_embeddings(), dtype, device)
@@ -178,7 +178,7 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
     """A copy of the object `layers` that uses the embedding and the rotary positions of `model`.
 
     Args:
-        place: device and dtype to which the layers' own modules are copied; None: both objects share the modules.
+        place: device and dtype to which the layers' own modules are copied; None: the copy shares these modules with `layers`.
     """
     shared = (layers.config, *layers.children())
     twin = copy.deepcopy(layers, {id(part): part for part in shared})
@@ -196,22 +196,22 @@ def own_children(layers: MtpModel) -> dict[str, nn.Module]:
 
 
 def converted(layers: MtpModel, twin: MtpModel) -> bool:
-    """Whether the copies in `twin` have the present values of `layers`, which may have been trained since they were copied."""
+    """Whether the copied weights in `twin` still equal those of `layers`, which may have been trained since they were copied."""
     modules = [nn.ModuleDict(own_children(model)) for model in (layers, twin)]
     pairs = zip(*(module.parameters() for module in modules), strict=True)
     return all(torch.equal(own.to(other), other) for own, other in pairs)
 
 
 def matrix_dtype(layers: MtpModel) -> torch.dtype:
-    """The dtype of the largest matrix. A norm, or the bias of a router, may have another dtype."""
+    """The dtype of the layers' largest matrix. A norm, or the bias of a router, may have another dtype."""
     return max((p for p in layers.layers.parameters() if p.is_floating_point()), key=torch.numel).dtype
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
     """Lets ``strategy="mtp"`` draft for `model` with `layers` that the caller built or trained; None removes them.
 
-    The layers use the model's embedding and output head. If their dtype or device differs from the model's, a copy is used. Without
-    this function, the layers are read once from the model's checkpoint.
+    The layers use the model's embedding and output head. If their dtype or device differs from the model's, a copy is used. Without a
+    call of this function, the layers are read once from the model's checkpoint.
 
     Raises:
         SettingsError: `layers` is no ``MtpModel``, holds no layer, or has another hidden size than the model.

@@ -1,7 +1,7 @@
 """N-gram drafting: the likeliest followers of the last two tokens, as in the lowest stage of Spector & Ré (2023).
 
-Stupid back-off (Brants et al. 2007) scores a follower by the longest context that it followed. The tree, in which only the likeliest
-node of each depth is expanded, is from "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
+Stupid back-off (Brants et al. 2007) scores a follower by the longest context that it followed. In the draft tree, only the likeliest
+node of each depth is expanded, as in "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class NgramState:
 
     Attributes:
         predict: :func:`mini_tree`, compiled if the call is compiled.
-        scratch: ``[B, V]`` int32, memory for counting equal tokens; it is written before it is read.
-        table: tensors of the table's orders, four per order.
-        texts: the rows' texts with their counts; empty on a device, where later calls replay recorded steps.
-        append_only: whether texts only grow.
+        scratch: ``[B, V]`` int32, memory for counting equal tokens; every entry is written before it is read.
+        table: tensors of the saved table, four for each length of n-grams (:class:`~.ngram_table.NgramOrder`).
+        texts: the rows' texts with their counts, for steps on the host; empty if tensors are counted instead.
+        append_only: whether the rows' texts only grow.
     """
 
     predict: Callable[..., Tensor]
@@ -76,8 +76,8 @@ class NgramState:
 class Ngram(Strategy):
     """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a device every step counts the whole text. On a CPU the counts are kept from step to step; they stay right if tokens are removed
-    again, as happens when this strategy drafts for a draft model. The drafts are the same.
+    On a GPU, or with a table, every step counts the whole text. On a CPU the counts are kept from step to step. If this strategy drafts
+    for a draft model, rejected tokens are removed from the counts. Both ways give the same drafts.
     """
 
     name = "ngram"
@@ -86,7 +86,7 @@ class Ngram(Strategy):
     auto_place = 30
     auto_settings = {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}
     on_device = True
-    grade_rates = (0.05, 0.3, 0.75)  # by the number of context tokens that were looked up
+    grade_rates = (0.05, 0.3, 0.75)  # by the length of the longest context that the token followed
 
     def start(self, context: Context) -> NgramState:
         s: NgramSettings = self.settings
@@ -125,7 +125,7 @@ class Ngram(Strategy):
 def spine(widths: tuple[int, ...]) -> Topology:
     """The tree in which the first node of each depth is expanded: ``(3, 2)`` has parents ``-1, 0, 1, 0, 0, 1``.
 
-    Nodes with children come first, so that their slots are those of plain decoding, and their keys and values have the same bits.
+    Nodes with children come first. Their slots, and the bits of their keys and values, are then the same as in plain decoding.
     """
     siblings = [depth for depth, width in enumerate(widths) for _ in range(width - 1)]
     return Topology.from_parents([NO_PARENT, *range(len(widths)), *siblings])
@@ -135,9 +135,9 @@ def mini_tree(
     tokens: Tensor, length: Tensor, widths: tuple[int, ...], max_ngram: int, text_weight: int, scratch: Tensor,
     *table: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The likeliest followers as the nodes of :func:`spine`, and each follower's order, both ``[B, sum(widths)]`` int64.
+    """The likeliest followers in the order of the draft tokens of :func:`spine`, and each follower's order, as in :func:`followers`.
 
-    The arguments are as in :func:`followers`. All depths are one graph, because a graph per depth would take longer to call.
+    Both are ``[B, sum(widths)]`` int64. All depths are one graph, because calling a graph per depth would take longer.
     """
     slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)
@@ -150,7 +150,7 @@ def mini_tree(
 
 
 def _best_first(depths: list[Tensor]) -> Tensor:
-    """Reorders nodes: the first node of each depth, then all others. depths: ``[B, width]`` for each depth."""
+    """Concatenates the nodes of all depths: first the first node of each depth, then all others. depths: ``[B, width]`` each."""
     return torch.cat([*(depth[:, :1] for depth in depths), *(depth[:, 1:] for depth in depths)], 1)
 
 
@@ -160,8 +160,8 @@ def followers(
     """The likeliest followers of `context` in each row.
 
     The score of a follower is its share among all followers of the longest context that it followed, times 0.4 for each token by which
-    this context is shorter than `context`. Among equal scores the follower that came latest in the text ranks first. Followers that
-    only the table has rank last: followers of longer contexts first, then in the table's order.
+    this context is shorter than `context`. Among equal scores, followers in the text come first, the latest first. Followers that only
+    the table has come after them: followers of longer contexts first, then in the table's order.
 
     Args:
         tokens: ``[B, L]`` int64, ids below V.
@@ -172,8 +172,8 @@ def followers(
         table: the tensors of every :class:`~decoders.strategies.ngram_table.NgramOrder`, the lowest order first.
 
     Returns:
-        the followers, ``[B, width]`` int64, best first, all different, -1 if there are fewer; the context after the best follower; and
-        each follower's order, the length of the longest context that it followed.
+        the followers, ``[B, width]`` int64, best first, all different, -1 if there are fewer; `context` with the best follower as its
+        most recent token; and each follower's order, the length of the longest context that it followed.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
@@ -191,7 +191,7 @@ def followers(
 def _entries(
     table: tuple[Tensor, ...], context: list[Tensor], like: Tensor, vocab_size: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The table's entries of `context`, one per order: followers and counts ``[B, C]``, and their total ``[B, 1]``.
+    """The table's entries for `context`, one per order: followers and counts ``[B, C]``, and the total ``[B, 1]`` of all counts.
 
     If the context is not in the table, followers are -1 and counts 0.
     """
@@ -200,7 +200,7 @@ def _entries(
         keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
         key = context_key(
             context[:n], vocab_size, like
-        )  # if the text is too short the key is negative, and no table has it
+        )  # the key is negative if the text is too short; a table has no negative keys
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
         row = at[:, 0]
@@ -223,12 +223,12 @@ def _ranked(
     Args:
         text: ``[B, L]`` int64.
         matches: for each order ``[B, L]`` bool, whether a token of the text follows the context of this order.
-        entries: for each order the table's entries.
+        entries: for each order the table's entries, from :func:`_entries`.
     """
-    # The candidates, with repetitions: the table's followers, then the text's tokens. Among equal scores later candidates win.
+    # The candidates, with repetitions: the table's followers, then the text's tokens. Among equal scores the later candidate wins.
     tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
-    # Equal tokens are counted at the slot of one of them, whichever wins the scatter. Only written entries are read back, so no tensor
+    # Equal tokens are counted at one of their slots, the one that wins the scatter. Only written entries are read back, so no tensor
     # of size V is filled or scanned. Compiled, an indexed assignment works in place, while scatter_ would copy all of `scratch`.
     scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
     place = scratch.gather(1, tokens).long()
@@ -250,7 +250,7 @@ def _ranked(
         score = torch.where(count > 0, count / total, BACK_OFF * score)
         eligible = torch.where(count > 0, weight > 0, eligible)
         order = torch.where(count > 0, n, order)
-    # An integer that orders by score and then by slot. Each token counts with the best of its slots.
+    # An integer that orders candidates by score and then by slot. A token gets the largest integer of its slots.
     worth = torch.where(eligible, (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot, -1)
     worth = torch.full_like(worth, -1).scatter_reduce_(1, place, worth, "amax")
     best = pad(worth, (0, width), value=-1).topk(width, 1).values

@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-#: Factor on the share of a context that is one token shorter (stupid back-off).
+#: Factor on a follower's score for each token by which its context is shorter (stupid back-off).
 BACK_OFF = 0.4
-#: Bits of a score that comparisons use; further bits may differ by rounding.
+#: Number of bits of a score that comparisons use; further bits may differ by rounding.
 SCORE_BITS = 40
 
 
@@ -16,9 +16,9 @@ class _Followers:
     """The followers of one context.
 
     Attributes:
-        slots: for each token that followed the context, the slots in which it did, in ascending order.
-        total: number of all these slots.
-        most: largest number of slots that one token has had so far.
+        slots: for each token that followed the context, the slots of this token after the context, in ascending order.
+        total: number of slots of all tokens.
+        most: largest number of slots that a token has had so far.
     """
 
     __slots__ = ("most", "slots", "total")
@@ -33,9 +33,9 @@ class RankedFollower(NamedTuple):
 
     Attributes:
         score: in units of ``2 ** -SCORE_BITS``.
-        slot: the last slot in which the token followed its longest context.
+        slot: the last slot in which the token followed the longest context that it followed.
         token: the token's id.
-        order: number of tokens in its longest context.
+        order: number of tokens in this longest context.
     """
 
     score: int
@@ -58,7 +58,7 @@ class NgramCounts:
     def __init__(self, max_ngram: int) -> None:
         self.tokens = array("i")
         self._orders: list[dict[tuple[int, ...], _Followers]] = [{} for _ in range(max_ngram)]
-        # For each frequency its tokens, the latest last; None if the table must be built again.
+        # The tokens of each frequency, the latest token last; None if this must be computed again.
         self._by_count: dict[int, dict[int, None]] | None = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -119,8 +119,8 @@ class NgramCounts:
         """The `width` likeliest followers of a context, best first; fewer if there are not as many.
 
         The score of a follower is its share among all followers of the longest suffix of `context` that it followed, times
-        :data:`BACK_OFF` for each token by which this suffix is shorter than the longest context. Among equal scores the latest is
-        first.
+        :data:`BACK_OFF` for each token by which this suffix is shorter than the longest context. Among equal scores, the follower that
+        came latest in the text is first.
         """
         longest = len(self._orders) - 1
         best: list[RankedFollower] = []
@@ -129,7 +129,7 @@ class NgramCounts:
             followers = self._orders[order].get(context[len(context) - order :])
             if followers is None:
                 continue
-            # No follower of this order can score more than its most frequent follower.
+            # No follower of this context can score more than the context's most frequent follower.
             if len(best) < width or _score(followers.most, followers.total, longest - order) >= best[-1].score:
                 for token, slots in followers.slots.items():
                     if not any(token in other.slots for other in longer):
@@ -154,7 +154,7 @@ class NgramCounts:
         return best
 
     def _note(self, token: int, count: int) -> None:
-        """Counts the `count`-th occurrence of a token."""
+        """Updates the tokens by frequency after the `count`-th occurrence of `token`."""
         if self._by_count is None:
             return
         if count > 1:
@@ -165,7 +165,7 @@ class NgramCounts:
         self._by_count.setdefault(count, {})[token] = None
 
     def _by_frequency(self) -> Iterator[int]:
-        """All tokens of the text, the most frequent first, the latest first among equally frequent ones."""
+        """All tokens of the text, the most frequent first; among equally frequent tokens the latest first."""
         if self._by_count is None:
             self._by_count = {}
             slots = self._orders[0][()].slots if self.tokens else {}

@@ -30,7 +30,7 @@ class NgramOrder(NamedTuple):
     Attributes:
         keys: ``[K]`` int64, the contexts in ascending order (:func:`context_key`).
         followers: ``[K, C]`` int32, token ids; -1 if a context has fewer followers.
-        counts: ``[K, C]`` int32, number of times that each follower occurred; 0 for -1.
+        counts: ``[K, C]`` int32, number of times that each follower occurred; 0 where there is no follower.
         totals: ``[K]`` int64, number of times that any token followed, dropped followers included.
     """
 
@@ -90,7 +90,7 @@ class NgramTable:
         return NgramTable(tuple(orders), vocab_size, int(orders[0].totals.sum()), source)
 
     def save(self, path: Path) -> None:
-        """Writes the table to the file `path`, which is replaced atomically: tables that are loaded keep the old file.
+        """Writes the table to the file `path`, which is replaced atomically: tables loaded before keep the old file's contents.
 
         Raises:
             SettingsError: `path` is no regular file. OSError: it cannot be written.
@@ -242,9 +242,9 @@ def train_table(
         model: enabled by :func:`decoders.enable`.
         prompts: token ids of each prompt; every batch draws `rows` prompts.
         tokens: number of tokens to count.
-        rows: texts sampled together; the last batch has only as many as are still needed.
+        rows: number of texts sampled together; the last batch has only as many as are still needed.
         length: most tokens to sample after a prompt.
-        on_progress: called with the number of tokens after each batch.
+        on_progress: called after each batch with the number of tokens so far.
         options: further arguments of ``generate``.
 
     Raises:
@@ -269,7 +269,7 @@ def train_table(
 
 
 def sample(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[tuple[Tensor, int]]:
-    """Samples one batch. Returns for each prompt its tokens and the sampled tokens, on the CPU, and the index of the first sampled."""
+    """Samples one batch. Returns for each prompt a text ``[T]`` on the CPU (prompt and continuation), and the prompt's length."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)

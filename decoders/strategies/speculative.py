@@ -19,7 +19,7 @@ from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import GRADE_RATES, DraftTree, StaticTree, TreeForm, TreeSettings, grades_of, shape_of
 from .text_drafter import TextDrafter
 
-#: A draft model with at least this share of the target's tokens splits texts as the target does, so it drafts common tokens.
+#: A draft model with at least this share of the target's tokens splits texts as the target does, so it drafts tokens, not strings.
 NEARLY_ALL = 0.98
 
 
@@ -71,8 +71,8 @@ class _State:
         lengths: ``[B]`` int64, number of tokens that each row drafts, with the heuristic schedule.
         own_nodes: number of nodes in the last draft, root included.
         limit: most tokens of the next draft; None for no limit.
-        other: how the draft model's tokens correspond to the target's; None if the vocabularies are equal.
-        mask: the mask token of a draft model that drafts a chain in parallel; None: it drafts token by token.
+        other: both vocabularies, if the draft model's vocabulary differs from the target's; None if the vocabularies are equal.
+        mask: the mask token of a draft model that drafts a chain in one pass over masks; None if it drafts token by token.
     """
 
     drafter: Drafter | TextDrafter
@@ -88,10 +88,10 @@ class Speculative(DraftModelStrategy):
     """Drafts a chain (Leviathan et al. 2023, Algorithm 1, with the call's verifier), or a tree of the draft model's best continuations.
 
     When sampling with the coupled verifier, the draft model draws with the noise that the target will draw with (Daliri et al. 2024).
-    Both then mostly draw the same token. With other verifiers the draft model draws with its own noise.
+    Both then mostly draw the same token. With other verifiers the draft model draws with different noise.
 
     A draft model whose config names a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes, one over the
-    committed tokens and one over masks. Trees are drafted level by level, and calls with a grammar token by token.
+    committed tokens and one over masks. It drafts trees level by level, and in calls with a grammar it drafts token by token.
     """
 
     name = "speculative"
@@ -125,7 +125,7 @@ class Speculative(DraftModelStrategy):
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        # Masks work for chains only, and a grammar needs each token before the next.
+        # Masks work for chains only, and a grammar must know each draft token before the next token is drafted.
         mask = drafter.mask_token if tree is None and context.guide is None else None
         if tree is not None and tree.least_children > drafter.children:
             raise SettingsError(
@@ -136,7 +136,7 @@ class Speculative(DraftModelStrategy):
         return _State(drafter, tree, lengths, other=other, mask=mask)
 
     def other_vocabulary(self, context: Context) -> OtherVocabulary | None:
-        """How the draft model's tokens correspond to the target's; None if the vocabularies are equal."""
+        """The vocabularies of draft model and target, if they differ; None if they are equal."""
         return context.vocabulary_of(self.draft_model(context))
 
     def _alignment(self, other: OtherVocabulary) -> str:
@@ -180,7 +180,7 @@ class Speculative(DraftModelStrategy):
         own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
         if not isinstance(state.drafter, TextDrafter):
             displaced = state.tree.depth if state.tree is not None else 0
-            if state.mask is not None:  # the model's cache holds masks at these slots
+            if state.mask is not None:  # in the draft model's cache, the slots of draft tokens hold masks
                 displaced = state.own_nodes - 1
             state.drafter.observe(step, own_nodes, displaced=displaced)
         if s.schedule == "heuristic":
@@ -200,7 +200,7 @@ class Speculative(DraftModelStrategy):
         """The number of tokens to draft in this step."""
         s: ShapeSettings = self.settings
         length = s.length
-        if s.schedule == "heuristic":  # the row that drafts most decides
+        if s.schedule == "heuristic":  # as many as the row that drafts most
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
         return length if state.limit is None else min(length, state.limit)
 

@@ -67,8 +67,8 @@ class Staged(DraftModelStrategy):
     """The draft model decodes speculatively, too, with any strategy as its drafter. One pass of the draft model then yields several
     tokens, so that drafts are longer at equal cost.
 
-    The tokens that the draft model chooses form a path. At every node of the path its next best tokens, known from the same passes,
-    become leaves. The target verifies the `nodes` likeliest nodes of the path and its leaves.
+    The tokens that the draft model chooses form a path. At every node of the path, the draft model's next best tokens, which the same
+    passes give, become leaves. The target verifies the `nodes` likeliest nodes among path and leaves.
     """
 
     name = "staged"
@@ -96,7 +96,7 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         drafter = state.drafter
         drafter.begin(sequences)
-        # Tokens beyond the last place are written to one additional place.
+        # Tokens beyond `length` are written to one additional place.
         shape = (len(drafter.length), s.length + 1, drafter.children)
         tokens = torch.full(shape, -1, dtype=torch.int64, device=drafter.length.device)
         weights = torch.full(shape, float("-inf"), device=tokens.device)
@@ -131,7 +131,8 @@ class Staged(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        # Of the accepted nodes, only a leaf can be in another slot than its token's. It is the last one, which is read again anyway.
+        # Of the accepted nodes, only a leaf can be in another slot than its position's. An accepted leaf is the last accepted node,
+        # which the draft model reads again anyway.
         state.drafter.observe(step, state.own_nodes)
 
 
@@ -143,9 +144,10 @@ def collect(
 
     Args:
         path: ``[B, n]``, the accepted node at each depth.
-        emitted, written: ``[B]``, number of tokens that this pass and the earlier passes have emitted.
+        emitted: ``[B]``, number of tokens that this pass has emitted.
+        written: ``[B]``, number of tokens that the earlier passes have emitted.
         tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far; the last place takes what is dropped.
+        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far. The last place takes dropped entries.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
@@ -160,19 +162,19 @@ def collect(
 
 
 def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the `nodes` likeliest of a path's nodes and its leaves, and returns them as :func:`best_nodes` does.
+    """Selects the `nodes` likeliest among the nodes of a path and its leaves, and returns the result of :func:`best_nodes`.
 
     Args:
         path: ``[B, L]``, the path's tokens, -1 after its end.
-        tokens, weights: ``[B, L+1, C]``, the continuations; entry ``[:, d, 0]`` belongs to the path, the others are leaves.
-        depth: ``L`` or more, as :func:`best_nodes` takes it.
+        tokens, weights: ``[B, L+1, C]``, the continuations; entry ``[:, d, 0]`` is the path's node, the others are leaves.
+        depth: an upper bound of the levels, as :func:`best_nodes` takes it.
     """
     rows, length = path.shape
     children = tokens.shape[2]
     tokens = torch.cat([path[..., None], tokens[:, :-1, 1:]], dim=2)
     weights = torch.where(path[..., None] >= 0, weights[:, :-1], float("-inf"))
     reached = torch.nn.functional.pad(weights[:, :-1, 0].cumsum(1), (1, 0))
-    # Index, among the flattened nodes, of the path's node one level up: the parent of a whole level.
+    # For each level the index, among the flattened nodes, of the path's node one level up: the parent of all nodes of the level.
     above = torch.arange(length, device=path.device) * children - children
     parents = torch.where(above < 0, -1, above)[:, None].expand(length, children).reshape(1, -1).expand(rows, -1)
     return best_nodes(

@@ -87,8 +87,8 @@ class Suffix(Strategy):
     """Looks up the end of the row in the row itself, in outputs of earlier calls, and in texts given to :func:`decoders.remember`, and
     drafts the tree of the tokens that followed.
 
-    A shorter match has more occurrences. Of all lengths ``p`` of the match, the length whose tree has the best score is used. The score
-    is the sum of the probabilities of at most ``α p`` nodes (the paper's MAX_SPEC). A continuation that reaches the end of the row is
+    A shorter match has more occurrences. Every length ``p`` of the match gives a tree of at most ``α p`` nodes (the paper's MAX_SPEC),
+    and the tree with the best score, the sum of its nodes' probabilities, is drafted. A continuation that reaches the end of the row is
     repeated periodically, so that drafts inside a loop have their full length.
 
     Everything happens on the host; the search for a row takes 10 to 30 microseconds.
@@ -104,8 +104,8 @@ class Suffix(Strategy):
     rests = True
     rows_apart = False
     on_device = False
-    #: Usual acceptance rates by grade (:func:`_grade`). For each class of match length there are three: for a token with equally
-    #: frequent siblings, with rarer siblings, and without siblings.
+    #: Usual acceptance rates by grade (:func:`_grade`). Each class of match lengths has three rates: for tokens with equally frequent
+    #: siblings, with rarer siblings, and without siblings.
     grade_rates = (
         0.0, 0.0, 0.0, 0.1, 0.35, 0.6, 0.15, 0.65, 0.95, 0.25, 0.8, 0.9, 0.3, 0.9, 0.95, 0.5, 0.95, 0.98,
     )  # fmt: skip
@@ -129,7 +129,7 @@ class Suffix(Strategy):
         return _draft(trees)
 
     def observe(self, state: _State, step: Step) -> None:
-        if any(step.sequences.read().finished):  # rows that go on are read before the next draft
+        if any(step.sequences.read().finished):  # `propose` reads the rows that go on
             _read(state, step.sequences)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
@@ -218,7 +218,7 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 
 
 def _grade(length: int, node: DraftedNode) -> int:
-    """The grade of a draft token, by the match's length (1, 2-3, 4-7, 8-15, more), and by equally frequent, rarer or no siblings."""
+    """The grade of a draft token: by the match's length (1, 2-3, 4-7, 8-15, more), and by siblings (equally frequent, rarer, none)."""
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ..text_memory import ChainedText
 from .followed_text import FollowedText
 
-#: Number of prompt tokens that are remembered before an output, so that a later prompt can match and the output's beginning is drafted.
+#: Number of prompt tokens that are remembered in front of an output: the end of a later prompt can match them, and the first draft is
+#: then the output's beginning.
 LEAD = 16
 
 
@@ -43,7 +44,7 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
         return [DraftedNode(token, at, 1.0, support) for at, token in enumerate(first)], float(len(first))
     nodes: list[DraftedNode] = []
     score = 0.0
-    # Nodes that can be added next: probability, token, parent, share, the continuations that contain the node, depth.
+    # Nodes that can be added next, as (probability, token, parent, share, the continuations through the node, depth).
     waiting = _children(continuations, 0, 0, 1.0, least)
     while waiting and len(nodes) < most:
         best = max(range(len(waiting)), key=lambda i: waiting[i][0])  # ties go to the first

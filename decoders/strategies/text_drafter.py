@@ -3,7 +3,7 @@ assisted decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact ma
 
 The committed text is encoded in the draft model's tokens, the draft model continues it greedily, and the continuation is encoded in the
 target's tokens. Each step encodes only the end of a text again. The draft is a chain without probabilities, as in prompt lookup. If the
-draft has other token borders than the target would choose, fewer tokens are accepted, but the text does not change.
+draft is split into other tokens than the target would choose, fewer tokens are accepted, but the text does not change.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..strategy import Context, Draft, Sequences
 
 __all__ = ["TextDrafter"]
 
-#: LOOKBEHIND tokens at a text's end are encoded again together with new text. The old and the new encoding must meet at a common token
-#: border, which is looked for from ANCHOR tokens earlier on.
+#: The last LOOKBEHIND tokens of a text are encoded again together with new text. Encoding begins ANCHOR tokens before them, to find a
+#: token border that the old and the new encoding have in common.
 LOOKBEHIND, ANCHOR = 8, 8
 #: Most tokens of a prompt that one pass of the draft model reads.
 CHUNK = 512
@@ -100,7 +100,7 @@ class TranslatedText:
             size += len(self.own.tokens[token] or b"")
         return self.own.encoded(
             text
-        )  # a token spans the border of committed and drafted text: the drafted text is encoded alone
+        )  # a token spans the border between committed and drafted text, so the drafted text is encoded by itself
 
     def _boundary(self, place: int) -> int:
         """The last index in `ids` up to `place` at which a character begins."""
@@ -154,7 +154,7 @@ class TextDrafter:
         for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):
             if end > len(row.tokens):
                 row.read(written[len(row.tokens) - first :])
-        # One token of the target may be many of the draft model's; rows that exceed its cache get no draft.
+        # One token of the target may be many tokens of the draft model. Rows that exceed the draft model's cache get no draft.
         open_rows = [
             not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
             for row, ended in zip(self.rows, known.finished, strict=True)
@@ -183,13 +183,13 @@ class TextDrafter:
         starts = [max(len(row.ids) - width, 0) for row in rows]
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
-        # Only the logits after each row's last token are needed. In rows that fill the window it is the window's last token.
+        # Only the logits after each row's last token are needed. If a row fills the window, its last token is the window's last token.
         even = all(len(row.ids) >= width for row in rows)
         best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)
         drafted = [best if even else best.gather(1, place[:, None])]
         for step in range(1, length):
-            # Reads the token before again, because a pass over one token would need another graph.
+            # The pass reads the previous token again, because a pass over one token would need another graph.
             read, last = torch.cat([last, drafted[-1]], dim=1), drafted[-1]
             drafted.append(self.module(ends + step - 1, read, last=True))
         for row in rows:
@@ -229,7 +229,7 @@ _made_ready: weakref.WeakKeyDictionary[PreTrainedModel, nn.Module] = weakref.Wea
 
 
 def likeliest_tokens(model: PreTrainedModel) -> nn.Module:
-    """The module for :attr:`Context.module`: always the same object for the same model."""
+    """The module that :attr:`Context.module` runs: always the same object for the same model."""
     if model not in _made_ready:
         _made_ready[model] = _LikeliestTokens(model)
     return _made_ready[model]

@@ -20,7 +20,7 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Most tokens of a draft if the costs of a step have not been measured, and most tokens that measured costs can choose.
+#: Most tokens of a draft: LENGTH if the costs of a step have not been measured, MOST_LENGTH if measured costs set the number.
 LENGTH, MOST_LENGTH = 16, 32
 #: If reading the device is a sync, the host reads once per draft, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)
@@ -70,8 +70,8 @@ class _State:
         calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
         length: most tokens of a draft.
-        waits: whether reading the device is a sync: then the host reads once per draft.
-        bucket: number of passes before the host reads.
+        waits: whether reading the device is a sync. The host then reads once per draft.
+        bucket: number of passes before the host reads the device.
         weights: ``[B, n]``, cumulative log-probability of each node of the last draft.
         draft: the last draft.
     """
@@ -88,8 +88,8 @@ class _State:
 
 
 class Threshold(DraftModelStrategy):
-    """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold. The token whose product falls below
-    it is still proposed. In a tree, a node is expanded if its cumulative probability is above the threshold.
+    """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold. The token at which the product falls
+    below the threshold is still proposed. In a tree, a node is expanded if its cumulative probability is above the threshold.
 
     Every row has its own threshold, which adapts.
     """
@@ -178,14 +178,14 @@ class Threshold(DraftModelStrategy):
 
     @staticmethod
     def _kept(products: Tensor, floor: Tensor) -> Tensor:
-        """Which tokens are proposed, ``[B, n]`` bool: no product before the token is below the floor. products: ``[B, n]``."""
+        """Which tokens are proposed, ``[B, n]`` bool: those before which no product is below `floor`. products: ``[B, n]``."""
         above = (products >= floor[:, None]).long().cumprod(1)
         return torch.nn.functional.pad(above, (1, -1), value=1).bool()
 
 
 def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
-    """The cumulative probability of each row's first rejected draft token, ``[B]`` float32: the likeliest child of the last accepted
-    node. -1 if the node has no child, because the draft was accepted to its end.
+    """The cumulative probability of each row's first rejected draft token, ``[B]`` float32: in a tree, of the last accepted node's
+    likeliest child. -1 if that node has no child, because the draft was accepted to its end.
     """
     end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
     tree = draft.topology
@@ -202,10 +202,10 @@ WINDOW, ENOUGH = 32, 3
 class CalibratedThreshold:
     """Finds the threshold on a draft token's probability that maximizes tokens per second.
 
-    One more draft token takes ``c`` seconds to draft and ``v`` seconds to verify, divided by the number of rows, which share a pass. It
-    brings ``P`` tokens on average, its cumulative probability. A second is worth ``R`` tokens, the present rate. To maximize tokens per
-    second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may be over- or underconfident,
-    ``P`` is its product of probabilities times the measured ratio of accepted to expected tokens.
+    One more draft token takes ``c`` seconds to draft and ``v`` seconds to verify: the seconds of a pass divided by the number of rows.
+    The token brings ``P`` tokens on average, where ``P`` is its cumulative probability. A second is worth ``R`` tokens, the present
+    rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may
+    be over- or underconfident, ``P`` is the product of its probabilities times the measured ratio of accepted to expected tokens.
 
     Measured times differ between runs, so the number of steps may differ; the tokens do not.
     """

@@ -69,8 +69,9 @@ class _State:
 class TokenRecycling(Strategy):
     """Keeps a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
 
-    The successors come from the target's logits at the last node that had the token, accepted or not. One matrix serves all rows, and
-    later calls on the model. An addition to the paper: draft tokens are graded by the margin of the best two successors' logits.
+    A token's successors come from the target's logits at the last node with this token, whether it was accepted or not. All rows, and
+    later calls on the model, use one matrix. In addition to the paper, draft tokens are graded by the margin between the logits of the
+    best two successors.
     """
 
     name = "token_recycling"
@@ -83,7 +84,7 @@ class TokenRecycling(Strategy):
         0.7,
         0.75,
         0.6,
-    )  # by the margin of the logits; the last grade is for successors from prompts
+    )  # by the margin between the logits; the last grade is for successors from prompts
     rests = True
     rows_apart = False
     misses_steps = True
@@ -158,8 +159,8 @@ def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) ->
     return levels
 
 
-#: The grade is the difference of the best two successors' logits, rounded down, at most SUREST. Successors from prompts, which have no
-#: logits, have the grade FOLLOWED.
+#: The grade is the difference between the logits of the best two successors, rounded down, at most SUREST. Successors from prompts, for
+#: which there are no logits, have the grade FOLLOWED.
 SUREST, FOLLOWED = 3, 4
 
 #: For each level of a tree: the indices of its nodes' parents in the level before, and its nodes' ranks, int64.
@@ -167,7 +168,8 @@ Levels = list[tuple[Tensor, Tensor]]
 
 
 def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """The tree's draft tokens, level by level, and their grades, both ``[B, N-1]`` int64. A token is -1 if its parent has no successor.
+    """The tree's draft tokens, level by level, and their grades, both ``[B, N-1]`` int64. A token is -1 if its parent has too few
+    successors.
 
     Args:
         last: ``[B, 1]`` int64, the rows' last tokens.
@@ -175,7 +177,7 @@ def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple
     """
     tokens, level = [last], last
     for above, ranks in levels:
-        level = matrix[level[:, above], ranks].long()  # index -1 is the last row, which is for "no token"
+        level = matrix[level[:, above], ranks].long()  # token -1 selects the last row, which is for "no token"
         tokens.append(level)
     nodes = torch.cat(tokens, 1)
     return nodes[:, 1:], matrix[nodes[:, parents], -1].long()
@@ -208,11 +210,11 @@ def filled(
 def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     """Writes the likeliest successors of all `nodes` into `matrix`, in place.
 
-    Among nodes with equal tokens, the node with the largest `worth` counts, and among equals the last node. So each row of the matrix
-    has one writer, and every device writes the same.
+    Of the nodes with the same token, the node with the largest `worth` is used; of several such nodes, the last. So each row of the
+    matrix is written once, and every device writes the same values.
 
     Args:
-        nodes: ``[B, N]`` int64, tokens of the nodes, -1 for none.
+        nodes: ``[B, N]`` int64, tokens of the nodes, -1 for nodes that are ignored.
         logits: ``[B, N, V]``.
         worth: ``[B, N]`` int64, depth of accepted nodes, 0 for others.
     """
@@ -249,11 +251,13 @@ def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: 
 
 
 def follow(matrix: Tensor, texts: list[list[int]], lengths: list[int]) -> None:
-    """Gives every token of `texts` that has no successors in `matrix` the last different tokens that followed it, the latest first."""
+    """Writes the successors of every token that has none in `matrix`: the last different tokens that followed it in `texts`, the latest
+    first. lengths: number of valid tokens of each text.
+    """
     successors: dict[int, dict[int, None]] = {}
     for text, length in zip(texts, lengths, strict=True):
         for token, successor in itertools.pairwise(text[:length]):
-            if token < 0 or successor < 0:  # the call gave no token id here, for instance for an image
+            if token < 0 or successor < 0:  # a position without a token id, for instance of an image
                 continue
             known = successors.setdefault(token, {})
             known.pop(successor, None)

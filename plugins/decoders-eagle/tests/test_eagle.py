@@ -1,4 +1,4 @@
-"""The conformance kit, drafts compared with the method's equations, the verifier, the observer, and the entry points."""
+"""Tests the strategy with the conformance kit and against the paper's equations, the verifier, the observer, and the entry points."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @torch.no_grad()
 def by_the_paper(model: Any, network: Network, text: Tensor, length: int) -> list[int]:
-    """The chain after `text` ``[n]``, computed without a cache and without a window."""
+    """The draft tokens of a chain after `text` ``[n]``, computed without a cache and without a window."""
     features = model(text[None], output_hidden_states=True).hidden_states[-1][:, :-1]
     tokens, drafted = text[None, 1:], []
     for _ in range(length):

@@ -1,4 +1,4 @@
-"""The conformance kit, the drafts of the strategy, and the entry point."""
+"""Tests the strategy with the conformance kit, its drafts, and its entry point."""
 
 from __future__ import annotations
 

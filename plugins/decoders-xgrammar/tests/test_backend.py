@@ -1,4 +1,4 @@
-"""The kit for backends, run on xgrammar. The deviations of xgrammar 0.2.8 are listed, and must still be there."""
+"""Runs the kit for grammar backends on xgrammar. The checks that fail with xgrammar 0.2.8 are listed, and must still fail."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NAME, WEIGHTS = "tiny_eagle", "model.safetensors"
 
 
 class Network(nn.Module):
-    """Predicts the hidden states ``[B, N, H]`` from which the target's output head computes the logits after the next token."""
+    """Predicts the next tokens' hidden states ``[B, N, H]``, from which the target's output head computes logits."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def save(network: Network, folder: Path) -> None:
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype) -> Network:
-    """Loads a network; it is cached until its files change. Raises SettingsError if files are missing or damaged, or do not fit."""
+    """Loads a network, which is cached until its files change. Raises SettingsError if files are missing, damaged or do not fit."""
     return _load(folder, stamp_of([folder / CONFIG, folder / WEIGHTS]), device, dtype)
 
 

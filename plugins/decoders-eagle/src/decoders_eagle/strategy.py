@@ -34,7 +34,7 @@ class TinyEagleSettings(TreeSettings):
 
 
 class TinyEagle(ReadsFeatures):
-    """Drafts with the network. Its predictions replace hidden states that the target has not computed yet."""
+    """Drafts with the network. The network's predictions replace hidden states that the target has not computed yet."""
 
     name = NAME
     summary = "A small layer drafts from the target's hidden states: an example of a feature drafter."
@@ -60,8 +60,9 @@ class TinyEagle(ReadsFeatures):
 
 
 class TinyEagleDrafter(FeatureDrafter):
-    """The network in a call. Slot ``j`` reads token ``j + 1`` and the target's hidden state of token ``j``; if the target has not
-    computed this state yet, it reads the network's prediction of the slot before. A node at depth ``d`` is in slot ``length - 2 + d``.
+    """The network in a call. Slot ``j`` reads token ``j + 1`` and the target's hidden state of token ``j``. If the target has not
+    computed this state yet, slot ``j`` reads the network's output at slot ``j - 1``. A node at depth ``d`` is in slot
+    ``length - 2 + d``.
     """
 
     def __init__(self, context: Context, network: Network, depth: int, tree: DraftTree) -> None:
@@ -78,7 +79,7 @@ class TinyEagleDrafter(FeatureDrafter):
         tokens = tokens_from(sequences, base + 1, features.shape[1]).clamp(max=self.most_id)
         self.states = self.module(base, self.embed(tokens), features)[
             :, -1:
-        ]  # of the root; `further` appends the nodes it runs
+        ]  # the root's state; `further` appends the states of the nodes that it runs
 
     def first(self) -> Tensor:
         return self.head(self.states)

@@ -1,4 +1,4 @@
-"""A verifier, which computes the distribution of the accepted path."""
+"""A verifier: it computes the probability of every outcome of a step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class FirstChild(Verifier):
         ratio = (p.gather(2, token) / q.gather(2, token))[..., 0]
         accept = torch.where(
             child > 0, ratio.clamp(max=1), 0.0
-        )  # [B, N], at each parent its child's acceptance probability
-        edges = torch.zeros_like(accept).scatter(1, child, accept)  # the same, at the child
+        )  # [B, N], at each parent the acceptance probability of its first child
+        edges = torch.zeros_like(accept).scatter(1, child, accept)  # the same probabilities, at the children
         return Outcomes(block.reach(edges) * (1 - accept), normalised((p - q).clamp(min=0), p))
 
 

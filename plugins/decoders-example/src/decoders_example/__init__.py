@@ -1,4 +1,4 @@
-"""A decoding strategy as a plugin of hf-decoders: it drafts for each token the token that followed it last."""
+"""A decoding strategy as a plugin of hf-decoders: after each token, it drafts the token that last followed the same token."""
 
 from itertools import pairwise
 

@@ -50,7 +50,7 @@ def complete(
     figures = {"prompts": len(wanted), "earlier": len(wanted) - len(left), "written": 0, "failed": 0}
     if not left:
         return figures
-    # Prompts become lines of JSON, because a column has one type, and prompts have different arguments. Each block is a task.
+    # Prompts become lines of JSON, because a column of Ray Data has one type, and prompts have different arguments. A block is a task.
     lines = [{"line": json.dumps(prompt)} for prompt in left]
     blocks = -(-len(lines) // batch)
     data = ray.data.from_items(lines, override_num_blocks=blocks)
@@ -76,7 +76,7 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class Completer:
-    """An actor: it has the model, and writes to a folder."""
+    """An actor: it holds the model, completes prompts, and writes the completions to a folder."""
 
     def __init__(self, model: str | Callable[[], Any], folder: str, rows: int, arguments: dict[str, Any]) -> None:
         from .serving import load

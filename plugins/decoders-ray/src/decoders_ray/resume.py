@@ -1,7 +1,7 @@
 """A stream of tokens that continues when a replica dies, without lost or repeated tokens.
 
-A request's seed determines its text. Another replica writes the same text from the beginning. Its first tokens are compared with the
-delivered tokens, and left out.
+A request's seed determines its text, so another replica writes the same text from the beginning. The new replica's first tokens are
+compared with the tokens that were already delivered, and are not delivered again.
 """
 
 from __future__ import annotations

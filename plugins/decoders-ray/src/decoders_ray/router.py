@@ -1,4 +1,4 @@
-"""A router for Ray Serve. It sends a prompt to the replica that has read its beginning, unless this replica is much busier."""
+"""A router for Ray Serve. It sends a prompt to the replica that has read the prompt's beginning, unless that replica is much busier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PrefixRouter(RequestRouter):
     """Chooses replicas by :class:`~decoders_ray.routing.PrefixTable`; the request's first argument is its prompt."""
 
     def initialize_state(self, slack: int = 8, **options: Any) -> None:
-        """Called by Serve. The arguments are those of :class:`PrefixTable`, and `slack` of :meth:`PrefixTable.ranked`."""
+        """Serve calls it. slack: see :meth:`PrefixTable.ranked`. options: arguments of :class:`PrefixTable`."""
         self.slack, self.table = slack, PrefixTable(**options)
 
     async def choose_replicas(
@@ -22,7 +22,7 @@ class PrefixRouter(RequestRouter):
         """Ranks the replicas, the best first. Serve passes over replicas that take no more requests."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = (
-                True  # the answer has all replicas, so Serve waits if all are full
+                True  # all replicas are returned, so Serve waits if all are full
             )
         by_name = {replica.replica_id.to_full_id_str(): replica for replica in candidate_replicas}
         queues = {name: self.replica_queue_len_cache.get(r.replica_id) or 0 for name, r in by_name.items()}

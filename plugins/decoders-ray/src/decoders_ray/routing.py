@@ -1,4 +1,4 @@
-"""Finds the replica that has read the beginning of a prompt before."""
+"""Finds the replica that has already read the beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PrefixTable:
 
         Args:
             queues: number of requests of each replica.
-            slack: a replica is busy if it has more than this many requests more than the least busy replica.
+            slack: a replica is busy if it exceeds the least busy replica by more than this number of requests.
         """
         if not queues:
             return []

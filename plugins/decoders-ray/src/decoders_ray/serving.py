@@ -32,7 +32,7 @@ ARGUMENTS = (
 
 
 class RequestError(ValueError):
-    """A replica refused a request, or the request itself caused an error there; the message begins with the error's name."""
+    """A replica refused a request, or the request caused an error in the replica. The message begins with the name of that error."""
 
 
 Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
@@ -94,7 +94,7 @@ class Replica:
 
 
 class Front:
-    """Answers clients, and asks another replica if a replica is lost.
+    """Answers clients. If a replica is lost, it asks another replica.
 
     Args:
         replicas: the model's replicas.
@@ -164,8 +164,8 @@ def application(
         min_replicas, max_replicas: bounds of the number of replicas, which follows the number of requests.
         busy: target number of requests per row of a replica, waiting requests included.
         attempts: greatest number of replicas to which a request is sent if replicas die.
-        slack: a prompt goes to the replica that has read its beginning, if this replica has at most `slack` requests more than the
-            least busy replica; None: `rows`.
+        slack: a prompt goes to the replica that has read the prompt's beginning, if that replica has at most `slack` requests more than
+            the least busy replica; None: `rows`.
         actor_options: a replica's ``ray_actor_options``: ``{"num_gpus": 1}``.
         autoscaling: more fields of Serve's ``AutoscalingConfig``.
         scheduler: more arguments of :class:`decoders.Scheduler`.

@@ -1,8 +1,8 @@
-"""Simulates replicas under a load from the measured costs of a step, to estimate their number and the seconds that requests take.
+"""Simulates a replica under a load from the measured costs of a step, to estimate the number of replicas and the seconds per request.
 
-One replica is simulated, request by request and step by step, as the scheduler works: rows join and leave between two steps, and
-prompts are read in chunks there. Requests are taken to be distributed evenly, so that each of many replicas has its share of the load.
-The network, the start of replicas and uneven distribution are left out; `headroom` allows for them.
+One replica is simulated, request by request and step by step, as the scheduler works: between two steps, rows join and leave, and
+prompts are read in chunks. Requests are assumed to be distributed evenly over all replicas. The network, the start of replicas and
+uneven distribution are left out; `headroom` allows for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Load:
     Attributes:
         prompt: mean tokens of a prompt.
         new: mean tokens of an answer.
-        spread: standard deviation of the logarithm of both numbers; 0: all requests have the same numbers.
+        spread: standard deviation of the logarithm of both numbers; 0: all requests are equally long.
     """
 
     prompt: float = 500.0
@@ -98,8 +98,8 @@ class _Row:
 
 
 def simulate(replica: Replica, load: Load, rate: float, requests: int = 2000, seed: int = 0) -> Outcome:
-    """Simulates a replica until `requests` have finished. Requests are a Poisson process of `rate` per second; percentiles leave out
-    the first tenth.
+    """Simulates a replica until `requests` have finished. Requests are a Poisson process of `rate` per second. Percentiles leave out
+    the first tenth of the requests.
     """
     chance = random.Random(seed)
     queue: deque[tuple[float, int, int]] = deque()
@@ -160,8 +160,8 @@ def simulate(replica: Replica, load: Load, rate: float, requests: int = 2000, se
 def sustainable(
     replica: Replica, load: Load, first: float, each: float | None = None, requests: int = 2000, seed: int = 0
 ) -> tuple[float, Outcome]:
-    """The highest rate in requests per second at which 95 % of requests get their first token within `first` seconds and further tokens
-    within `each` seconds; and the outcome at this rate.
+    """The highest sustainable rate, in requests per second, and the outcome at this rate. At a sustainable rate, 95 % of requests get
+    their first token within `first` seconds, and 95 % take at most `each` seconds per further token.
 
     Raises:
         ValueError: a single request already exceeds these times.
@@ -195,7 +195,7 @@ def sustainable(
 
 
 def replicas_for(rate: float, each: float, headroom: float = 0.7) -> int:
-    """Number of replicas for `rate` requests per second, if a replica sustains `each` and only the share `headroom` of it is used."""
+    """Number of replicas for `rate` requests per second. A replica sustains `each`, and gets at most the share `headroom` of it."""
     return max(1, math.ceil(rate / (each * headroom)))
 
 

@@ -78,7 +78,7 @@ class XGrammarGrammar(CompiledGrammar):
 
 
 class XGrammarMatcher(Matcher):
-    """A position in a text. xgrammar takes the text's tokens, and this class tracks whether the text has ended."""
+    """A position in a text. xgrammar's matcher takes the text's tokens; this class tracks whether a stop token has ended the text."""
 
     def __init__(self, grammar: XGrammarGrammar) -> None:
         self.grammar: XGrammarGrammar = grammar
@@ -122,7 +122,7 @@ class XGrammarMatcher(Matcher):
             return
         out.zero_()
         for stop in self.grammar.vocabulary.stops:
-            bit = torch.tensor(1 << (stop % 32)).to(torch.int32)  # the highest bit is the sign
+            bit = torch.tensor(1 << (stop % 32)).to(torch.int32)  # wraps for bit 31, which is the sign
             out[stop // 32] |= bit
 
     def forced_bytes(self) -> bytes:
