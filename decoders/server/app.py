@@ -35,7 +35,7 @@ _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions"
 
 
 def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> App:
-    """The application that serves `service`, and closes it at shutdown. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
+    """The ASGI application, which closes `service` at shutdown. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -186,7 +186,7 @@ async def _answered(
             return EventStream(answer, counted)
         await settled(answer, request.receive)
         response = JSONResponse(await service.run(service.threads, answer.whole))
-    except ClientDisconnect:  # before the whole body had arrived
+    except ClientDisconnect:  # the client disconnected before its whole body had arrived
         return _refused(refused(client_gone()))
     except Exception as error:
         return _refused(refused(error))

@@ -48,11 +48,11 @@ LARGE = 32 << 10
 
 
 class Service:
-    """A model with its schedulers, to which requests are submitted.
+    """Submits the requests of all routes to the schedulers of one model.
 
     Args:
-        model, tokenizer: the served model, which is enabled here if it is not yet. Its generation config is adapted
-            (:class:`~decoders.enabling.OwnDefaults`).
+        model, tokenizer: the served model, which the service enables if it is not enabled yet. The service adapts the model's
+            generation config (:class:`~decoders.enabling.OwnDefaults`).
         name: the model's name for clients.
         strategy, strategy_config: the default strategy and its settings.
         assistant: draft model for strategies that take one.
@@ -66,9 +66,9 @@ class Service:
     Attributes:
         offered: the strategies that requests can name.
         pace: delays the answers to requests with large bodies.
-        keys: number of API keys. With several keys, the requests of one key take turns as one client; otherwise each request does.
+        keys: number of API keys. In the queue, clients take turns: with several keys each key is a client, otherwise each request.
         draining: whether new requests are refused.
-        ending: set when the accepted requests are cancelled.
+        ending: an event that is set when the accepted requests are cancelled.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Service:
             self._long -= 1
 
     def check_length(self, text: str) -> None:
-        """Raises Refusal if `text` is too long for a prompt, whatever its tokens are. The text is not tokenized for this check."""
+        """Raises Refusal if `text` has too many characters for a prompt, however they are tokenized. This check tokenizes nothing."""
         with suppress(UnsupportedError):  # the tokens have no bytes
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
@@ -223,13 +223,14 @@ class Service:
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Submits all texts of a body; if one fails, all are cancelled. This takes too long for the event loop: a millisecond or more.
+        """Submits all choices of a body to the scheduler. If one choice fails, all are cancelled. This takes a millisecond or more,
+        which is too long for the event loop.
 
         Args:
             kind: prefix of the answer's id.
             arrival: the request's arrival; the request is given up once its client is `gone`.
-            wanted: description of the grammar of all texts.
-            thinking: the argument ``thinking=`` of ``generate`` for all texts.
+            wanted: description of the grammar of all choices.
+            thinking: the argument ``thinking=`` of ``generate`` for all choices.
             default_tokens: number of new tokens if the body gives none; None: as many as fit.
             images: images of the prompts, as arguments of ``generate``.
 

@@ -30,9 +30,9 @@ class Choice:
     """One text that is being generated.
 
     Attributes:
-        index: its index in the answer.
-        seed: seed of its sampling noise.
-        generation: its request in the scheduler.
+        index: the choice's index in the answer.
+        seed: seed of the choice's sampling noise.
+        generation: the choice's request in the scheduler.
         prompt: token ids of the prompt.
         judged: whether the finished text has to be validated, because its grammar accepts more than the requested format.
         invalid: the rule that the finished text breaks; None if it is valid.
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def use(self) -> GrammarUse | None:
-        """The report on its grammar after the text has ended; None without a grammar."""
+        """The report on the choice's grammar, once the text has ended; None without a grammar."""
         report = self.generation.report
         return report.grammars[0] if report is not None and report.grammars else None
 
@@ -64,11 +64,11 @@ class Job:
 
     Attributes:
         id: the answer's id.
-        created: Unix time of its creation.
-        choices: its texts.
-        stops: stop strings of each text.
-        arrival: its arrival.
-        seconds: seconds that it may take.
+        created: Unix time of the answer's creation.
+        choices: the texts that are generated for the request.
+        stops: stop strings of each choice.
+        arrival: the request's arrival.
+        seconds: seconds that the request may take, counted from its arrival.
     """
 
     id: str
@@ -186,13 +186,13 @@ class Spelling:
         return data
 
     def within(self, token: int, text: str) -> bytes:
-        """The bytes of a token that produced, alone or with others, the characters `text`.
+        """The bytes of a token that produced the characters `text`, alone or together with other tokens.
 
         Bytes that the tokenizer's decoder drops are left out: a leading blank, the marker of a word's continuation, or a special
         token.
         """
         data = self.of(token)
-        if token in self._special:  # `text` may be a character of other tokens, between whose bytes this token stands
+        if token in self._special:  # the token may stand between two tokens that share the character `text`
             return data if data.decode(errors="replace") in text else b""
         try:
             same = data.decode() == text
@@ -208,8 +208,8 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token: the text that is shown for it, and the text in which stop strings are searched. A special token's name may
-    be in one of these texts or in both.
+    """A held-back token. `text` is shown for the token; `matched` is searched for stop strings. A special token's name may be in one
+    of the two or in both.
     """
 
     text: str
@@ -227,7 +227,7 @@ class _Held:
 
 
 class ChoiceText:
-    """Converts tokens to text, up to the first stop string.
+    """Converts the tokens of a choice to text, up to the first stop string.
 
     Args:
         prompt: token ids in front of the text.
@@ -235,7 +235,7 @@ class ChoiceText:
 
     Attributes:
         stopped: whether a stop string was found.
-        shown: the text that was returned.
+        shown: the text that :meth:`add` has returned so far.
         written: the text of all tokens, including text behind a stop string.
         places: for each token whose text is known, its begin and end in `written`. Tokens that share a character have the
             character's begin and end.
