@@ -1,4 +1,4 @@
-"""Prompts in files of one JSON object per line, or of plain lines."""
+"""Reads prompts from files with one JSON object or one plain prompt per line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PLAIN_SUFFIX = ".txt"
 
 @dataclass(frozen=True)
 class InputLine:
-    """A nonempty line.
+    """A nonempty line of a file of prompts.
 
     Attributes:
         path: the file.
-        number: its number among the nonempty lines, from 0.
-        line: its number among all lines, from 1.
+        number: number of the line among the nonempty lines, from 0.
+        line: number of the line among all lines, from 1.
         text: the line without its end; bytes that are not UTF-8 appear as lone surrogates.
     """
 
@@ -33,7 +33,7 @@ class InputLine:
 
     @property
     def mark(self) -> str:
-        """A short hash of the prompt."""
+        """A short hash of the line's text."""
         return hashlib.sha256(self.text.encode(errors="surrogateescape")).hexdigest()[:12]
 
     @property
