@@ -26,7 +26,7 @@ INSTEAD = {
     "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
 }
-#: What to do instead of a further argument, by command.
+#: Advice for a user who gives a command one argument too many, by command.
 FURTHER = {
     "generate": "Put a prompt of several words in quotes",
     "strategies": "`decoders config STRATEGY` explains the settings of a strategy",

@@ -47,7 +47,7 @@ OF_LAB = (
 
 
 def catalogue(kind: str) -> Items:
-    """All objects of one of :data:`KINDS`, in the order of listings; see :func:`taken`.
+    """All objects of one kind (:data:`KINDS`), in the order in which commands list them; see :func:`taken`.
 
     Raises:
         PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two plugins claim one name.
@@ -69,8 +69,8 @@ def catalogue(kind: str) -> Items:
 
 
 def taken(kind: str) -> Items:
-    """The objects of one of :data:`KINDS`, each with its class's attributes, read from the registry, not from the cached file.
-    Only plugins' grammars are listed.
+    """The objects of one kind (:data:`KINDS`), each with the attributes of its class. They are read from the registry, not from a
+    cached file. Of the grammars, only grammars of plugins are listed.
     """
     from ..registry import registry
     from ..registry.kinds import DISTRIBUTION

@@ -83,7 +83,7 @@ UNSAID = {
     "target_lookbehind": 10,
 }
 
-#: Arguments that become settings of the loop: name → (setting, function from the argument's value to the setting's).
+#: Arguments that become settings of the loop: name → (setting, function that converts the argument's value to the setting's value).
 TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "disable_compile": ("compile", lambda v: not v and "auto"),
     "prefill_chunk_size": ("prefill_chunk", lambda v: v),
@@ -226,7 +226,7 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
     """The drafting hints in `source`."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
-    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # a learnt length never outlives its call
+    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # draft lengths are learnt per call
         hints["num_assistant_tokens_schedule"] = "heuristic"
     return hints
 

@@ -29,7 +29,7 @@ SLOW = 2.0
 
 
 class Assistants:
-    """The draft models of one enabled model. The engine of a draft model is dropped with the draft model."""
+    """The draft models of one enabled model. When a draft model is freed, its engine is freed, too."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
@@ -145,7 +145,7 @@ class CallAssistants:
         kept: all draft models of the target.
         target: the enabled model.
         engine, tokenizer: the target's engine and tokenizer.
-        assistant_tokenizer: the tokenizer of a draft model that the caller passes as an object, or of a folder without one.
+        assistant_tokenizer: the tokenizer of a draft model that is an object, or whose folder has no tokenizer.
         runtime: settings of the call.
     """
 
@@ -160,8 +160,8 @@ class CallAssistants:
         """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: the model was not found, has another vocabulary or device than the target, or has a design that the loop
-                does not support.
+            UnsupportedError: the model was not found, its vocabulary cannot be mapped to the target's, it is on another device than the
+                target, or the loop does not support its design.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine
@@ -195,7 +195,7 @@ class CallAssistants:
             return None
         except UnsupportedError as difference:
             if self.tokenizer is None or tokenizer is None:
-                return None  # `draft` raises the error when it opens the model
+                return None  # `Context.draft` will raise the error
             try:
                 tokens = self.kept.tokens(model, self.target, self.tokenizer, tokenizer)
             except UnsupportedError as error:

@@ -39,7 +39,7 @@ class Unloading:
 
     Attributes:
         wrapper: the ``PeftModel``.
-        method: the name of its method.
+        method: the name of the replaced method.
         ready: prepares the wrapper for unloading, and returns the function that enables the remaining model.
     """
 

@@ -26,7 +26,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Grammars:
-    """A grammar per row and the report on it; None for a row without a grammar. Both are empty without ``grammar=``."""
+    """A grammar and a report per row; None for a row without a grammar. Empty without ``grammar=`` and ``thinking=``."""
 
     rows: tuple[CompiledGrammar | None, ...] = ()
     uses: tuple[GrammarUse | None, ...] = ()

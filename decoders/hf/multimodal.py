@@ -107,7 +107,7 @@ def inputs_of(
 
 
 def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any]] | None:
-    """Divides `contents` among the prompts; None if the division is unclear. The model may still refuse a prompt with its share.
+    """Divides `contents` among the prompts; None if the division is unclear. The model may still refuse the share of a prompt.
 
     Args:
         special: ``[B, P]`` bool, positions of images.

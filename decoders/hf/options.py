@@ -79,7 +79,7 @@ class Options:
         thinking: the value of ``thinking=``, as given.
         seed: the value of ``seed=``, as given.
         generator: the value of ``generator=``, as given.
-        configs: generation configs; a value counts from the first config that has it.
+        configs: generation configs; the first config that sets a value decides.
         arguments: all other arguments, for transformers.
     """
 
@@ -153,7 +153,7 @@ class Options:
         )
 
     def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
-        """Splits off the arguments called `names`: returns those of them that are not None, and options without these arguments."""
+        """Takes out the arguments called `names`. Returns the taken arguments that are not None, and the remaining options."""
         taken = {name: value for name, value in self.arguments.items() if name in names}
         others = {name: value for name, value in self.arguments.items() if name not in names}
         given = {name: value for name, value in taken.items() if value is not None}

@@ -124,7 +124,7 @@ class Calibration:
 
     Attributes:
         curve: the model's cost curve, earlier measurements included.
-        assistant: the draft model's cost curve; None without a draft model. A forward pass of the draft model costs a step of one node.
+        assistant: the draft model's cost curve; None without a draft model. Its forward pass costs as much as a step of one node.
         strategies: costs of the strategies that the model can use without further files.
         path: the curve's file.
     """

@@ -1,4 +1,4 @@
-"""Checks that a tokenizer belongs to a model: with another model's ids, grammars, stop strings and drafts from texts are wrong."""
+"""Checks that a tokenizer belongs to a model. With another model's token ids, grammars, stop strings and drafts would be wrong."""
 
 from __future__ import annotations
 

@@ -118,10 +118,10 @@ class Generate:
 
     @contextmanager
     def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """Keeps other calls from changing the model, if its ``generate`` may change it (:func:`may_change_itself`).
+        """A context that keeps other calls from changing the model, if its ``generate`` may change it (:func:`may_change_itself`).
 
         Raises:
-            UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with it.
+            UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with the model.
         """
         if not may_change_itself(self.model):
             yield
@@ -321,7 +321,7 @@ def _precision(runtime: RuntimeSettings) -> Precision:
 
 
 def ordinary_device(model: PreTrainedModel) -> AbstractContextManager:
-    """Sets a default device that the loop can work with.
+    """A context in which torch's default device is a device that the loop can work with.
 
     The default stays if it is the model's device or the CPU, because the caller's processors and streamers may rely on it.
     """

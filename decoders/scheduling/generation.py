@@ -93,7 +93,7 @@ class Generation:
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
-        """Calls `function` with this generation when the request is done. The decoding thread makes the call, so it must be quick.
+        """Calls `function` with this generation when the request is done. The decoding thread makes the call, so `function` must be quick.
 
         An exception in `function` is logged by the logger ``decoders``; other requests continue.
         """
@@ -161,7 +161,7 @@ class Generation:
 
     @property
     def report(self) -> Report | None:
-        """Figures of this request, once it is done. Times include steps that it shared with other requests.
+        """Figures of this request, once it is done. Times include steps that the request shared with other requests.
 
         If the grammar accepts more than its specification, the first thread that asks for the report or the result validates the
         text. The decoding thread does not, because validating may take long.
@@ -266,7 +266,7 @@ class Generation:
         return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
     def _wait(self, seen: int) -> tuple[list[int], bool]:
-        """Waits for more than `seen` tokens; returns all tokens and whether the request has ended."""
+        """Waits for more than `seen` tokens, or for the end. Returns all tokens, and whether the request has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._count > seen)
             return self.tokens, self._done

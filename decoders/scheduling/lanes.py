@@ -45,8 +45,8 @@ class Lanes:
     def admit(self, generation: Generation) -> None:
         """Gives a request a row in a lane with which it can share steps, or in a new lane.
 
-        A lane whose requests began before their forward passes were compiled runs them uncompiled to the end. It takes no new
-        requests; new requests get another lane.
+        A lane whose requests began before the forward pass was compiled decodes these requests uncompiled to their end. It takes no
+        new requests.
         """
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
@@ -118,7 +118,7 @@ class Lanes:
                 generation._end(copied(error))
 
     def close_idle(self, kept: int = IDLE_LANES) -> None:
-        """Closes lanes without requests, except the `kept` most recently used lanes without requests."""
+        """Closes idle lanes (lanes without requests), except the `kept` most recently used idle lanes."""
         idle = [lane for lane, generations in self._active.items() if not generations]
         for lane in idle[: max(len(idle) - kept, 0)]:
             del self._active[lane]

@@ -54,7 +54,7 @@ def is_json(path: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raises SettingsError unless `path` is a regular file, which can be read twice, with a known suffix."""
+    """Raises SettingsError unless `path` has a known suffix and is a regular file, since only regular files can be read twice."""
     if path.exists() and not path.is_file():
         raise SettingsError(
             f"{path} is no regular file: prompts are read twice, and a run that goes on reads them again. Write them to a file first"

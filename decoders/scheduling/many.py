@@ -59,7 +59,7 @@ def generate_many(
     Args:
         model, tokenizer, strategy, strategy_config, rows, slots: see :class:`decoders.Scheduler`.
         prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
-            a prompt that could not be read: it is that prompt's error.
+            a prompt that could not be read, and becomes the prompt's error.
         ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. With `ordered`,
             a very long completion delays further prompts once 16 times `rows` completions wait behind it.
         errors: "raise" the first error, or "keep" it in its completion and go on.

@@ -63,7 +63,7 @@ class Scheduler:
         defaults: arguments of ``generate`` for requests that do not give them.
 
     Raises:
-        SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy of the name.
+        SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy has the name.
         UnsupportedError: a model that cannot be decoded, or an argument that ``generate`` does not have.
     """
 
@@ -300,7 +300,7 @@ class Scheduler:
         self._lanes.sweep(now)
 
     def _gather(self) -> None:
-        """If no request runs yet, waits a moment for others that arrive together, since an empty row costs more than this wait."""
+        """If no request runs yet, waits a moment for further requests, since an empty row costs more than this wait."""
         until = time.monotonic() + LONGEST_GATHERING
         with self._changed:
             while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:

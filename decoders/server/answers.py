@@ -44,7 +44,7 @@ class TextToken:
 
 
 class Growing:
-    """A choice whose text grows while it is decoded.
+    """A choice that is being decoded, with its text so far.
 
     Attributes:
         choice: the choice.

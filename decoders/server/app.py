@@ -126,7 +126,7 @@ async def _answered(
     service: Service, request: Request, kind: type[A], start: Callable[[Service, B, Arrival], Answer],
     converted: Callable[[A, Arrival], B] | None = None,
 ) -> Response:  # fmt: skip
-    """Reads a body, submits its requests, and answers with the complete text or a stream.
+    """Reads a request's body, submits its choices to the scheduler, and returns the response: the whole answer or a stream.
 
     Args:
         converted: converts the parsed body to the body that `start` takes; None if `start` takes the parsed body.
@@ -211,7 +211,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels the requests of an answer for which nobody waits any more."""
+        """Cancels the requests of an answer if nobody waits for the answer any more."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 

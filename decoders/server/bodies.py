@@ -33,7 +33,7 @@ INSTEAD = {
 #: The share of the new tokens that a thought may take, by reasoning effort; None: no bound.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-#: Values with which these fields have no effect. ``best_of`` has no effect if it equals n.
+#: Fields and the values with which they have no effect. ``best_of`` has no effect if it equals n.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
 #: For error messages: the shapes that a field may have.
 SHAPES = {
@@ -100,7 +100,7 @@ class NamedSchema(Part):
 
 
 class JsonSchemaFormat(Part):
-    """JSON that a schema allows."""
+    """JSON that conforms to a JSON schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema

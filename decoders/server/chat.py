@@ -32,11 +32,11 @@ def submitted(
 ) -> tuple[Job, Calling | None, Reasoning | None]:
     """Submits a request's choices to the scheduler.
 
-    Returns:
-        The job, the functions that may be called, and how thoughts are separated from the answer.
-
     Args:
         kind: prefix of the answer's id.
+
+    Returns:
+        The job, the functions that may be called, and how thoughts are separated from the answer.
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.

@@ -26,7 +26,7 @@ from ..errors import GrammarError
 SPARE_SECONDS, MEGABYTES = 1, 1024
 #: Added to the niceness of the workshop's processes, so that decoding goes first.
 NICE = 5
-#: Seconds between two checks whether a waiting thread should stop waiting.
+#: Seconds between two calls of a :data:`Check`, while a thread waits for a result.
 PATIENCE = 0.05
 
 #: A function that raises if nobody waits for the result any more.

@@ -16,7 +16,8 @@ JOINT = "\n\n"
 
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
-    """A call in an assistant's message: its name, its arguments, their JSON text if they were given as text, and the call's id.
+    """Parses a call in an assistant's message. Returns the function's name, the arguments, the arguments' JSON text (None if they were
+    given as an object), and the call's id.
 
     Imperfect calls that a model wrote are accepted: an incomplete last member of cut arguments is dropped, numbers too large for
     JSON parsers are clamped, and lone surrogates are replaced.
@@ -74,7 +75,7 @@ def _closed(text: str) -> str:
 
 
 def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns `arguments` without lone surrogates, since templates serialize the arguments again. Raises ValueError for NaN."""
+    """Returns `arguments` with lone surrogates replaced, since templates serialize them again. Raises ValueError for NaN."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

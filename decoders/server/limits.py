@@ -62,8 +62,8 @@ class Arrival:
         return DeadlineError(f"the request was not finished within its {seconds:.3g} s")
 
     def salt(self, given: str | None) -> str:
-        """The salt of the request's entries in the prefix cache. Requests have equal salts only if their API keys and their fields
-        ``cache_salt`` are equal. given: the request's ``cache_salt``.
+        """The cache salt of the request. Requests share caches only if their API keys and their fields ``cache_salt`` are equal. given:
+        the request's field ``cache_salt``.
         """
         if not self.client and given is None:
             return ""
@@ -157,7 +157,7 @@ class Limits:
             raise Refusal(400, message, code="too_many_values")
 
     def check_texts(self, count: int) -> None:
-        """Raises Refusal if a request asks for more texts than allowed, or than fit into the queue."""
+        """Raises Refusal if a request asks for more choices than allowed, or for more choices than fit into the queue."""
         most = min(self.choices, self.queue + self.rows)
         if count > most:
             message = f"the request asks for {count} texts (n times prompts); the limit is {most}"

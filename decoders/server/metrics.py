@@ -97,7 +97,7 @@ class Metrics:
             else:
                 self.first.observe(moment - last)
             last, before = moment, count
-        # `generation.report` would validate the text first, so the report is read from the member.
+        # `generation.report` would validate the text first, so the report is read from `generation.member`.
         report = generation.member.report if generation.member is not None else None
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         if report is None:

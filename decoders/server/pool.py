@@ -60,7 +60,7 @@ class SchedulerPool:
         model, tokenizer: shared by all schedulers.
         strategy, config: the default strategy and its settings, for requests that name no strategy. The settings also apply to
             requests that name the default strategy.
-        most: greatest number of other schedulers at a time. The default strategy's scheduler is never closed to make room.
+        most: greatest number of schedulers of other strategies. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
         options: arguments of every :class:`~decoders.Scheduler`.
         client: the settings that requests may set.

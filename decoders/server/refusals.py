@@ -36,7 +36,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class Refusal(Exception):
-    """A request is answered with an error.
+    """Raised for a request that is answered with an error.
 
     Attributes:
         status: HTTP status of the response.
@@ -61,7 +61,7 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> Refusal:
-        """This refusal with field names replaced as `names` says. Names of unknown fields stay as the client wrote them."""
+        """This refusal with field names translated by `names`. Names of unknown fields stay as the client wrote them."""
         new = names.get((self.param or "").partition(".")[0])
         if self.param is None or new is None or self.code in ("unsupported_parameter", "unknown_parameter"):
             return self

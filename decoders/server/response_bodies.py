@@ -31,7 +31,7 @@ from .refusals import Refusal
 
 
 class FlatSchemaFormat(Part):
-    """JSON that a schema allows, in this route's form."""
+    """JSON that conforms to a JSON schema, in this route's form."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 

@@ -122,7 +122,7 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drops thoughts that are not followed by another item of the assistant, because no later prompt contains them."""
+    """Returns `items` without the thoughts that no later prompt contains: those without a following item of the assistant."""
     following = [*items[1:], {}]
     return [
         each

@@ -125,7 +125,7 @@ class _Bounded(H11Protocol):
         if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
             self._wait()  # an earlier request is still being answered, and the next request may wait for the end of that answer
             return
-        if self._phase() is None:  # not a byte has arrived
+        if self._phase() is None:  # no byte of a request has arrived
             self.transport.close()
             return
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} s")

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 THREADS = 4
 #: Number of threads for requests that take long (large ones, images, new grammars), so that other requests do not wait for them.
 PATIENT_THREADS = 2
-#: Greatest number of seconds by which prefilling prompts may delay a step. Without it, a client that sends one long prompt after
-#: another would stop the decoding of all other requests.
+#: Greatest number of seconds by which prefilling prompts may delay a step. Without this limit, a client that sends one long prompt
+#: after another would stop the decoding of all other requests.
 LONGEST_PAUSE = 0.02
 #: A body is large from this number of bytes on: tokenizing its prompt takes 10 ms or more.
 LARGE = 32 << 10
@@ -109,7 +109,7 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Sets a generation config with which every request can be decoded; logs a warning about fields that were left out.
+        """Gives the model a generation config with which every request can be decoded. Logs a warning about fields that were dropped.
 
         Returns:
             `config`, which holds settings of `strategy`, with the checkpoint's drafting hints added.
@@ -185,7 +185,7 @@ class Service:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Counts a slow request while it waits or is prepared. Called in the event loop.
+        """A context that counts a slow request while it waits or is prepared. Called in the event loop.
 
         Raises:
             QueueFull: the greatest allowed number of slow requests already waits.
@@ -210,7 +210,7 @@ class Service:
                 raise self.limits.too_long(f"more than {least}", self.slots)
 
     def check_count(self, body: Body, prompts: int) -> int:
-        """The number of texts that a body with `prompts` prompts asks for. Raises Refusal if the number exceeds its limit."""
+        """The number of choices that a body with `prompts` prompts asks for. Raises Refusal if the number exceeds its limit."""
         count = (body.n or 1) * prompts
         self.limits.check_texts(count)
         return count

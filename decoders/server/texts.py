@@ -121,7 +121,7 @@ class Job:
 
     def metrics(self) -> dict[str, Any]:
         """The ``metrics`` object: the acceptance of drafts in vLLM's form, which AIPerf reads. Empty without drafts, or for several
-        texts.
+        choices.
         """
         reports = self._reports
         if len(self.choices) != 1 or not reports or not reports[0].drafted:
@@ -217,7 +217,7 @@ class _Held:
     drafted: bool
 
     def at(self, place: int) -> tuple[_Held, _Held | None]:
-        """Splits the token at a place in `matched`: the part in front, and the rest if there is any."""
+        """Splits the token at a place in `matched`. Returns the part before the place, and the rest (None without a rest)."""
         if place >= len(self.matched):
             return self, None
         return (
@@ -248,7 +248,7 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # For each token of the unsettled text: the text up to and including the token, and whether the token was drafted.
+        # For each token whose text may still change: the text up to and including the token, and whether the token was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
@@ -270,10 +270,10 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece`, the text of the unsettled tokens, among these tokens, in order.
+        """Divides `piece` among the tokens in `_unsettled`, which have this text together.
 
         Args:
-            token: the last of the unsettled tokens. A special token may be shown, or be matched with stop strings, by name.
+            token: the last of these tokens. The name of a special token may be shown, or be searched for stop strings.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)
