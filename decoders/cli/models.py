@@ -234,7 +234,7 @@ def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> 
 def load_assistant(
     name: str | None, model: str, dtype: str, needed: bool, device: str | None = None
 ) -> PreTrainedModel | None:
-    """The draft model: `name` if given, else the demo's draft if a draft model is `needed` for the demo `model`."""
+    """The draft model called `name`. Without a name: the demo's draft model if `model` is the demo and it is `needed`, else None."""
     if name == DEMO or (name is None and needed and model == DEMO):
         name = f"{DEMO}:draft"
     return None if name is None else load(name, dtype, device)[0]

@@ -93,9 +93,10 @@ class Generation:
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
-        """Calls `function` with this generation when the request is done. The decoding thread makes the call, so `function` must be quick.
+        """Calls `function` with this generation when the request is done.
 
-        An exception in `function` is logged by the logger ``decoders``; other requests continue.
+        The decoding thread makes the call, so `function` must be quick. An exception in `function` is logged by the logger
+        ``decoders``; other requests continue.
         """
         with self._changed:
             if not self._done:

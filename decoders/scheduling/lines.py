@@ -68,7 +68,7 @@ def input_lines(path: Path) -> Iterator[InputLine]:
     Raises:
         SettingsError: the file cannot be read, its suffix is unknown, or its first line does not have the suffix's format.
     """
-    whole = "" if is_json(path) else "\r\n"  # blanks around JSON have no meaning, but blanks around a plain prompt do
+    whole = "" if is_json(path) else "\r\n"  # blanks belong to a plain prompt, but not to JSON
     try:
         with path.open("rb") as file:
             number = 0

@@ -122,7 +122,7 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `items` without the thoughts that no later prompt contains: those without a following item of the assistant."""
+    """Returns `items` without thoughts that no later prompt contains: thoughts that no other item of the assistant follows."""
     following = [*items[1:], {}]
     return [
         each

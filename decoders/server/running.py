@@ -149,7 +149,7 @@ class Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, OSError):  # for "no descriptor left" and the like, a line without traceback is enough
+        if isinstance(error, OSError):  # errors such as "no descriptor left" need no traceback
             record.msg, record.args, record.exc_info = f"{str(record.msg).partition(chr(10))[0]}: {error}", (), None
         message, now = str(record.msg)[:100], time.monotonic()
         if now - self._shown.get(message, -SELDOM) < SELDOM:

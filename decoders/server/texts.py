@@ -1,6 +1,6 @@
 """The texts of a request while they are generated.
 
-Texts are passed on in pieces. No piece ends within a character, or within what may become a stop string.
+Texts are passed on in pieces. No piece ends within a character, or within text that may become a stop string.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Job:
         return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
     def usage(self, thought: int = 0) -> dict[str, Any]:
-        """The ``usage`` object: OpenAI's counts, and ours under ``decoders``. thought: number of tokens in thoughts."""
+        """The ``usage`` object: OpenAI's counts, and further counts under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
         lengths = _summed([report.accepted_lengths for report in reports])
