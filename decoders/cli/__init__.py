@@ -26,7 +26,7 @@ INSTEAD = {
     "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
 }
-#: What to do instead of a further argument, by command.
+#: Advice for a user who gives a command one argument too many, by command.
 FURTHER = {
     "generate": "Put a prompt of several words in quotes",
     "strategies": "`decoders config STRATEGY` explains the settings of a strategy",
@@ -36,7 +36,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(catalogue.ExtensibleGroup):
-    """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, an OSError with 1."""
+    """A group of commands. An expected error gives one red line and an exit code: 2 for a :class:`DecodersError`, 1 for an OSError."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
         try:
@@ -59,7 +59,7 @@ class Group(catalogue.ExtensibleGroup):
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            # Callers in Python pass the draft model as assistant_model=; in quotes it is what the user typed.
+            # The command line's name for assistant_model= is --assistant. In quotes the name is what the user typed, and stays.
             _print_error(re.sub(r"(?<![\w'\"])assistant_model=?(?!\w)", "--assistant", str(error)))
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:

@@ -1,4 +1,4 @@
-"""``decoders bench``: strategies and transformers' own methods side by side, in one run, taking turns."""
+"""``decoders bench``: measures strategies and transformers' own methods in one run, in which the methods take turns."""
 
 from __future__ import annotations
 

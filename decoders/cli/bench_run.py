@@ -45,9 +45,9 @@ class Plan:
         strategy_settings: settings of strategies, by strategy.
         loop_settings: settings of the loop that were given with ``--set``.
         compile, capacity: settings of the loop that have options of their own.
-        samplings: how tokens are drawn, measured one after the other; None is greedy.
+        samplings: the ways of drawing tokens, which are measured one after the other; None is greedy decoding.
         prompts: names of sets, or a file; None: the sets that suit the tokenizer.
-        suite: name of a published benchmark; None: none.
+        suite: name of a published benchmark; None without a benchmark.
         questions: the benchmark's questions.
         prompt_lengths: lengths of random prompts; None if prompts are texts.
         limit: most prompts of a kind.
@@ -132,7 +132,7 @@ def checked_strategies(
 
 
 def checked_baselines(baselines: Sequence[str] | None) -> list[str] | None:
-    """Names of transformers' methods; None for all. Raises UnknownNameError, SettingsError: a name is misspelt, or its brackets are."""
+    """Names of transformers' methods; None for all. Raises UnknownNameError, SettingsError: a name or its brackets are wrong."""
     names = pieces(baselines) or []
     if names == ["all"]:
         return None

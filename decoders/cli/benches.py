@@ -90,7 +90,9 @@ def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") 
 def with_options_of(
     function: Callable[..., Any], without: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a command ``f(own…, **options)`` the options of `function`, except `without`, after its own options."""
+    """A decorator that adds options to a command ``f(own…, **options)``: after the command's own options it gets the options of
+    `function`, except the options named in `without`.
+    """
 
     def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(function, include_extras=True) | typing.get_type_hints(
@@ -142,7 +144,7 @@ def consoles(json_file: Path | None) -> tuple[Console, Console]:
     """The consoles for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-").
 
     Raises:
-        SettingsError: `json_file` cannot be written, which would else be told after minutes of measuring.
+        SettingsError: `json_file` cannot be written. This is checked here, before minutes of measuring.
     """
     check_writable("--json", json_file)
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
@@ -155,11 +157,11 @@ def importing(console: Console) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar of `total` calls. Yields a function that takes each call's description and, if known, the remaining seconds;
-    otherwise all calls are assumed to take equally long.
+    """A progress bar of `total` calls. Yields a function that takes the description of a call and the remaining seconds. Without the
+    remaining seconds, the function estimates them as if all calls took equally long.
 
-    Without a terminal, it prints lines instead: the first at once, then one in :data:`SECONDS_A_LINE` seconds, also while a call runs
-    that began sooner after a line.
+    Without a terminal, lines are printed instead: the first line at once, then at most one line in :data:`SECONDS_A_LINE` seconds.
+    A call that comes sooner gets its line when this time has passed, unless another call has come.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -47,7 +47,7 @@ OF_LAB = (
 
 
 def catalogue(kind: str) -> Items:
-    """All objects of one of :data:`KINDS`, in the order of listings; see :func:`taken`.
+    """All objects of one kind (:data:`KINDS`), in the order in which commands list them; see :func:`taken`.
 
     Raises:
         PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two plugins claim one name.
@@ -69,8 +69,8 @@ def catalogue(kind: str) -> Items:
 
 
 def taken(kind: str) -> Items:
-    """The objects of one of :data:`KINDS`, each with its class's attributes, read from the registry, not from the cached file.
-    Only plugins' grammars are listed.
+    """The objects of one kind (:data:`KINDS`), each with the attributes of its class. They are read from the registry, not from a
+    cached file. Of the grammars, only grammars of plugins are listed.
     """
     from ..registry import registry
     from ..registry.kinds import DISTRIBUTION
@@ -90,7 +90,7 @@ def taken(kind: str) -> Items:
 
 
 def added_commands() -> list[str]:
-    """The names of the commands of plugins, which torch is not imported for."""
+    """The names of the commands of plugins, read without importing torch if possible."""
     return [item["name"] for item in catalogue("commands")]
 
 
@@ -101,7 +101,7 @@ def _commands_of_plugins() -> dict[str, Callable[..., None]]:
 
 
 def _check_name(name: str, names: Iterable[str]) -> None:
-    """Raises PluginError if a command of this package, or another of the plugins' commands `names`, makes `name` unusable."""
+    """Raises PluginError if the command `name` clashes with a command of this package or with another command in `names`."""
     command: Any = get_command(command_line)
     for part in name.split():
         if not hasattr(command, "commands"):
@@ -166,7 +166,7 @@ class ExtensibleGroup(TyperGroup):
         return None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Typer's method, which also suggests names that begin with the given word."""
+        """Like Typer's method, but also suggests names that begin with the given word."""
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
@@ -182,7 +182,7 @@ class ExtensibleGroup(TyperGroup):
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Click's method, without cutting the commands' descriptions."""
+        """Like Click's method, but does not cut the commands' descriptions."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, c.get_short_help_str(limit=200)) for name, c in commands if c and not c.hidden])

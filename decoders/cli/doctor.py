@@ -84,7 +84,7 @@ def versions() -> Iterator[Finding]:
 
 
 def clash() -> Iterator[Finding]:
-    """Whether PyPI's other project ``decoders`` is installed, whose package replaces ours."""
+    """Whether another project of PyPI, called ``decoders``, is installed. Its package replaces this package."""
     try:
         other = metadata.distribution("decoders")
     except metadata.PackageNotFoundError:
@@ -148,7 +148,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def plugins() -> Iterator[Finding]:
-    """The plugins that are loaded, and those that cannot be used, with the reason."""
+    """The plugins that are loaded, and the plugins that cannot be used, with the reason."""
     from ..registry import registry
 
     infos = taken("plugins")

@@ -174,7 +174,7 @@ def generate(
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:
-    """The tokens of a prompt's text; with `chat`, of the text in the tokenizer's chat template."""
+    """The tokens of a prompt's text; with `chat`, the tokens of the text in the tokenizer's chat template."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
     from ..prompts.templates import prompt_text

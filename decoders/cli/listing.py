@@ -34,7 +34,7 @@ def strategies(as_json: Json = False) -> None:
 
 
 def shown_value(value: Any, description: str) -> str:
-    """The text for the value of a setting; for None, with the meaning that the setting's description gives it."""
+    """The value of a setting as text. For the value None, the text contains the meaning of None in the setting's description."""
     meaning = description.partition("None: ")[2].split(". ")[0].rstrip(".")
     return f"None ({meaning})" if value is None and meaning else repr(value)
 

@@ -29,11 +29,11 @@ SHOWN_SECONDS = 0.5
 class ColouredStream(BaseStreamer):
     """A streamer of one row that knows which of its tokens were accepted draft tokens.
 
-    All tokens of a step but the last were drafted; the last is the target's own. (If the end of the row cuts a step short, the
+    All tokens of a step but the last were drafted; the target chose the last token. (If the end of the row cuts a step short, the
     step's last token may have been drafted, too.)
 
     Attributes:
-        pieces: (text, accepted) per token, with "" for tokens whose text is not known yet; at the end there may be one more.
+        pieces: (text, accepted) per token, with "" for tokens whose text is not known yet; :meth:`end` may add one more piece.
         steps: number of steps so far.
         drawing: seconds spent in `on_change`.
     """

@@ -80,7 +80,7 @@ def use_threads(number: int | None) -> int | None:
     return number
 
 
-#: Arguments and options that several commands have. Each command that loads a model has the last three.
+#: Arguments and options that several commands have. Each command that loads a model has `Dtype`, `Device` and `Threads`.
 ModelName = Annotated[
     str,
     typer.Argument(callback=known_place, help='Folder, hub name or GGUF file of a causal language model, or "demo".'),
@@ -234,7 +234,7 @@ def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> 
 def load_assistant(
     name: str | None, model: str, dtype: str, needed: bool, device: str | None = None
 ) -> PreTrainedModel | None:
-    """The draft model: `name` if given, else the demo's draft if a draft model is `needed` for the demo `model`."""
+    """The draft model called `name`. Without a name: the demo's draft model if `model` is the demo and it is `needed`, else None."""
     if name == DEMO or (name is None and needed and model == DEMO):
         name = f"{DEMO}:draft"
     return None if name is None else load(name, dtype, device)[0]
@@ -243,7 +243,7 @@ def load_assistant(
 def needs_assistant(
     strategies: Sequence[str], assistant: str | None, model: str, settings: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether one of `strategies` (``"a+b"`` merges) with `settings` needs a draft model; a strategy whose settings name one does not.
+    """Whether one of `strategies` (``"a+b"`` merges) needs a draft model. A strategy whose `settings` name a draft model does not.
 
     Raises:
         UnknownNameError, PluginError: no usable strategy has this name. SettingsError: a setting is wrong, or a draft model is needed,
@@ -269,7 +269,7 @@ def device_called(device: str | None) -> torch.device:
         from ..common.devices import present
 
         said = str(error).splitlines()[0]
-        if said.startswith("Expected one of"):  # twenty kinds, most of which nobody has
+        if said.startswith("Expected one of"):  # torch lists twenty kinds of devices
             said = "there is no such kind of device"
         raise SettingsError(f"--device {device}: {said}. This machine has {', '.join(present())}") from error
 

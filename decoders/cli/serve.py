@@ -162,14 +162,14 @@ def serve(
     )  # fmt: skip
     set_aside()
     _announce(server, service.name, console)
-    # At the end uvicorn raises again the signal that ended it.
+    # When the server has ended, uvicorn raises once more the signal that ended it.
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises SettingsError if the server cannot listen there; else minutes of loading would come before uvicorn's error."""
+    """Raises SettingsError if the server cannot listen at `host` and `port`. uvicorn would raise only after minutes of loading."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, *_, address in places:

@@ -250,7 +250,7 @@ def draft(
 
 
 def conclude(figures: dict[str, Any], job: Job) -> None:
-    """Prints the results of a training, as JSON if it has shown no progress."""
+    """Prints the results of a training, as JSON with ``--json``."""
     if job.console is None:
         typer.echo(json.dumps(figures, indent=2))
         return
@@ -260,7 +260,7 @@ def conclude(figures: dict[str, Any], job: Job) -> None:
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
-    """Lines about the network's size and the acceptance of its drafts, by kind of text; for a draft model greedy and sampled."""
+    """Yields lines about the network's size and the acceptance of its drafts by kind of text; for a draft model, greedy and sampled."""
     if "parameters" in figures:
         beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
         yield f"{figures['parameters']:,} parameters{beside}"

@@ -1,4 +1,4 @@
-"""Shared by the training commands: options, the model and the texts that they name, and the command line for cards."""
+"""Shared by the training commands: options, the model and the texts that they name, and the command line for model cards."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def prepared(
 
 
 def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
-    """The demo models' own texts: the files that trained them, the files that the demo's prompts come from as test texts, and all
-    other files as held-out texts.
+    """The demo models' own texts. Training texts are the files on which the models were trained, test texts are the files from which
+    the demo's prompts come, and held-out texts are all other files.
 
     Args:
         edit_tasks: number of edit tasks among the training texts; held-out texts and test texts have a twentieth as many each.
@@ -150,5 +150,5 @@ def indices(layers: str | None) -> tuple[int, ...] | None:
 
 
 def command_line() -> str:
-    """The command line of this process, for a card."""
+    """The command line of this process, for a model card."""
     return shlex.join(["decoders", *sys.argv[1:]])

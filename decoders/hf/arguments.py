@@ -1,6 +1,6 @@
-"""Checks the arguments of ``generate`` with a strategy: each is honoured, translated or refused. Checks the prompts, too.
+"""Checks a call of ``generate`` with a strategy: each argument is honoured, translated or refused. Checks the prompts, too.
 
-An argument in none of the tables is unknown; a test compares the tables with the installed transformers.
+An argument in none of the tables is refused as unknown. A test compares the tables with the installed transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OWN = (
     "strategy", "strategy_config", "decoders_config", "grammar", "thinking", "verifier", "verifier_config", "seed", "generator",
 )  # fmt: skip
 
-#: Arguments that the loop cannot honour: name → (test on the value, what to do instead).
+#: Arguments that the loop cannot honour: name → (test whether a value is refused, what to do instead).
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
     "num_beam_groups": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy="),
@@ -83,7 +83,7 @@ UNSAID = {
     "target_lookbehind": 10,
 }
 
-#: Arguments that become settings of the loop: name → (setting, function from the argument's value to the setting's).
+#: Arguments that become settings of the loop: name → (setting, function that converts the argument's value to the setting's value).
 TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "disable_compile": ("compile", lambda v: not v and "auto"),
     "prefill_chunk_size": ("prefill_chunk", lambda v: v),
@@ -106,7 +106,7 @@ HONOURED = frozenset({
 #: All arguments of ``generate``; any other argument belongs to the model's forward pass.
 PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
 
-#: Arguments of a model's forward pass that may be without effect for a text: name → whether a value is without effect.
+#: Arguments of a model's forward pass that the loop ignores if they have no effect: name → test whether a value has no effect.
 IDLE: dict[str, Callable[[Any], bool]] = {
     "token_type_ids": lambda v: isinstance(v, Tensor) and not v.any(),  # many tokenizers return zeros
     "logits_to_keep": lambda v: _is_whole(v) and v >= 0,
@@ -118,7 +118,8 @@ _WHOLE_NUMBERS = (
     "max_matching_ngram_size", "prefill_chunk_size",
 )  # fmt: skip
 
-#: Arguments whose wrong values would fail later, with an unclear error or silently: name → (test on the value, what it must be).
+#: Arguments whose wrong values would fail later, with an unclear error or silently: name → (test whether a value is right, the right
+#: values).
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_return_sequences": (lambda v: v >= 1, "at least 1"),
     "stop_strings": (
@@ -131,7 +132,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stopping_criteria": (lambda v: _are(v, callable), "a list of StoppingCriteria objects"),
     "assistant_tokenizer": (lambda v: isinstance(v, PreTrainedTokenizerBase), "a tokenizer of transformers"),
     "temperature": (lambda v: _is_number(v), "a number above 0"),
-    "top_p": (lambda v: _is_number(v) and v <= 1, "a number from 0 to 1"),  # transformers leaves out what is above 1
+    "top_p": (lambda v: _is_number(v) and v <= 1, "a number from 0 to 1"),  # transformers ignores values above 1
     "min_p": (lambda v: _is_number(v), "a number from 0 to 1"),
     "typical_p": (lambda v: _is_number(v), "a number from 0 to 1"),
     "repetition_penalty": (lambda v: _is_number(v), "a number above 0"),
@@ -170,7 +171,7 @@ def refuse_arguments(
     """Raises for arguments that the loop cannot honour exactly, before anything is changed.
 
     Args:
-        takes: names of the forward pass's arguments besides text, images for example.
+        takes: names of the forward pass's arguments for other inputs than text, such as images.
 
     Raises:
         UnsupportedError: an argument of :data:`REFUSED`, or an argument of the forward pass that the loop does not pass on.
@@ -225,7 +226,7 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
     """The drafting hints in `source`."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
-    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # a learnt length never outlives its call
+    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # draft lengths are learnt per call
         hints["num_assistant_tokens_schedule"] = "heuristic"
     return hints
 
@@ -282,7 +283,7 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
 
 
 def said_in(configs: list[GenerationConfig], name: str) -> Any:
-    """As :func:`first_of`; None for values of :data:`UNSAID`."""
+    """Like :func:`first_of`, but None for a value of :data:`UNSAID`, which the user did not choose."""
     value = first_of(configs, name)
     return None if value == UNSAID.get(name, object()) else value
 
@@ -297,12 +298,12 @@ ID_TYPES = (torch.int64, torch.int32)
 
 
 def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, cached: int = 0) -> None:
-    """Raises for every error in the prompts, before anything is changed.
+    """Raises if the prompts have an error, before anything is changed.
 
     Args:
         input_ids: ``[B, P]``.
         attention_mask: ``[B, P]`` of zeros and ones.
-        cached: tokens in the caller's cache, which the mask may cover, too.
+        cached: number of tokens in the caller's cache, which the mask may cover, too.
 
     Raises:
         InputError: `input_ids` are no tensor, have another shape or dtype, or an id outside the vocabulary; or the mask is invalid.
@@ -359,7 +360,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int |
 
     Args:
         attention_mask: ``[B, P]`` of zeros and ones.
-        inferred_from: the padding token from which transformers inferred the mask, None if the user gave it.
+        inferred_from: the padding token from which transformers inferred the mask; None if the user gave the mask.
 
     Raises:
         ContextLengthError: a row is empty. UnsupportedError: a mask with holes or right padding.
@@ -385,7 +386,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int |
 def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int) -> None:
     """Raises ContextLengthError if a prompt is empty or prompt and new tokens do not fit the model's positions.
 
-    The last new token needs no position, because it is never read.
+    The last new token needs no position, because the model never reads it.
     """
     longest, context = max(len(p) for p in prompts), context_length(model)
     if min(len(p) for p in prompts) == 0:

@@ -24,12 +24,12 @@ from .translation import TokenMap, tokens_of, translated
 
 log = logging.getLogger("decoders")
 
-#: A comparison of vocabularies is logged if it takes longer than this (seconds).
+#: A comparison of vocabularies is logged if it takes longer than this number of seconds.
 SLOW = 2.0
 
 
 class Assistants:
-    """The draft models of one enabled model. The engine of a draft model is dropped with the draft model."""
+    """The draft models of one enabled model. When a draft model is freed, its engine is freed, too."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
@@ -96,7 +96,8 @@ class Assistants:
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
-        """The draft model with the target's vocabulary; created once, and again after somebody changes its embedding or head.
+        """A copy of the draft model with the target's vocabulary. The copy is created once, and again after the draft model's embedding
+        or head has changed.
 
         Raises:
             UnsupportedError: `difference` if a tokenizer is missing; or the vocabularies share too few tokens.
@@ -117,7 +118,7 @@ class Assistants:
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """Loads a draft model in the target's dtype and on its device, and the draft's tokenizer (None if there is none).
+        """The draft model at `path`, in the target's dtype and on the target's device, and its tokenizer (None if there is none).
 
         Raises:
             UnsupportedError: the model was not found.
@@ -144,7 +145,7 @@ class CallAssistants:
         kept: all draft models of the target.
         target: the enabled model.
         engine, tokenizer: the target's engine and tokenizer.
-        assistant_tokenizer: the tokenizer of a draft model that the caller passes as an object, or of a folder without one.
+        assistant_tokenizer: the tokenizer of a draft model that is an object, or whose folder has no tokenizer.
         runtime: settings of the call.
     """
 
@@ -159,7 +160,8 @@ class CallAssistants:
         """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: there is no such model, its vocabulary or device is not the target's, or the loop lacks its design.
+            UnsupportedError: the model was not found, its vocabulary cannot be mapped to the target's, it is on another device than the
+                target, or the loop does not support its design.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine
@@ -185,7 +187,7 @@ class CallAssistants:
         """See :attr:`decoders.strategy.Context.vocabulary_of`.
 
         Raises:
-            UnsupportedError: no such model, or the bytes of its tokens are unknown.
+            UnsupportedError: the model was not found, or the bytes of its tokens are unknown.
         """
         model, tokenizer = self._loaded(model)
         try:
@@ -193,7 +195,7 @@ class CallAssistants:
             return None
         except UnsupportedError as difference:
             if self.tokenizer is None or tokenizer is None:
-                return None  # `draft` raises the error when it opens the model
+                return None  # `Context.draft` will raise the error
             try:
                 tokens = self.kept.tokens(model, self.target, self.tokenizer, tokenizer)
             except UnsupportedError as error:
@@ -204,10 +206,10 @@ class CallAssistants:
         return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
 
     def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer: the caller's `assistant_tokenizer` if the model is an object or its folder has none.
+        """A draft model and its tokenizer. If the model is an object, or its folder has no tokenizer, this is `assistant_tokenizer`.
 
         Raises:
-            SettingsError: `assistant_tokenizer` is another model's.
+            SettingsError: `assistant_tokenizer` belongs to another model.
         """
         loaded, own = self.kept.load(model, self.target) if isinstance(model, str) else (model, None)
         if own is None and self.assistant_tokenizer is not None:
@@ -228,8 +230,8 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedError unless every id means the same token in both models.
 
-    Compares the tokenizers if both are known, else the sizes of the heads. Sizes may differ by padding: by less than
-    :data:`~decoders.hf.tokenizers.PADDING`, or by what a head has beyond the target's tokenizer.
+    Compares the tokenizers if both are known, else the sizes of the heads. The sizes may differ by padding: by less than
+    :data:`~decoders.hf.tokenizers.PADDING`, or by the entries that a head has in addition to the target's tokenizer.
     """
     if draft is target:
         return
@@ -252,7 +254,7 @@ def check_vocabulary(
         )
 
 
-#: Per draft tokenizer: the target's tokenizer that it was compared with, the sizes of both at that time, and their difference.
+#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and their difference.
 _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
     weakref.WeakKeyDictionary()
 )

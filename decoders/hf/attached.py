@@ -39,7 +39,7 @@ class Unloading:
 
     Attributes:
         wrapper: the ``PeftModel``.
-        method: the name of its method.
+        method: the name of the replaced method.
         ready: prepares the wrapper for unloading, and returns the function that enables the remaining model.
     """
 
@@ -112,7 +112,7 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
             "the loop would decode without the adapter. Call generate without strategy= for this adapter."
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
-    # PEFT also puts the model's own method back as an attribute: only another method is an adapter's.
+    # PEFT also sets the model's own method as an attribute again: only a different method comes from an adapter.
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     if replaced is not None and getattr(replaced, "__func__", None) is not own:
         raise UnsupportedError(

@@ -53,11 +53,11 @@ class Beginning(ABC):
     def read(
         self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
     ) -> GivenPrompts:  # fmt: skip
-        """The keys and values of `rows` prompts.
+        """The keys and values of the beginnings of `rows` prompts.
 
         Args:
             engine: the engine of `model`.
-            mask: ``[rows, …]``.
+            mask: attention mask ``[rows, …]``.
             copies: rows per prompt (``num_return_sequences``).
             side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         """
@@ -100,8 +100,8 @@ class CallCache(Beginning):
     """The caller's key-value cache.
 
     Attributes:
-        name: the argument.
-        length: tokens in the cache, padding included.
+        name: the argument that holds the cache.
+        length: number of tokens in the cache, padding included.
     """
 
     name: str
@@ -196,7 +196,7 @@ class SoftPrompt(Beginning):
 
     Attributes:
         wrapper: the ``PeftModel``.
-        name: names PEFT's method, for errors.
+        name: name of PEFT's method, for errors.
         length: number of virtual tokens.
     """
 
@@ -206,7 +206,7 @@ class SoftPrompt(Beginning):
 
     @staticmethod
     def of(wrapper: Any) -> SoftPrompt | None:
-        """The active soft prompt; None if adapters change layers only, and within ``disable_adapter``."""
+        """The active soft prompt; None within ``disable_adapter``, and if the active adapters only change layers."""
         if wrapper is None or getattr(wrapper, "_adapters_disabled", False):
             return None
         configs = (wrapper.peft_config.get(name) for name in getattr(wrapper, "active_adapters", ()))

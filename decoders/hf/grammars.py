@@ -26,7 +26,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Grammars:
-    """One grammar per row, None for rows without one; empty without ``grammar=``."""
+    """A grammar and a report per row; None for a row without a grammar. Empty without ``grammar=`` and ``thinking=``."""
 
     rows: tuple[CompiledGrammar | None, ...] = ()
     uses: tuple[GrammarUse | None, ...] = ()
@@ -41,7 +41,7 @@ class Grammars:
         Args:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
             rows: rows of the batch.
-            per_prompt: successive rows that share a prompt.
+            per_prompt: number of successive rows that share a prompt.
             thinking: the value of ``thinking=``.
             prompts: token ids per row; a prompt may end within a thought.
 
@@ -87,7 +87,7 @@ class Grammars:
         return any(grammar is not None for grammar in self.rows)
 
     def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
-        """Notes for every row whether its text is complete and valid. texts: token ids, stop tokens included.
+        """Reports for every row whether its text is complete and valid. texts: token ids, stop tokens included.
 
         Some schemas have conditions that no grammar expresses: a complete text that breaks such a condition gives a warning.
         """

@@ -54,7 +54,7 @@ def inputs_of(
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
         repeats: rows per prompt.
-        divides: whether to divide the images among the prompts, so that each prompt is read alone, if the division is clear.
+        divides: whether to divide the images among the prompts if the division is clear, so that the model can read each prompt alone.
 
     Raises:
         UnsupportedError: a prompt ends with an image.
@@ -82,7 +82,7 @@ def inputs_of(
     digest, hashes = _digest(contents), []
     for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         types = [kind[row, width - length :][:end] for kind in kinds.values()]
-        # The placeholders of the prompts before this one decide which images belong to it.
+        # The placeholders of the earlier prompts decide which images belong to this prompt.
         taken = [input_ids[each][special[each]] for each in range(row)]
         hashes.append(_digest((digest, taken, types)) if end else "")
     arguments = _prepared(model, given, input_ids, mask)
@@ -107,7 +107,7 @@ def inputs_of(
 
 
 def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any]] | None:
-    """Divides `contents` among the prompts; None if the division is unclear. The model may still refuse it when it reads a prompt.
+    """Divides `contents` among the prompts; None if the division is unclear. The model may still refuse the share of a prompt.
 
     Args:
         special: ``[B, P]`` bool, positions of images.
@@ -159,11 +159,11 @@ def _prepared(
 
 
 def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
-    """Per prompt, the position of the next token minus the number of tokens: not 0 if an image's positions are more or fewer."""
+    """Per prompt, the position of the next token minus the number of tokens. An image may have more or fewer positions than tokens."""
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # With M-RoPE, a token has several positions. They are equal for a text token, except a first one that only counts tokens.
+    # With M-RoPE, a token has several positions. For a text token they are equal; only a first position may count tokens instead.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]

@@ -19,17 +19,17 @@ from ..sampling.top import MOST_OF_TOP_K
 
 #: Score of a token that an operation rules out.
 REMOVED = float("-inf")
-#: Operations whose values depend on the prompt's length or the output's.
+#: Operations whose values depend on the length of the prompt or of the output.
 AT_A_LENGTH = frozenset({"min_new_tokens", "suppress_at", "forced_tokens"})
 
-#: The name of an operation, its value, and its sequences of tokens.
+#: The name of an operation, its value, and its token sequences, each with a bias.
 Operation = tuple[str, float, tuple[tuple[tuple[int, ...], float], ...]]
 
 
 class TokenPenalties(LogitsProcessor):
     """``frequency_penalty`` and ``presence_penalty``: ``score - count * frequency - (count > 0) * presence``.
 
-    ``count`` is how often the new text has the token.
+    ``count`` is how often the token occurs in the new text.
 
     Args:
         prompt: number of prompt tokens.
@@ -63,7 +63,7 @@ class PaddedPrompts:
         return self.ids.shape[1]
 
     def starts_at(self, places: Tensor) -> bool:
-        """Whether the texts begin at `places` ``[B]``."""
+        """Whether the prompts begin at `places` ``[B]``, behind their padding."""
         if self.mask is None or self.mask.shape != self.ids.shape:
             return not places.any()
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
@@ -81,10 +81,13 @@ class PaddedPrompts:
 def plan_sampling(
     processors: LogitsProcessorList, prompts: PaddedPrompts, config: GenerationConfig, stop_tokens: tuple[int, ...]
 ) -> tuple[SamplingPlan, tuple[float, ...], OperationSequences, Processors | None]:
-    """Translates transformers' processors to operations inside the step, or keeps all of them for the host.
+    """Translates transformers' processors to operations inside the step, or keeps all processors on the host.
 
     Recognises exact types only, because a subclass may do anything. If the plan cannot express one of the processors (for its
-    `filter_value`, for example), all stay on the host, because their order matters.
+    `filter_value`, for example), all processors stay on the host, because their order matters.
+
+    Returns:
+        The plan, the values of its operations, their token sequences, and the processors that stay on the host (None if none do).
     """
     keep_scores, sample = bool(config.return_dict_in_generate and config.output_scores), bool(config.do_sample)
     each = [_operations(processor, prompts, stop_tokens) for processor in processors]
@@ -96,7 +99,7 @@ def plan_sampling(
 
 
 def _operations(x: Any, prompts: PaddedPrompts, stop_tokens: tuple[int, ...]) -> list[Operation] | None:
-    """The operations that do the same as processor `x`; None if it cannot be expressed by operations."""
+    """The operations that do the same as processor `x`; None if no operations do."""
     length = prompts.length
     forced: Callable[[Any, int], list[Operation] | None] = lambda tokens, place: (  # noqa: E731
         [("forced_tokens", place - length, own)] if prompts.have(own := _alone(tokens, 0.0)) else None
@@ -161,7 +164,7 @@ def _repetition(x: Any, prompts: PaddedPrompts) -> list[Operation] | None:
 
 def _biases(biases: Mapping[tuple[int, ...], float], prompts: PaddedPrompts) -> list[Operation] | None:
     """`biases` as operations; None if the model lacks a token (transformers raises), or the order of additions would change a sum."""
-    biases = {tokens: bias for tokens, bias in biases.items() if tokens}  # transformers passes over empty ones
+    biases = {tokens: bias for tokens, bias in biases.items() if tokens}  # transformers skips empty sequences
     ends = Counter(tokens[-1] for tokens, bias in biases.items() if bias != REMOVED)
     if not prompts.have(biases.items()) or max(ends.values(), default=0) > 2:
         return None

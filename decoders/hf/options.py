@@ -72,14 +72,14 @@ class Options:
     """How one call decodes.
 
     Attributes:
-        strategy: drafts.
-        verifier: decides what is accepted.
+        strategy: proposes draft tokens.
+        verifier: decides which draft tokens are accepted.
         runtime: settings of the loop.
         grammar: the value of ``grammar=``, as given.
         thinking: the value of ``thinking=``, as given.
-        seed: as given.
-        generator: as given.
-        configs: generation configs; a value counts from the first config that has it.
+        seed: the value of ``seed=``, as given.
+        generator: the value of ``generator=``, as given.
+        configs: generation configs; the first config that sets a value decides.
         arguments: all other arguments, for transformers.
     """
 
@@ -100,9 +100,9 @@ class Options:
         """The options of a call; None for a call without a strategy, which transformers' ``generate`` decodes.
 
         Args:
-            arguments: of ``generate``.
+            arguments: arguments of ``generate``.
             config: the model's generation config.
-            defaults: for options that neither `arguments` nor `config` have.
+            defaults: give the options that neither `arguments` nor `config` have.
 
         Raises:
             SettingsError, UnknownNameError, UnsupportedError, PluginError.
@@ -153,7 +153,7 @@ class Options:
         )
 
     def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
-        """Splits off the arguments called `names`: returns their values that are not None, and options without them."""
+        """Takes out the arguments called `names`. Returns the taken arguments that are not None, and the remaining options."""
         taken = {name: value for name, value in self.arguments.items() if name in names}
         others = {name: value for name, value in self.arguments.items() if name not in names}
         given = {name: value for name, value in taken.items() if value is not None}
@@ -162,7 +162,7 @@ class Options:
     def check(self) -> None:
         """Raises UnsupportedError if the strategy lacks an argument that it needs, or gets two draft models.
 
-        Only warns of a draft model that the strategy does not use, so that the same call can be tried with every strategy.
+        A draft model that the strategy does not use only gives a warning, so that the same call can be tried with every strategy.
         """
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
@@ -225,7 +225,7 @@ class OwnDefaults:
     @staticmethod
     def of(config: GenerationConfig, strategy: str, strategy_config: Mapping[str, Any]) -> OwnDefaults:
         """Removes values that ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), sampling at temperature 0, and
-        ``num_return_sequences`` (a request has its own argument). Turns drafting hints into settings of `strategy` if it has them.
+        ``num_return_sequences`` (a request has its own argument). Turns drafting hints into settings if `strategy` has these settings.
 
         Args:
             strategy, strategy_config: the defaults of requests; these settings override hints.

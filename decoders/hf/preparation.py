@@ -1,4 +1,4 @@
-"""Translates the processors, criteria and generation config that transformers prepares; reused by calls of the same kind."""
+"""Translates the processors, criteria and generation config that transformers prepares for a call. Calls of a kind share the result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..sampling.prefixes import OperationSequences
 from ..sampling.processors import SamplingPlan
 from .operations import AT_A_LENGTH, PaddedPrompts, plan_sampling
 
-#: Criteria that the step decides itself.
+#: Stopping criteria that the step decides itself.
 _INSIDE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
-#: Criteria that judge rows independently, by exact type.
+#: Exact types of stopping criteria that decide each row independently.
 _BY_ROW = (stopping_criteria.StopStringCriteria, stopping_criteria.MaxTimeCriteria)
 
 #: Arguments of ``generate`` that differ between calls of a kind, or that transformers does not get.
@@ -100,11 +100,11 @@ class Preparation:
 
 
 def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], arguments: Mapping[str, Any]) -> Kind | None:
-    """The key of a call's preparation: all its inputs except prompt and length; None if it cannot be reused."""
+    """The key of a call's preparation: all its inputs except prompt and length; None if the preparation cannot be reused."""
     ids, mask, count = (arguments.get(name) for name in ("input_ids", "attention_mask", "max_new_tokens"))
     if not isinstance(ids, Tensor) or len(ids) != 1 or mask is None or type(count) is not int or count < 1:
         return None
-    if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # may depend on the prompt
+    if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # it may depend on the prompt
         return None
     values = [{name: value for name, value in arguments.items() if name not in _OWN}, *map(vars, configs)]
     values[0].pop("generation_config", None)  # `configs` holds it

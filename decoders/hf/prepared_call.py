@@ -84,7 +84,7 @@ class StreamAligner:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call as a request; converts the request's output to transformers' form.
+    """A call of ``generate`` as a request, which also converts the request's output to transformers' form.
 
     Attributes:
         engine: the model's engine.
@@ -102,7 +102,7 @@ class PreparedCall:
     config: GenerationConfig
 
     def judge(self, written: RequestOutput) -> None:
-        """Adds to the report whether the texts conform to their grammars; slow if a schema has conditions beyond its grammar."""
+        """Adds to the report whether the texts conform to their grammars. Slow if a schema has conditions beyond its grammar."""
         written.report.grammars = self.grammars.judge(written.generated)
 
     def result(self, written: RequestOutput) -> Tensor | DecodersOutput:

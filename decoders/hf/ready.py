@@ -31,7 +31,7 @@ TOKENS = 32
 
 @dataclass(frozen=True)
 class WarmupPart:
-    """The warm-up of a strategy with a number of rows.
+    """The costs of warming up one strategy with one number of rows.
 
     Attributes:
         strategy: name.
@@ -58,7 +58,7 @@ class Warmup:
         pack_seconds: seconds of creating the engine and its quantized weights; 0.0 if the engine existed.
         compile_seconds: seconds of compiling the forward pass and the strategies' functions.
         compilations: number of compiled graphs.
-        parts: an entry per number of rows and strategy, in the order of the arguments.
+        parts: an entry per number of rows, strategy and kind of sampling, in the order of the arguments.
     """
 
     pack_seconds: float
@@ -124,7 +124,7 @@ class Calibration:
 
     Attributes:
         curve: the model's cost curve, earlier measurements included.
-        assistant: the draft model's cost curve, if there is a draft model; one of its forward passes costs a step of one node.
+        assistant: the draft model's cost curve; None without a draft model. Its forward pass costs as much as a step of one node.
         strategies: costs of the strategies that the model can use without further files.
         path: the curve's file.
     """

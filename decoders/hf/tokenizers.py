@@ -1,4 +1,4 @@
-"""Checks that a tokenizer belongs to a model: with another model's ids, grammars, stop strings and drafts from texts are wrong."""
+"""Checks that a tokenizer belongs to a model. With another model's token ids, grammars, stop strings and drafts would be wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PADDING, PADDED_PART = 256, 32
 
 
 def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokenizer", owner: str = "model") -> None:
-    """Raises SettingsError if `tokenizer` is text or a processor, or has other stop tokens or far more or fewer tokens than `model`.
+    """Raises SettingsError if `tokenizer` is a string or a processor, has other stop tokens than `model`, or has far more or fewer
+    tokens than `model`.
 
     Args:
         name, owner: the argument, and what `model` is, for the error.

@@ -31,8 +31,8 @@ class TokenMap:
 
     Attributes:
         written: ``[V]`` int64, the draft's token with the same bytes; -1 if there is none.
-        read: ``[V]`` int64, the token that the draft reads: `written`, or the last token of the draft's encoding of the text, so that
-            every token takes one slot in both caches.
+        read: ``[V]`` int64, the token that the draft reads: `written` or, if it is -1, the last token of the draft's encoding of the
+            text. So every token takes one slot in both caches.
         shared: fraction of the target's text tokens that the draft has.
         own: the target's tokens in bytes.
         other: the draft's tokens in bytes.

@@ -1,4 +1,4 @@
-"""Replaces ``model.generate``: the loop decodes a call with a strategy, transformers a call without."""
+"""Replaces ``model.generate``: the loop decodes calls with a strategy, and transformers decodes calls without a strategy."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ class Generate:
 
     @contextmanager
     def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """Keeps other calls from changing the model, if its ``generate`` may change it (:func:`may_change_itself`).
+        """A context that keeps other calls from changing the model, if its ``generate`` may change it (:func:`may_change_itself`).
 
         Raises:
-            UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with it.
+            UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with the model.
         """
         if not may_change_itself(self.model):
             yield
@@ -132,7 +132,7 @@ class Generate:
             yield
 
     def share(self, scheduler: Any) -> None:
-        """Lets no call change the model while `scheduler` is ``alive``. Waits for the end of a call that has changed it."""
+        """Lets no call change the model while `scheduler` is ``alive``. First waits for a running call that has changed the model."""
         with self._lock if may_change_itself(self.model) else nullcontext():
             self._schedulers.add(scheduler)
 
@@ -153,7 +153,7 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
-        """Checks a call before anything is changed, then prepares it. shares: whether it is decoded with other calls' rows."""
+        """Checks a call before anything is changed, then prepares it. shares: whether the call shares steps with other requests."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
         if ready is None:  # an existing engine means that the model was checked
@@ -235,7 +235,7 @@ class Generate:
 
     @contextmanager
     def ahead(self) -> Iterator[float]:
-        """Gives this thread the model before other waiting threads; yields the seconds waited."""
+        """A context that gives this thread the model before other waiting threads. Yields the seconds that this thread waited."""
         begun = time.monotonic()
         self._lock.acquire(first=True)
         try:
@@ -321,7 +321,7 @@ def _precision(runtime: RuntimeSettings) -> Precision:
 
 
 def ordinary_device(model: PreTrainedModel) -> AbstractContextManager:
-    """Sets a default device that the loop can work with.
+    """A context in which torch's default device is a device that the loop can work with.
 
     The default stays if it is the model's device or the CPU, because the caller's processors and streamers may rely on it.
     """

@@ -1,4 +1,4 @@
-"""The arguments of a scheduler and its requests that ``generate`` does not have, and their checks."""
+"""Checks the arguments of a scheduler and of its requests that ``generate`` does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handle of a request: its result, its tokens as they are written, and a way to cancel it."""
+"""The handle of a request: gives its result, gives its tokens as they are generated, and cancels it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Generation:
 
     Attributes:
         submitted: time of submission, by ``time.monotonic()``.
-        waited: seconds in the queue; None while it waits there.
+        waited: seconds that the request was in the queue; None while it waits there.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Generation:
         self._callbacks: list[Callable[[Generation], None]] = []
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the end and returns the new text if the prompt was text, else the result of ``generate`` for that prompt.
+        """Waits until the request ends. Returns the new text if the prompt was text, else the result of ``generate`` for the prompt.
 
         Raises:
-            TimeoutError: the request is not done within `timeout` seconds; it continues.
+            TimeoutError: the request is not done within `timeout` seconds; the request continues.
             CancelledError, DeadlineError: the request was cancelled, or its deadline passed. Errors of ``generate`` are raised as
                 they are. The error's ``partial`` is the output so far.
         """
@@ -74,7 +74,7 @@ class Generation:
         return self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the end and returns the error that :meth:`result` would raise; None if there is none.
+        """Waits until the request ends. Returns the error that :meth:`result` would raise; None without an error.
 
         Raises:
             TimeoutError: see :meth:`result`.
@@ -93,9 +93,10 @@ class Generation:
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
-        """Calls `function` with this generation when the request is done. The decoding thread waits for it, so it must be quick.
+        """Calls `function` with this generation when the request is done.
 
-        An exception in `function` is logged by the logger ``decoders``; other requests continue.
+        The decoding thread makes the call, so `function` must be quick. An exception in `function` is logged by the logger
+        ``decoders``; other requests continue.
         """
         with self._changed:
             if not self._done:
@@ -110,7 +111,7 @@ class Generation:
             log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
 
     def cancel(self) -> bool:
-        """Cancels the request; its row is free after the running step. Returns False if the request had already ended."""
+        """Cancels the request; its row becomes free after the current step. Returns False if the request had already ended."""
         with self._changed:
             if self._done:
                 return False
@@ -125,7 +126,7 @@ class Generation:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each of :attr:`tokens`, whether it was a draft token; otherwise the model itself wrote it."""
+        """For each of :attr:`tokens`, whether it was an accepted draft token. The target model chose the other tokens."""
         return [drafter != "" for drafter in self._so_far("drafters")]
 
     @property
@@ -135,7 +136,7 @@ class Generation:
 
     @property
     def times(self) -> list[tuple[float, int]]:
-        """For each step with new tokens its time, by ``time.monotonic()``, and the total number of new tokens after it."""
+        """For each step with new tokens: its time, by ``time.monotonic()``, and the number of all new tokens after the step."""
         with self._changed:
             return list(self._times)
 
@@ -161,7 +162,7 @@ class Generation:
 
     @property
     def report(self) -> Report | None:
-        """Figures of this request, once it is done. Times include steps that it shared with other requests.
+        """Figures of this request, once it is done. Times include steps that the request shared with other requests.
 
         If the grammar accepts more than its specification, the first thread that asks for the report or the result validates the
         text. The decoding thread does not, because validating may take long.
@@ -209,8 +210,8 @@ class Generation:
                 seen = len(tokens)
 
     async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
-        """Yields all tokens so far and whether the request has ended, whenever there are new tokens; raises the request's error at
-        the end.
+        """Whenever there are new tokens, yields all tokens so far and whether the request has ended. Raises the request's error at the
+        end.
         """
         news = asyncio.Event()
         try:
@@ -266,7 +267,7 @@ class Generation:
         return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
     def _wait(self, seen: int) -> tuple[list[int], bool]:
-        """Waits for more than `seen` tokens; returns all tokens and whether the request has ended."""
+        """Waits for more than `seen` tokens, or for the end. Returns all tokens, and whether the request has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._count > seen)
             return self.tokens, self._done
@@ -318,7 +319,7 @@ class Generation:
             self._call_back(function)
 
     def _abandon(self, error: BaseException) -> None:
-        """Ends the request in a forked child with `error`. Its listeners belong to the parent process."""
+        """Ends the request with `error` in a forked child. The request's listeners belong to the parent process."""
         self._renew_conditions()
         self._listeners, self._callbacks = [], []
         if not self._done:

@@ -17,7 +17,7 @@ IDLE_LANES = 2
 
 
 class Lanes:
-    """The lanes of a scheduler, for its thread only; other threads may read how many requests are running.
+    """The lanes of a scheduler. Only the scheduler's thread may change them; other threads may read the running requests.
 
     Args:
         rows: greatest number of requests that are decoded at a time.
@@ -45,13 +45,13 @@ class Lanes:
     def admit(self, generation: Generation) -> None:
         """Gives a request a row in a lane with which it can share steps, or in a new lane.
 
-        A lane that began before its passes were compiled takes no more requests. Its present requests end in it, uncompiled; new
-        requests get a new lane.
+        A lane whose requests began before the forward pass was compiled decodes these requests uncompiled to their end. It takes no
+        new requests.
         """
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
         current = [lane for lane in alike if not lane.outdated]
-        # Each lane has its own KV cache. So if two lanes are outdated already, no third lane is opened, and they take requests.
+        # Each lane has its own KV cache. So if two lanes are outdated already, they take new requests, and no third lane is opened.
         if len(alike) - len(current) > 1:
             current = alike
         lane = max((lane for lane in current if lane.free), key=lambda lane: len(lane.seats), default=None)
@@ -106,7 +106,7 @@ class Lanes:
         return True
 
     def _fail(self, lane: Lane, generations: list[Generation], error: Exception) -> None:
-        """Drops a lane and ends its requests with `error`, even if it cannot be closed."""
+        """Drops a lane and ends its requests with `error`, even if closing the lane raises."""
         del self._active[lane]
         try:
             with ExitStack() as stack:
@@ -118,14 +118,14 @@ class Lanes:
                 generation._end(copied(error))
 
     def close_idle(self, kept: int = IDLE_LANES) -> None:
-        """Closes lanes without requests, except the `kept` most recently used."""
+        """Closes idle lanes (lanes without requests), except the `kept` most recently used idle lanes."""
         idle = [lane for lane, generations in self._active.items() if not generations]
         for lane in idle[: max(len(idle) - kept, 0)]:
             del self._active[lane]
             lane.close()
 
     def close(self) -> None:
-        """Closes all lanes, even if some raise. The caller ends their requests."""
+        """Closes all lanes, even if closing one of them raises. The caller ends the requests of the lanes."""
         with ExitStack() as stack:
             for lane in self._active:
                 stack.callback(lane.close)
@@ -133,9 +133,9 @@ class Lanes:
 
 
 def copied(error: BaseException) -> BaseException:
-    """A copy of `error` for one of several requests that it ends, so that each has its own ``partial``.
+    """A copy of `error`. If one error ends several requests, each request gets a copy, which holds the request's own ``partial``.
 
-    If the exception cannot be copied, a new one is chained to it.
+    If the exception cannot be copied, returns a DecodersError with `error` as its cause.
     """
     try:
         own = copy.copy(error)

@@ -1,4 +1,4 @@
-"""Prompts in files of one JSON object per line, or of plain lines."""
+"""Reads prompts from files with one JSON object or one plain prompt per line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PLAIN_SUFFIX = ".txt"
 
 @dataclass(frozen=True)
 class InputLine:
-    """A nonempty line.
+    """A nonempty line of a file of prompts.
 
     Attributes:
         path: the file.
-        number: its number among the nonempty lines, from 0.
-        line: its number among all lines, from 1.
+        number: number of the line among the nonempty lines, from 0.
+        line: number of the line among all lines, from 1.
         text: the line without its end; bytes that are not UTF-8 appear as lone surrogates.
     """
 
@@ -33,7 +33,7 @@ class InputLine:
 
     @property
     def mark(self) -> str:
-        """A short hash of the prompt."""
+        """A short hash of the line's text."""
         return hashlib.sha256(self.text.encode(errors="surrogateescape")).hexdigest()[:12]
 
     @property
@@ -54,7 +54,7 @@ def is_json(path: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raises SettingsError unless `path` is a regular file, which can be read twice, with a known suffix."""
+    """Raises SettingsError unless `path` has a known suffix and is a regular file, since only regular files can be read twice."""
     if path.exists() and not path.is_file():
         raise SettingsError(
             f"{path} is no regular file: prompts are read twice, and a run that goes on reads them again. Write them to a file first"
@@ -68,7 +68,7 @@ def input_lines(path: Path) -> Iterator[InputLine]:
     Raises:
         SettingsError: the file cannot be read, its suffix is unknown, or its first line does not have the suffix's format.
     """
-    whole = "" if is_json(path) else "\r\n"  # blanks around JSON have no meaning, but blanks around a plain prompt do
+    whole = "" if is_json(path) else "\r\n"  # blanks belong to a plain prompt, but not to JSON
     try:
         with path.open("rb") as file:
             number = 0

@@ -30,12 +30,12 @@ class Completion:
     """The result of one prompt.
 
     Attributes:
-        index: its place among the prompts.
+        index: the prompt's place among the prompts.
         prompt: the prompt as given.
         tokens: new token ids.
         text: new text, None without a tokenizer.
-        report: figures of the request; None if it was refused.
-        error: the error that ended it; None if it was completed.
+        report: figures of the request; None if the request was refused.
+        error: the error that ended the request; None if the request was completed.
     """
 
     index: int
@@ -54,14 +54,14 @@ def generate_many(
     """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
 
     Prompts are taken from the iterable when there is room, and completions are yielded as they end, so a million prompts need the
-    memory of a few. Each completion has the tokens of a separate call (in float32).
+    memory of a few. In float32, each completion has the tokens of a separate call of ``generate``.
 
     Args:
         model, tokenizer, strategy, strategy_config, rows, slots: see :class:`decoders.Scheduler`.
         prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
-            a prompt that could not be read: it is that prompt's error.
-        ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. In order, a
-            very long completion delays further prompts once 16 times `rows` completions wait behind it.
+            a prompt that could not be read, and becomes the prompt's error.
+        ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. With `ordered`,
+            a very long completion delays further prompts once 16 times `rows` completions wait behind it.
         errors: "raise" the first error, or "keep" it in its completion and go on.
         arguments: arguments of ``generate`` for all prompts.
 
@@ -92,11 +92,11 @@ def _completions(
     rows = options["rows"]
     ended: queue.SimpleQueue[_Request] = queue.SimpleQueue()
     with Scheduler(model, tokenizer=tokenizer, queue=18 * rows, **options, **arguments) as scheduler:
-        line: deque[_Request] = deque()  # in order
+        line: deque[_Request] = deque()  # the requests in the order of their prompts, if `ordered`
         running, numbers, more = 0, count(), True
         failure: Exception | None = None  # an error of the iterable
         while more or running or line:
-            # Beside the running requests, up to two prompts per row wait in the queue. With `ordered`, ended ones wait in `line`.
+            # In addition to the requests with a row, up to two per row wait in the queue. With `ordered`, ended ones wait in `line`.
             while more and running < 3 * rows and len(line) < 16 * rows:
                 try:
                     prompt = next(prompts)

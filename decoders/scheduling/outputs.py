@@ -22,7 +22,7 @@ from .lines import InputLine
 log = logging.getLogger("decoders.scheduling")
 
 _MARK = re.compile("[0-9a-f]{12}")
-#: What stands in a line in front of the number, and between the number and the mark.
+#: The bytes of a line in front of the prompt's number, and between the number and the prompt's mark.
 _FIRST, _SECOND = b'{"index": ', b', "input": "'
 #: Errors that mean that another process holds the lock.
 _TAKEN = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
@@ -41,7 +41,7 @@ class OutputLines:
         path: the file.
         done: the mark of every completed prompt, by number.
         failed: mark and error of every prompt that failed and was not completed since, by number.
-        options: the different options of completed prompts, as JSON.
+        options: all options with which prompts were completed, as JSON.
 
     Raises:
         SettingsError: the file holds something else, cannot be written, or another process writes it.
@@ -52,7 +52,7 @@ class OutputLines:
         self.done: dict[int, str] = {}
         self.failed: dict[int, tuple[str, str]] = {}
         self.options: set[str] = set()
-        # For each prompt that failed: where its lines begin, and where its valid line begins.
+        # Where all lines of a prompt that failed begin, and where the valid line of every prompt begins, by the prompt's number.
         self._places: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
         self._whole = 0  # size of the complete lines
@@ -70,7 +70,7 @@ class OutputLines:
 
     def _read(self) -> None:
         self._file.seek(0)
-        if self._file.read(1) not in (b"", b"{"):  # checked before gigabytes are read as its first line
+        if self._file.read(1) not in (b"", b"{"):  # the first line of another file may have gigabytes
             raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
         self._file.seek(0)
         # Reads through the locked descriptor, since closing another descriptor of the file would release some kinds of locks.
@@ -126,7 +126,7 @@ class OutputLines:
                 )
 
     def check_count(self, count: int) -> None:
-        """Raises SettingsError if there are lines of prompts after the first `count`."""
+        """Raises SettingsError if the file has lines of prompts after the first `count` prompts."""
         if max(self.done, default=-1) >= count or max(self.failed, default=-1) >= count:
             raise SettingsError(f"{self.path} was written from a longer input: {_ELSE}")
 
@@ -175,7 +175,7 @@ class OutputLines:
                 self._target.open("rb") as lines,
                 self._target.open("rb") as other,
             ):
-                locked(raw)  # keeps other processes from the new file until this object is closed
+                locked(raw)  # keeps other processes from the new file until it is complete
                 file = io.BufferedWriter(raw)
                 place = 0
                 for line in lines:
@@ -216,7 +216,7 @@ class OutputLines:
             self._end()
 
     def _end(self) -> None:
-        """Closes the file, and removes an empty one."""
+        """Closes the file, and removes it if this object created it and wrote no line."""
         try:
             if self._new and not self._whole:
                 with suppress(OSError):

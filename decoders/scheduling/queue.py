@@ -14,7 +14,7 @@ class Waiting:
     """The waiting requests, ordered by priority, then by arrival. Not thread-safe: the scheduler holds a lock.
 
     Attributes:
-        expiry: no deadline of the waiting requests passes before this time.
+        expiry: the earliest deadline of the waiting requests, or an earlier time.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Waiting:
         return heapq.heappop(self._heap)[2]
 
     def remove(self, generation: Generation) -> bool:
-        """Removes a request; returns whether it was there."""
+        """Removes a request; returns whether it was in the queue."""
         place = next((i for i, entry in enumerate(self._heap) if entry[2] is generation), None)
         if place is not None:
             del self._heap[place]
@@ -42,7 +42,7 @@ class Waiting:
         return place is not None
 
     def take_over(self, now: float) -> list[Generation]:
-        """Removes and returns the requests that were cancelled or whose time is over."""
+        """Removes and returns the requests that were cancelled or whose deadline has passed."""
         over = [entry[2] for entry in self._heap if is_over(entry[2], now)]
         self._heap = [entry for entry in self._heap if not is_over(entry[2], now)]
         heapq.heapify(self._heap)

@@ -32,7 +32,7 @@ log = logging.getLogger("decoders")
 
 _FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
 
-#: If no request runs, the first requests wait for others, to share passes, until none has arrived for this many seconds.
+#: If no request runs, the first requests wait for others with which to share steps, until no request has come for this many seconds.
 GATHERING = 0.002
 #: Greatest number of seconds that the first requests wait for others.
 LONGEST_GATHERING = 0.05
@@ -44,26 +44,26 @@ class Scheduler:
     """Decodes many requests at a time on one model. Each request gets the tokens of a separate call with the same seed.
 
     One thread decodes. Requests share steps if they have the same strategy, verifier and kinds of processors, whatever their
-    lengths, seeds, sampling values, stop tokens, grammars and budgets. Other requests take turns with them, step by step. Calls of
-    ``generate`` on the same model take turns with it, too.
+    lengths, seeds, sampling values, stop tokens, grammars and budgets. Requests that cannot share steps take turns, step by step.
+    Calls of ``generate`` on the same model take turns with the scheduler, too.
 
     Use it as a context manager, or :meth:`close` it. It belongs to the process that created it: in a forked child it is closed and
     its requests have ended, so create a new scheduler there.
 
     Args:
-        model: the model, which is enabled if it is not yet.
+        model: the model; the scheduler enables it if it is not enabled yet.
         tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
         strategy, strategy_config: as in ``generate``, for requests without a strategy.
-        rows: most requests that are decoded at a time.
+        rows: greatest number of requests that are decoded at a time.
         slots: greatest number of tokens of a request, prompt and new tokens together.
-        queue: most requests that wait.
+        queue: greatest number of requests that wait.
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
         first: whether this scheduler goes before other schedulers and calls on the model: while it has work, the others get a third
             of the time. Otherwise all take turns.
         defaults: arguments of ``generate`` for requests that do not give them.
 
     Raises:
-        SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy of the name.
+        SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy has the name.
         UnsupportedError: a model that cannot be decoded, or an argument that ``generate`` does not have.
     """
 
@@ -175,7 +175,7 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs. It ends with :meth:`close`, or with an error outside of any request."""
+        """Whether the scheduler's thread runs. The thread ends with :meth:`close`, or with an error outside of any request."""
         return not self._ended.is_set()
 
     @property
@@ -225,7 +225,7 @@ class Scheduler:
 
     @contextmanager
     def _comes(self) -> Iterator[None]:
-        """A context in which a request is being prepared for the queue."""
+        """A context that counts a request in `_coming` while it is being prepared for the queue."""
         with self._changed:
             self._coming += 1
         try:
@@ -235,7 +235,7 @@ class Scheduler:
                 self._coming -= 1
 
     def _cancel(self, generation: Generation) -> None:
-        """Cancels a request: at once if it is in the queue, after the running step if it has a row."""
+        """Cancels a request: at once if it is in the queue, after the current step if it has a row."""
         with self._changed:
             waited = self._waiting.remove(generation)
             self._changed.notify_all()
@@ -269,7 +269,7 @@ class Scheduler:
             return bool(self._waiting or self.running or not self._closing)
 
     def _turn(self) -> None:
-        """One round. With `first`, rounds for :data:`FIRST_SHARE` times as long as others had the model before."""
+        """Makes one round. With `first`, makes rounds for :data:`FIRST_SHARE` times as long as it has waited for the model."""
         self._gather()
         if not self.first:
             self._round()
@@ -281,13 +281,13 @@ class Scheduler:
                 self._round()
 
     def _round(self) -> None:
-        """Ends cancelled and late requests, admits waiting ones, and makes a step of every lane."""
+        """Ends cancelled and late requests, admits waiting requests, and makes a step of every lane."""
         self._sweep()
         self._admit()
         self.steps += self._lanes.step()
 
     def _sweep(self) -> None:
-        """Ends requests that were cancelled or whose time is over."""
+        """Ends requests that were cancelled or whose deadline has passed."""
         now = time.monotonic()
         over = []
         with self._changed:
@@ -300,7 +300,7 @@ class Scheduler:
         self._lanes.sweep(now)
 
     def _gather(self) -> None:
-        """If no request runs yet, waits a moment for others that arrive together, since an empty row costs more than this wait."""
+        """If no request runs yet, waits a moment for further requests, since an empty row costs more than this wait."""
         until = time.monotonic() + LONGEST_GATHERING
         with self._changed:
             while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:
@@ -317,7 +317,7 @@ class Scheduler:
                     break
                 generation = self._waiting.next()
                 self._changed.notify_all()
-                cancelled = generation.cancelled  # after it had left the queue, where `cancel` did not find it
+                cancelled = generation.cancelled  # if so, `_cancel` will not find the request in the queue
                 self._admitting = None if cancelled else generation
             if cancelled:
                 generation._end(reason(generation))

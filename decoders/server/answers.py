@@ -1,4 +1,4 @@
-"""The answers of all routes: texts, log probabilities and usage, whole or as server-sent events.
+"""Builds the answers of all routes: text, log probabilities and usage, as one JSON object or as server-sent events.
 
 If a client disconnects, its requests are cancelled.
 """
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextToken:
-    """A token of a text.
+    """A token of a generated text.
 
     Attributes:
-        data: the token's bytes. Of a text's last token, bytes that belong to a stop string are cut off.
-        begin, end: range of its characters in the text; tokens may share a character.
+        data: the token's bytes. If a stop string begins within the token, the bytes of the stop string are cut off.
+        begin, end: the token's range of characters in the text. Two tokens may share a character.
         logprobs: log probabilities of the token and of the likeliest tokens.
     """
 
@@ -44,12 +44,12 @@ class TextToken:
 
 
 class Growing:
-    """A choice whose text grows while it is decoded.
+    """A choice that is being decoded, with its text so far.
 
     Attributes:
         choice: the choice.
-        text: its text so far.
-        seen: number of its tokens that were processed.
+        text: the choice's text so far.
+        seen: number of the choice's tokens that :meth:`read` has processed.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Growing:
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling = spelling
-        # The tokens that are not shown yet, and the number of all tokens whose text is known.
+        # Tokens whose text is not shown yet, and the number of tokens whose place in the text is known.
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """The text that may be shown and has not been returned before, and its tokens if log probabilities were requested."""
+        """Returns the new text that may be shown, and its tokens. There are no tokens if log probabilities were not requested."""
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
         self.seen = len(tokens)
@@ -86,7 +86,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """How many of the held-back tokens lie in the text that has been shown."""
+        """The number of held-back tokens whose text has been shown."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -94,7 +94,7 @@ class Growing:
         return len(self._tokens) if ended else max(whole, default=0)
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
-        """`tokens`, with the last token cut where the shown text ends."""
+        """Returns `tokens`, with the bytes of the last token cut at the end of the shown text."""
         length = len(self.text.shown)
         if not tokens or tokens[-1].end <= length:
             return tokens
@@ -114,8 +114,8 @@ class Answer(ABC):
     """The answer to a request that is being decoded.
 
     Attributes:
-        job: the request that is decoded.
-        special: special tokens that appear in the text by name, because they are parts of markers that are searched in the text.
+        job: the client's request.
+        special: special tokens that appear in the text by name, because the server searches the text for markers that contain them.
     """
 
     special: frozenset[int] = frozenset()
@@ -154,15 +154,15 @@ class Answer(ABC):
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """The ``warnings`` of a choice that has ended: what its grammar could not enforce, and which rules the text breaks; empty
-        if there are none.
+        """The field ``warnings`` of a choice that has ended: the rules that its grammar could not enforce, and the rule that its text
+        breaks. Without warnings the result is empty.
         """
         said = [*choice.use.left_out] if choice.use else []
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """Which tokens were drafted, if the request asked for it."""
+        """The field ``decoders``, which says for each span whether its token was drafted; empty if the request did not ask for it."""
         if not self.body.drafted:
             return {}
         return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
@@ -181,15 +181,15 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def complete(self, choice: Choice) -> dict[str, Any]:
-        """A choice that has ended, in the form of the answer."""
+        """The JSON object of a choice that has ended."""
 
     @abstractmethod
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        """The first chunk of a choice, before its text."""
+        """The chunks of a choice before its text: one chunk or none."""
 
     @abstractmethod
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
-        """The chunks for new text of a choice; the last one has the ``finish_reason``."""
+        """The chunks for new text of a choice. If the choice has `ended`, the last chunk has the ``finish_reason``."""
 
     def whole(self) -> dict[str, Any]:
         choices = [self.complete(choice) for choice in self.job.choices]
@@ -260,13 +260,13 @@ async def settled(answer: Answer, receive: Receive) -> None:
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event."""
+    """A server-sent event with `content` as JSON. name: the type of the event."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
-    """Yields the events of an answer while it is generated. Raises the errors of its requests."""
+    """Yields the events of an answer while its text is generated. Raises the errors of the answer's requests."""
     news, choices = asyncio.Event(), answer.job.choices
     growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time
@@ -297,21 +297,21 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 try:
                     async with asyncio.timeout_at(sent + KEEP_ALIVE):
                         await news.wait()
-                except TimeoutError:  # no event was sent in this time, even if tokens came
+                except TimeoutError:  # no event was sent for KEEP_ALIVE seconds; text of new tokens may be held back
                     sent = clock()
                     yield b": waiting\n\n"
-        # In a thread, because a response that is kept serializes its whole conversation.
+        # In a thread, because for a response that is kept, `last_events` serializes the whole conversation.
         yield await answer.service.run(answer.service.threads, answer.last_events)
     finally:
         answer.job.cancel()
 
 
 class EventStream(Response):
-    """A stream of events. If the client disconnects, the requests are cancelled.
+    """The HTTP response that streams an answer's events. If the client disconnects, the answer's requests are cancelled.
 
     Args:
         answer: the answer that is streamed.
-        on_end: called at the end with the error or None; returns the refusal that the client gets for an error.
+        on_end: called when the stream ends, with the error that ended it or None. Returns the refusal that the client gets.
     """
 
     media_type = "text/event-stream"

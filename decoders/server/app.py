@@ -35,7 +35,7 @@ _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions"
 
 
 def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> App:
-    """The application that serves `service`, and closes it at shutdown. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
+    """The ASGI application, which closes `service` at shutdown. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -126,7 +126,7 @@ async def _answered(
     service: Service, request: Request, kind: type[A], start: Callable[[Service, B, Arrival], Answer],
     converted: Callable[[A, Arrival], B] | None = None,
 ) -> Response:  # fmt: skip
-    """Reads a body, submits its requests, and answers with the complete text or a stream.
+    """Reads a request's body, submits its choices to the scheduler, and returns the response: the whole answer or a stream.
 
     Args:
         converted: converts the parsed body to the body that `start` takes; None if `start` takes the parsed body.
@@ -186,7 +186,7 @@ async def _answered(
             return EventStream(answer, counted)
         await settled(answer, request.receive)
         response = JSONResponse(await service.run(service.threads, answer.whole))
-    except ClientDisconnect:  # before the whole body had arrived
+    except ClientDisconnect:  # the client disconnected before its whole body had arrived
         return _refused(refused(client_gone()))
     except Exception as error:
         return _refused(refused(error))
@@ -211,7 +211,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels the requests of an answer for which nobody waits any more."""
+        """Cancels the requests of an answer if nobody waits for the answer any more."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-#: A lower temperature means greedy decoding: the likeliest token would be drawn anyway, and dividing logits by a much lower
-#: temperature overflows float32.
+#: Below this temperature decoding is greedy: sampling would draw the likeliest token anyway, and logits divided by a much lower
+#: temperature overflow float32.
 LEAST_TEMPERATURE = 1e-5
 
 
@@ -54,7 +54,8 @@ class Stops:
 
     Attributes:
         strings: the stop strings.
-        special: special tokens whose names occur in the stop strings. Only these special tokens appear in the searched text, by name.
+        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings holds the names of
+            these special tokens, and no other special tokens.
     """
 
     strings: tuple[str, ...] = ()
@@ -74,7 +75,7 @@ def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[
 
 
 def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: Stops) -> dict[str, Any]:
-    """The criteria and processors for stop strings, penalties and biases. prompt: number of prompt tokens."""
+    """Arguments of ``generate`` for a body's stop strings, penalties and biases. prompt: number of prompt tokens."""
     arguments: dict[str, Any] = {}
     if stops.strings:
         arguments["stopping_criteria"] = [StopStrings(tokenizer, stops, prompt)]

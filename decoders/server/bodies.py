@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-#: Fields of OpenAI or of other servers that are refused, with what to do instead.
+#: Fields of OpenAI's API or of other servers that this server refuses, and what the client can do instead.
 INSTEAD = {
     "best_of": "ask for n and choose yourself",
     "suffix": "text is written from left to right only",
@@ -30,10 +30,10 @@ INSTEAD = {
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
 }
-#: For each reasoning effort the share of the new tokens that a thought may take; None: no bound.
+#: The share of the new tokens that a thought may take, by reasoning effort; None: no bound.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-#: Values with which these fields have no effect. ``best_of`` has no effect if it equals n.
+#: Fields and the values with which they have no effect. ``best_of`` has no effect if it equals n.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
 #: For error messages: the shapes that a field may have.
 SHAPES = {
@@ -45,7 +45,7 @@ SHAPES = {
 }
 
 
-#: More fields than any part of a body has. An object with more is refused before its fields are validated.
+#: Greatest number of fields of an object in a body. An object with more fields is refused before its fields are validated.
 MOST_FIELDS = 200
 T = TypeVar("T")
 #: A list that is validated up to its first wrong item only: reporting a megabyte of wrong items would take seconds.
@@ -87,8 +87,8 @@ class JsonObjectFormat(Part):
 
 
 class NamedSchema(Part):
-    """A schema; without one, any object is allowed. With ``strict: false``, rules of the schema that a grammar cannot express are
-    checked in the finished text; otherwise such a schema is refused.
+    """A JSON schema with a name. Without ``schema``, any object is allowed. If a grammar cannot express some of the schema's rules,
+    ``strict: false`` has these rules checked in the finished text; otherwise the schema is refused.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
@@ -100,14 +100,14 @@ class NamedSchema(Part):
 
 
 class JsonSchemaFormat(Part):
-    """JSON that a schema allows."""
+    """JSON that conforms to a JSON schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
 class RegexFormat(Part):
-    """Text that matches a pattern as a whole."""
+    """Text that matches a regular expression as a whole."""
 
     type: Literal["regex"]
     regex: str
@@ -136,11 +136,11 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Asked(Part):
-    """The fields of all routes. Sampling fields without a value get it from the model's generation config.
+    """The fields that all routes have. Sampling fields that a body leaves out take their values from the model's generation config.
 
     Attributes:
-        instead: fields that are refused, with what to do instead.
-        names: this route's field names, by the chat route's names, for the fields whose names differ.
+        instead: fields that the route refuses, and what the client can do instead.
+        names: maps the chat route's field names to this route's names, for fields whose names differ.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD
@@ -176,8 +176,8 @@ class Asked(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
-        """Drops fields that are null or have a value without effect. The validation context holds, by field name, checks of the
-        length of lists.
+        """Checks the length of lists, then drops fields that are null or have a value without effect. The validation context maps field
+        names to the checks.
         """
         if not isinstance(given, dict):
             return given
@@ -240,7 +240,7 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one or several."""
+        """The prompts as a list, even if the body gives only one."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
 

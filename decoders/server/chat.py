@@ -19,7 +19,7 @@ from .turns import Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
-    """Submits a request's texts and returns the answer.
+    """Submits a request's choices to the scheduler and returns the answer.
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
@@ -30,10 +30,13 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
 def submitted(
     service: Service, body: ChatBody, arrival: Arrival, kind: str
 ) -> tuple[Job, Calling | None, Reasoning | None]:
-    """Submits a request's texts. Returns the job, the functions that may be called, and how thoughts are separated from the answer.
+    """Submits a request's choices to the scheduler.
 
     Args:
         kind: prefix of the answer's id.
+
+    Returns:
+        The job, the functions that may be called, and how thoughts are separated from the answer.
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.

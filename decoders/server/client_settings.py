@@ -1,4 +1,4 @@
-"""Which settings of strategies clients may set, and to which values, as the server's operator decides."""
+"""Checks the strategy settings in requests. The server's operator decides which settings clients may set, and to which values."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ClientSettings:
             raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that is outside of the
-        operator's limits.
+        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or whose value is outside of
+        the operator's limits.
 
         Args:
             strategy: a name, or several joined by ``+``. Settings of strategies not named here are refused later, when the strategy is
@@ -95,7 +95,7 @@ def refuse_files(config: Any, place: str = "strategy_config") -> None:
 
 
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
-    """Yields each strategy with settings in `config`, its settings, and their place in the body."""
+    """Yields, for each strategy that has settings in `config`: its class, its settings, and the place of the settings in the body."""
     names = [name.strip() for name in strategy.split("+")]
     if len(names) == 1:
         yield registry().strategy(names[0]), config, "strategy_config"

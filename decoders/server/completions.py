@@ -18,7 +18,7 @@ DEFAULT_TOKENS = 16
 
 
 def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completion:
-    """Submits a request's texts and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
+    """Submits a request's choices and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
     if body.echo and body.logprobs is not None:
         raise Refusal(
             400,
@@ -101,6 +101,6 @@ class Completion(ChoicesAnswer):
 
 
 def _key(data: bytes) -> str:
-    """OpenAI's name of a token: its text, or ``bytes:`` and its bytes if it holds a part of a character."""
+    """The name of a token in OpenAI's API: the token's text, or ``bytes:`` and its bytes if it holds a part of a character."""
     name = named(data)
     return name if name.encode() == data else f"bytes:{name}"

@@ -1,5 +1,5 @@
-"""Runs each piece of work of the :mod:`.workshop` in a forked process, which is killed when nobody waits for the result or when
-it exceeds its limits.
+"""Runs each task of the :mod:`.workshop` in a forked process. The forked process is killed when nobody waits for its result any more,
+or when it exceeds its limits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from ..constraints import Vocabulary, compiled, regex
 from ..errors import GrammarError
 
-#: Limits of a piece of work: processor seconds in addition to its own limit, and MiB in addition to the workshop's memory.
+#: Limits of a forked process: processor seconds beyond its task's own limit, and MiB beyond the memory that it has at its start.
 SPARE_SECONDS, MEGABYTES = 1, 1024
-#: Added to the niceness of work, so that decoding goes first.
+#: Added to the niceness of the workshop's processes, so that decoding goes first.
 NICE = 5
-#: Seconds between two checks whether a waiting thread should stop waiting.
+#: Seconds between two calls of a :data:`Check`, while a thread waits for a result.
 PATIENCE = 0.05
 
 #: A function that raises if nobody waits for the result any more.
@@ -34,8 +34,8 @@ Check = Callable[[], None]
 
 
 def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | None:
-    """The answer of a fork to a message; None if the fork was killed. control: our end of the workshop's socket. check: is called
-    while waiting; an error that it raises ends the wait.
+    """Sends a pickled task to the workshop and returns the pickled result; None if the forked process was killed. control: the
+    server's end of the workshop's socket. check: called while waiting; an error that it raises ends the wait.
     """
     mine, theirs = Pipe()
     with mine, tempfile.TemporaryFile() as task:
@@ -51,8 +51,8 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled by their attributes, because their
-    constructors may take other arguments.
+    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled by their attributes, because a
+    constructor may take other arguments than ``args``.
     """
 
     def persistent_id(self, value: Any) -> Any:
@@ -104,7 +104,7 @@ def work(descriptor: int) -> None:
             compiled(regex(pattern), vocabulary, backend)
     gc.collect()
     gc.freeze()
-    running: dict[Any, Any] = {}  # for each client the process that answers it
+    running: dict[Any, Any] = {}  # the forked process that answers each client
     with socket.socket(fileno=descriptor) as control:
         while True:
             ends: dict[Any, Any] = {process.sentinel: client for client, process in running.items()}
@@ -122,7 +122,7 @@ def work(descriptor: int) -> None:
                     )
                     running[client].start()
                     os.close(task)
-                # A process has ended, or a client has hung up: clients send nothing, so they become readable only then.
+                # A process has ended, or a client has hung up: clients send nothing, so a client is readable only after it hung up.
                 elif (process := running.pop(client := ends.get(ready, ready), None)) is not None:
                     _kill(process.pid)
                     process.join()
@@ -149,7 +149,7 @@ def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabu
 
 
 def _limit(seconds: int) -> None:
-    """Limits this process's processor time, and the memory beyond its present size."""
+    """Limits this process's processor time, and the memory that it may take in addition to its present size."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

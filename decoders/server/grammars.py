@@ -1,4 +1,4 @@
-"""Grammars of answers, from a request's ``response_format`` and functions. Function calls are also parsed from the text here.
+"""Makes the grammar of an answer from a request's ``response_format`` and tools, and parses function calls in the answer's text.
 
 Files that a client names are never read.
 """
@@ -145,7 +145,7 @@ class Calling:
         return self._calls.spec(text)
 
     def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> Written:
-        """Parses text and calls of a growing answer.
+        """Parses a growing answer and returns its text and its calls.
 
         Args:
             ended: whether the answer is complete.

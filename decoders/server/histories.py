@@ -16,7 +16,8 @@ JOINT = "\n\n"
 
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
-    """A call in an assistant's message: its name, its arguments, their JSON text if they were given as text, and the call's id.
+    """Parses a call in an assistant's message. Returns the function's name, the arguments, the arguments' JSON text (None if they were
+    given as an object), and the call's id.
 
     Imperfect calls that a model wrote are accepted: an incomplete last member of cut arguments is dropped, numbers too large for
     JSON parsers are clamped, and lone surrogates are replaced.
@@ -39,7 +40,7 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
 
 
 def _read(text: str) -> tuple[Any, str]:
-    """The value of a JSON text, which may be cut, and the text that was parsed. Raises ValueError."""
+    """The value of a JSON text, and the text that was parsed. A cut text is closed before it is parsed. Raises ValueError."""
     text.encode()
     try:
         return json.loads(text, parse_float=_number, parse_int=_number), text
@@ -54,7 +55,7 @@ def _number(text: str) -> int | float:
     return max(min(float(text), sys.float_info.max), -sys.float_info.max)
 
 
-#: JSON strings, the last of which may be cut, and the punctuation of objects and lists.
+#: A JSON string, which may be cut where the text ends, or a punctuation mark of an object or list.
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],]', re.DOTALL)
 
 
@@ -74,7 +75,7 @@ def _closed(text: str) -> str:
 
 
 def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` with only values that UTF-8 and JSON can hold, since templates serialize them again. Raises ValueError for NaN."""
+    """Returns `arguments` with lone surrogates replaced, since templates serialize them again. Raises ValueError for NaN."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -85,9 +86,9 @@ def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Links:
-    """The ids of calls in the template's form, and the call that each answer belongs to.
+    """Converts the ids of calls to the template's form, and finds the call that each tool message answers.
 
-    Each object serves one conversation and must get its messages in order.
+    Each object serves one conversation, whose messages must be passed in order.
 
     Args:
         style: which ids the template takes.
@@ -109,7 +110,9 @@ class Links:
         return own
 
     def answered(self, id: str | None) -> dict[str, str]:
-        """The call's id and function for a message that answers a call. Without an `id`, this is the oldest unanswered call."""
+        """The call's id and function name, as fields of the tool message that answers the call. Without an `id`, the message answers
+        the oldest unanswered call.
+        """
         own = next(iter(self._waiting), None) if id is None else self._own.get(id) or self.style.id_of(id)
         if own is None:
             return {}
@@ -118,7 +121,7 @@ class Links:
 
 
 def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with each call in a message of its own, followed by its answer."""
+    """Returns the conversation with one call per message. Each of these messages is followed by the answer to its call."""
     split, place = list[dict[str, Any]](), 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -138,7 +141,7 @@ def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answers_as_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with answers of functions as user messages; consecutive answers become one message."""
+    """Returns the conversation with tool messages as user messages. Consecutive tool messages become one user message."""
     told = list[dict[str, Any]]()
     for role, group in groupby(messages, lambda message: message["role"]):
         if role == "tool":

@@ -1,4 +1,4 @@
-"""The limits of a server (sizes, times, keys, hosts), checked before a request costs anything, and the arrival of a request."""
+"""The limits of a server (sizes, times, keys, hosts), which are checked before a request costs anything, and a request's arrival."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from typing import Any
 from ..errors import CancelledError, DeadlineError
 from .refusals import Refusal, log
 
-#: Our entries in an ASGI scope: the digest of the request's key, a function that returns its token counts, and the seconds that
-#: threads spent on preparing it.
+#: Names of this server's entries in an ASGI scope: the digest of the request's key, a function that returns the request's token
+#: counts, and the seconds that threads spent on preparing the request.
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
-#: Share of the time that answers without tokens may take while other requests are decoded, and the longest burst in seconds.
+#: Share of the time that answers without new tokens (see :class:`Pace`) may take while requests are decoded, and the longest burst
+#: of these answers in seconds.
 IDLE_SHARE, BURST = 0.1, 0.02
-#: Longest delay in seconds of an answer without tokens: for /health and /metrics, and for all others.
+#: Longest delay in seconds: of answers to GET requests such as /health, and of refusals and answers to large bodies.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at a time.
 BODIES = 64
-#: Number of commas and opening brackets that a body may have in addition to what its longest prompt needs.
+#: Number of commas and opening brackets that a body may have in addition to those that the longest prompt needs.
 VALUES = 40_000
 CLOSE = {"Connection": "close"}
 #: Assumed number of seconds that the event loop spends on a request, and on each byte of its body.
@@ -37,7 +38,7 @@ class Arrival:
 
     Attributes:
         client: digest of the request's key; "" without a key.
-        moment: its time of arrival, by ``time.monotonic()``.
+        moment: the request's time of arrival, by ``time.monotonic()``.
         gone: whether the client has disconnected or has been answered. The event loop sets it, threads read it.
     """
 
@@ -46,7 +47,7 @@ class Arrival:
     gone: bool = False
 
     def left(self, seconds: float) -> float:
-        """The rest of `seconds`, counted from the arrival."""
+        """How many of `seconds` are left, counted from the arrival."""
         return seconds - (time.monotonic() - self.moment)
 
     def check(self, seconds: float) -> None:
@@ -61,8 +62,8 @@ class Arrival:
         return DeadlineError(f"the request was not finished within its {seconds:.3g} s")
 
     def salt(self, given: str | None) -> str:
-        """The salt that separates the request's cached texts from texts of other keys and of other values of ``cache_salt``. given:
-        the request's ``cache_salt``.
+        """The cache salt of the request. Requests share caches only if their API keys and their fields ``cache_salt`` are equal. given:
+        the request's field ``cache_salt``.
         """
         if not self.client and given is None:
             return ""
@@ -70,7 +71,7 @@ class Arrival:
 
 
 def digest(text: str) -> str:
-    """A digest of `text`, which does not reveal it."""
+    """A digest of `text` that does not reveal `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -82,9 +83,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Pace:
-    """Delays answers without tokens (refusals, /health, …), so that a flood of such requests does not slow down decoding.
+    """Delays answers without new tokens (refusals, /health, …), so that a flood of these answers does not slow down decoding.
 
-    A client waits for its answer before it asks again, so delaying answers bounds the time that a client can take.
+    A client waits for its answer before it asks again, so delayed answers bound the server's time that a client can take.
 
     Args:
         longest: longest delay in seconds.
@@ -121,7 +122,7 @@ class Limits:
         schedulers: strategies at a time, in addition to the default strategy.
         constrained: slow requests (large ones, with images or with new grammars) that wait to be prepared.
         connections: connections at a time.
-        read: seconds in which a request's head has to arrive, and then its body.
+        read: seconds within which a request's head has to arrive; its body gets the same time.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
             strategies learn.
         client_settings: the strategies' settings that a request may set, see
@@ -156,7 +157,7 @@ class Limits:
             raise Refusal(400, message, code="too_many_values")
 
     def check_texts(self, count: int) -> None:
-        """Raises Refusal if a request asks for more texts than allowed, or than fit into the queue."""
+        """Raises Refusal if a request asks for more choices than allowed, or for more choices than fit into the queue."""
         most = min(self.choices, self.queue + self.rows)
         if count > most:
             message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
@@ -190,7 +191,7 @@ class Gate:
     """Refuses a request without a valid key, for a foreign host, with too large a body, or with a content type that web pages of
     other origins may send without permission (CORS).
 
-    While other requests are decoded, answers without tokens are delayed (:class:`Pace`).
+    While other requests are decoded, answers without new tokens are delayed (:class:`Pace`).
 
     Args:
         app: answers the requests that pass.
@@ -243,7 +244,7 @@ class Gate:
                 )
 
     async def _hold(self, scope: Scope, status: int, seconds: float) -> None:
-        """Delays an answer without tokens, in proportion to the `seconds` that it took to compute."""
+        """Delays an answer without new tokens, in proportion to the `seconds` that the server took to compute it."""
         if status < 400 and scope["method"] == "POST":
             return
         delay = (self._looks if status < 400 else self._refusals).delay(seconds)

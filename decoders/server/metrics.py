@@ -10,9 +10,10 @@ from ..scheduling.generation import Generation
 from .pool import SchedulerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Greatest number of strategies with labels of their own: clients can merge a few strategies in thousands of orders.
+#: Greatest number of labels of strategies; further strategies share the label "other". Clients can merge a few strategies in
+#: thousands of orders.
 NAMED = 32
-#: Number of positions in a draft with labels of their own.
+#: Number of positions in a draft for which accepted tokens are counted.
 POSITIONS = 32
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -83,7 +84,7 @@ class Metrics:
         self.seconds = 1.0  # moving mean of the seconds of a request
 
     def ended(self, generation: Generation) -> None:
-        """Counts a request of a scheduler; called in the thread that decodes."""
+        """Counts a request that a scheduler has ended. Called in the decoding thread."""
         now, times = time.monotonic(), generation.times
         self.whole.observe(now - generation.submitted)
         self.seconds += 0.1 * (now - generation.submitted - self.seconds)
@@ -96,7 +97,7 @@ class Metrics:
             else:
                 self.first.observe(moment - last)
             last, before = moment, count
-        # `generation.report` would validate the text first, so the report is read from the member.
+        # `generation.report` would validate the text first, so the report is read from `generation.member`.
         report = generation.member.report if generation.member is not None else None
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         if report is None:
@@ -120,7 +121,7 @@ class Metrics:
         self._recent = [*(each for each in self._recent if each[0] > now - 10), (now, before)][-10_000:]
 
     def _name(self, strategy: str) -> str:
-        """The label of a strategy."""
+        """The label of a strategy: its name, or "other" if there are too many labels."""
         if len(self._names) < NAMED:
             self._names.add(strategy)
         return strategy if strategy in self._names else "other"

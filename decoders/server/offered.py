@@ -24,7 +24,7 @@ class Offered:
 
     Args:
         model: the served model.
-        pool: its schedulers.
+        pool: the server's schedulers.
     """
 
     def __init__(self, model: PreTrainedModel, pool: SchedulerPool) -> None:
@@ -33,7 +33,7 @@ class Offered:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the strategies that run here. A strategy that needs heads or a network is tried out on one token."""
+        """Names of the strategies that run here. A strategy that needs heads or a network is tried out: it generates one token."""
         known = registry().strategies()
         able = {name for name, entry in known.items() if self._can_run(name, entry.cls)}
         return sorted(able | {self._pool.default} & known.keys())

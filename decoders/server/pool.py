@@ -27,10 +27,10 @@ class _Entry:
     """A scheduler and its requests.
 
     Attributes:
-        key: its strategy and settings.
-        outstanding: its unfinished requests, each with its turn in the queue.
+        key: the scheduler's strategy and settings, as JSON.
+        outstanding: the scheduler's unfinished requests, each with its turn in the queue.
         leases: number of requests that are being submitted.
-        used: number of requests that the pool had taken when this scheduler got its last request.
+        used: the pool's count of requests when this scheduler got its latest request.
         turn: the greatest turn among the requests that have got a row.
         turns: the turn of each client's latest request.
     """
@@ -54,13 +54,13 @@ class _Entry:
 
 
 class SchedulerPool:
-    """Submits requests to the scheduler of their strategy, which is created on first use.
+    """Submits each request to the scheduler of its strategy. The first request with a strategy creates the scheduler.
 
     Args:
         model, tokenizer: shared by all schedulers.
-        strategy, config: the default strategy, for requests that name no strategy, and its settings. The settings also apply to
+        strategy, config: the default strategy and its settings, for requests that name no strategy. The settings also apply to
             requests that name the default strategy.
-        most: greatest number of other schedulers at a time. The default strategy's scheduler is never closed to make room.
+        most: greatest number of schedulers of other strategies. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
         options: arguments of every :class:`~decoders.Scheduler`.
         client: the settings that requests may set.
@@ -206,7 +206,7 @@ class SchedulerPool:
             return sum(len(entry.outstanding) for entry in self._entries.values())
 
     def cancel(self) -> None:
-        """Ends all requests."""
+        """Cancels all requests."""
         with self._lock:
             every = [generation for entry in self._entries.values() for generation in entry.outstanding]
         for generation in every:

@@ -66,7 +66,7 @@ class Conversations:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any], images: list[Any] | None = None
     ) -> str:  # fmt: skip
-        """The conversation as text, up to where the next message begins.
+        """Renders a conversation to text. The text ends where the content of the next message begins.
 
         Args:
             variables: additional variables for the template.

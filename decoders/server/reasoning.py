@@ -24,7 +24,7 @@ class Part:
         kind: a thought, an answer that may contain calls, or text without calls.
         text: the part's text.
         begin: offset of the part in the whole text.
-        first: offset of its begin marker.
+        first: offset of the part's begin marker in the whole text.
     """
 
     kind: Literal["thought", "answer", "text"]
@@ -54,7 +54,7 @@ class Reasoning:
         """The reasoning of a request; None if no markers are known, or if the prompt already ends the thought.
 
         Args:
-            most: greatest number of new tokens. A reasoning effort lets the thought take a share of them.
+            most: greatest number of new tokens. A reasoning effort limits the thought to a share of these tokens.
 
         Raises:
             Refusal: the request has a budget, but no markers are known.

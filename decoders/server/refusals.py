@@ -36,7 +36,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class Refusal(Exception):
-    """A request is answered with an error.
+    """Raised for a request that is answered with an error.
 
     Attributes:
         status: HTTP status of the response.
@@ -61,7 +61,7 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> Refusal:
-        """This refusal with a route's own field names. Names of unknown fields stay as the client wrote them."""
+        """This refusal with field names translated by `names`. Names of unknown fields stay as the client wrote them."""
         new = names.get((self.param or "").partition(".")[0])
         if self.param is None or new is None or self.code in ("unsupported_parameter", "unknown_parameter"):
             return self
@@ -70,7 +70,7 @@ class Refusal(Exception):
 
     @property
     def outcome(self) -> str:
-        """The metrics' label of this outcome."""
+        """The value of the label ``outcome`` that the metrics give to this refusal."""
         named = {429: "queue_full", 504: "deadline", 503: "unavailable", 499: "cancelled"}
         return named.get(self.status, "failed" if self.status >= 500 else "refused")
 
@@ -103,7 +103,7 @@ def in_words_of_requests(text: str) -> str:
 
 
 def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
-    """The refusal for `error`. Unexpected errors are logged, and the client learns only that one occurred.
+    """The refusal for `error`. An unexpected error is logged, and the client learns only that an error occurred.
 
     Args:
         retry_after: seconds after which a client may retry if the queue was full.
@@ -140,7 +140,7 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
     """Parses the body of a request.
 
     Args:
-        checks: checks of the length of lists, by field name, which run before the items are validated.
+        checks: functions that check the length of lists, by field name. They run before the items of the lists are validated.
 
     Raises:
         Refusal: the body is no JSON, or a field is unknown, missing or out of range.
@@ -155,7 +155,7 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error to explain. For a union it is the error of the branch that validated furthest."""
+    """The error that the refusal explains. For a union this is the error of the branch whose validation got furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
     # A missing field may be present under a wrong name. Then the wrong name explains more than the missing field.
     if unknown is not None:

@@ -31,7 +31,7 @@ from .refusals import Refusal
 
 
 class FlatSchemaFormat(Part):
-    """JSON that a schema allows, in this route's form."""
+    """JSON that conforms to a JSON schema, in this route's form."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
@@ -204,11 +204,11 @@ class ResponseBody(Asked):
 
 
 class TurnBody(ChatBody):
-    """The chat request for the next turn of a conversation of items.
+    """A request to ``/v1/responses`` as a chat request.
 
     Attributes:
         asked: the original body.
-        items: the items of the conversation so far.
+        items: the items of the conversation so far, with the request's input.
         large: whether the earlier items have many bytes.
     """
 
@@ -312,10 +312,10 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
-    """The text of a content, which is a string or a list of parts.
+    """The text of an item's content, which is a string or a list of parts.
 
     Args:
-        read: the part types that are allowed.
+        read: the allowed types of parts, for error messages.
         first: number of the first part.
     """
     if isinstance(content, str):

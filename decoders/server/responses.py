@@ -35,7 +35,7 @@ def owner_of(arrival: Arrival, cache_salt: str | None) -> Owner:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A response, and all items of its conversation up to the response's own, both as JSON."""
+    """A response, and all items of its conversation including the response's output, both as JSON."""
 
     response: bytes
     items: bytes
@@ -87,7 +87,7 @@ class Kept:
         return self._found(owner, id).response
 
     def items(self, owner: Owner, id: str) -> bytes:
-        """The items of a response's conversation, up to the response's own, as JSON.
+        """The items of a response's conversation including the response's output, as JSON.
 
         Raises:
             Refusal: the response was not found.
@@ -122,7 +122,7 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drops thoughts that are not followed by another item of the assistant, because no later prompt contains them."""
+    """Returns `items` without thoughts that no later prompt contains: thoughts that no other item of the assistant follows."""
     following = [*items[1:], {}]
     return [
         each
@@ -151,7 +151,7 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
 
 
 def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Response:
-    """Submits a request's text and returns the answer.
+    """Submits a request's choice to the scheduler and returns the answer.
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
@@ -160,7 +160,7 @@ def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Res
 
 
 class Response(Conversing):
-    """The answer to a request for a response: items, which are streamed as events while they grow.
+    """The answer to ``POST /v1/responses``: items, which are streamed as events while they grow.
 
     Args:
         kept: the store in which the response is kept.
@@ -177,7 +177,7 @@ class Response(Conversing):
         self.output: list[dict[str, Any]] = []
         self._number = 0  # sequence number of the next event
         self._open: tuple[str, int] | None = None  # kind and number of the growing item
-        self._tokens: list[TextToken] = []  # tokens whose log probabilities were not sent with a text yet
+        self._tokens: list[TextToken] = []  # tokens whose log probabilities were not sent yet
         self._logprobs: list[dict[str, Any]] = []
         self._spans: list[Span] = []
 
@@ -217,7 +217,7 @@ class Response(Conversing):
         return event({"type": name, "sequence_number": number, **fields}, name)
 
     def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """The log probabilities, not sent yet, of the tokens in text `number`."""
+        """The log probabilities of the tokens in text `number` that were not sent yet. From now on they count as sent."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]

@@ -45,7 +45,9 @@ log = logging.getLogger("decoders.server")
 
 
 def most_connections(wanted: int) -> int:
-    """`wanted`, or fewer if the limit of file descriptors demands it: a server without a free descriptor would spin."""
+    """The number of connections to allow: `wanted`, or fewer if the process has too few file descriptors for them. A server without
+    a free descriptor would spin.
+    """
     try:
         import resource
 
@@ -62,17 +64,17 @@ def most_connections(wanted: int) -> int:
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol of h11 with the bounds of `limits`. The size of a head is bounded by h11 itself."""
+    """uvicorn's h11 protocol with the bounds of `limits`. h11 itself bounds the size of a head."""
     bounds = {"most": most_connections(limits.connections), "seconds": limits.read}
     return type("BoundedProtocol", (_Bounded,), bounds)
 
 
 class _Bounded(H11Protocol):
-    """uvicorn's protocol of h11 with limits.
+    """uvicorn's h11 protocol with limits.
 
     Attributes:
         most: greatest number of connections.
-        seconds: time in which a request's head has to arrive, and again its body.
+        seconds: time within which a request's head has to arrive; its body gets the same time.
     """
 
     most: int
@@ -104,7 +106,7 @@ class _Bounded(H11Protocol):
             self._wait()
 
     def _phase(self) -> object:
-        """Identifies the head or body that has yet to arrive, differently for each request; None if nothing is missing."""
+        """h11's state while a part of a request has yet to arrive: IDLE for its head, SEND_BODY for its body; else None."""
         state = self.conn.their_state
         return state if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]) else None
 
@@ -121,9 +123,9 @@ class _Bounded(H11Protocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
-            self._wait()  # an earlier request is still being answered, and the next one may wait for it
+            self._wait()  # an earlier request is still being answered, and the next request may wait for the end of that answer
             return
-        if self._phase() is None:  # not a byte has arrived
+        if self._phase() is None:  # no byte of a request has arrived
             self.transport.close()
             return
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} s")
@@ -139,7 +141,7 @@ class _Bounded(H11Protocol):
 
 
 class Seldom(logging.Filter):
-    """A log filter that passes the same message once in :data:`SELDOM` seconds, for messages that unknown clients can cause."""
+    """A log filter that passes the same message at most once in :data:`SELDOM` seconds, for messages that unknown clients can cause."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, OSError):  # for "no descriptor left" and the like, a line without traceback is enough
+        if isinstance(error, OSError):  # errors such as "no descriptor left" need no traceback
             record.msg, record.args, record.exc_info = f"{str(record.msg).partition(chr(10))[0]}: {error}", (), None
         message, now = str(record.msg)[:100], time.monotonic()
         if now - self._shown.get(message, -SELDOM) < SELDOM:
@@ -188,7 +190,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: the application of :func:`~decoders.server.app.make_app`.
-        grace: seconds that running requests have after SIGTERM or SIGINT.
+        grace: seconds that running requests have to finish after SIGTERM or SIGINT.
         port: the port; 0 for a free one.
     """
 
@@ -216,7 +218,7 @@ class Server(uvicorn.Server):
             await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The second Ctrl-C ends the grace, so that clients get an error; only the third cuts connections."""
+        """The second Ctrl-C ends the grace period, so that clients get an error. Only the third Ctrl-C cuts connections."""
         if self.should_exit and sig == signal.SIGINT and not self.hurried:
             self.hurried = True
         else:

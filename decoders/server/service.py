@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 THREADS = 4
 #: Number of threads for requests that take long (large ones, images, new grammars), so that other requests do not wait for them.
 PATIENT_THREADS = 2
-#: Greatest number of seconds by which prefilling prompts may delay a step. Without it, a client that sends one long prompt after
-#: another would stop the decoding of all other requests.
+#: Greatest number of seconds by which prefilling prompts may delay a step. Without this limit, a client that sends one long prompt
+#: after another would stop the decoding of all other requests.
 LONGEST_PAUSE = 0.02
 #: A body is large from this number of bytes on: tokenizing its prompt takes 10 ms or more.
 LARGE = 32 << 10
 
 
 class Service:
-    """A model with its schedulers, to which requests are submitted.
+    """Submits the requests of all routes to the schedulers of one model.
 
     Args:
-        model, tokenizer: the served model, which is enabled here if it is not yet. Its generation config is adapted
-            (:class:`~decoders.enabling.OwnDefaults`).
+        model, tokenizer: the served model, which the service enables if it is not enabled yet. The service adapts the model's
+            generation config (:class:`~decoders.enabling.OwnDefaults`).
         name: the model's name for clients.
         strategy, strategy_config: the default strategy and its settings.
         assistant: draft model for strategies that take one.
@@ -66,9 +66,9 @@ class Service:
     Attributes:
         offered: the strategies that requests can name.
         pace: delays the answers to requests with large bodies.
-        keys: number of API keys. With several keys, the requests of one key take turns as one client; otherwise each request does.
+        keys: number of API keys. In the queue, clients take turns: with several keys each key is a client, otherwise each request.
         draining: whether new requests are refused.
-        ending: set when the accepted requests are cancelled.
+        ending: an event that is set when the accepted requests are cancelled.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Sets a generation config with which every request can be decoded; logs a warning about fields that were left out.
+        """Gives the model a generation config with which every request can be decoded. Logs a warning about fields that were dropped.
 
         Returns:
             `config`, which holds settings of `strategy`, with the checkpoint's drafting hints added.
@@ -185,7 +185,7 @@ class Service:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Counts a slow request while it waits or is prepared. Called in the event loop.
+        """A context that counts a slow request while it waits or is prepared. Called in the event loop.
 
         Raises:
             QueueFull: the greatest allowed number of slow requests already waits.
@@ -203,14 +203,14 @@ class Service:
             self._long -= 1
 
     def check_length(self, text: str) -> None:
-        """Raises Refusal if `text` is too long for a prompt, whatever its tokens are. The text is not tokenized for this check."""
+        """Raises Refusal if `text` has too many characters for a prompt, however they are tokenized. This check tokenizes nothing."""
         with suppress(UnsupportedError):  # the tokens have no bytes
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
                 raise self.limits.too_long(f"more than {least}", self.slots)
 
     def check_count(self, body: Body, prompts: int) -> int:
-        """The number of texts that a body with `prompts` prompts asks for. Raises Refusal if the number exceeds its limit."""
+        """The number of choices that a body with `prompts` prompts asks for. Raises Refusal if the number exceeds its limit."""
         count = (body.n or 1) * prompts
         self.limits.check_texts(count)
         return count
@@ -223,13 +223,14 @@ class Service:
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Submits all texts of a body; if one fails, all are cancelled. This takes too long for the event loop: a millisecond or more.
+        """Submits all choices of a body to the scheduler. If one choice fails, all are cancelled. This takes a millisecond or more,
+        which is too long for the event loop.
 
         Args:
             kind: prefix of the answer's id.
             arrival: the request's arrival; the request is given up once its client is `gone`.
-            wanted: description of the grammar of all texts.
-            thinking: the argument ``thinking=`` of ``generate`` for all texts.
+            wanted: description of the grammar of all choices.
+            thinking: the argument ``thinking=`` of ``generate`` for all choices.
             default_tokens: number of new tokens if the body gives none; None: as many as fit.
             images: images of the prompts, as arguments of ``generate``.
 

@@ -1,6 +1,6 @@
 """The texts of a request while they are generated.
 
-Texts are passed on in pieces. No piece ends within a character, or within what may become a stop string.
+Texts are passed on in pieces. No piece ends within a character, or within text that may become a stop string.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Choice:
     """One text that is being generated.
 
     Attributes:
-        index: its index in the answer.
-        seed: seed of its sampling noise.
-        generation: its request in the scheduler.
+        index: the choice's index in the answer.
+        seed: seed of the choice's sampling noise.
+        generation: the choice's request in the scheduler.
         prompt: token ids of the prompt.
         judged: whether the finished text has to be validated, because its grammar accepts more than the requested format.
         invalid: the rule that the finished text breaks; None if it is valid.
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def use(self) -> GrammarUse | None:
-        """The report on its grammar after the text has ended; None without a grammar."""
+        """The report on the choice's grammar, once the text has ended; None without a grammar."""
         report = self.generation.report
         return report.grammars[0] if report is not None and report.grammars else None
 
@@ -64,11 +64,11 @@ class Job:
 
     Attributes:
         id: the answer's id.
-        created: Unix time of its creation.
-        choices: its texts.
-        stops: stop strings of each text.
-        arrival: its arrival.
-        seconds: seconds that it may take.
+        created: Unix time of the answer's creation.
+        choices: the texts that are generated for the request.
+        stops: stop strings of each choice.
+        arrival: the request's arrival.
+        seconds: seconds that the request may take, counted from its arrival.
     """
 
     id: str
@@ -90,7 +90,7 @@ class Job:
         return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
     def usage(self, thought: int = 0) -> dict[str, Any]:
-        """The ``usage`` object: OpenAI's counts, and ours under ``decoders``. thought: number of tokens in thoughts."""
+        """The ``usage`` object: OpenAI's counts, and further counts under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
         lengths = _summed([report.accepted_lengths for report in reports])
@@ -121,7 +121,7 @@ class Job:
 
     def metrics(self) -> dict[str, Any]:
         """The ``metrics`` object: the acceptance of drafts in vLLM's form, which AIPerf reads. Empty without drafts, or for several
-        texts.
+        choices.
         """
         reports = self._reports
         if len(self.choices) != 1 or not reports or not reports[0].drafted:
@@ -186,13 +186,13 @@ class Spelling:
         return data
 
     def within(self, token: int, text: str) -> bytes:
-        """The bytes of a token that produced, alone or with others, the characters `text`.
+        """The bytes of a token that produced the characters `text`, alone or together with other tokens.
 
         Bytes that the tokenizer's decoder drops are left out: a leading blank, the marker of a word's continuation, or a special
         token.
         """
         data = self.of(token)
-        if token in self._special:  # `text` may be a character of other tokens, between whose bytes this token stands
+        if token in self._special:  # the token may stand between two tokens that share the character `text`
             return data if data.decode(errors="replace") in text else b""
         try:
             same = data.decode() == text
@@ -208,8 +208,8 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token: the text that is shown for it, and the text in which stop strings are searched. A special token's name may
-    be in one of these texts or in both.
+    """A held-back token. `text` is shown for the token; `matched` is searched for stop strings. A special token's name may be in one
+    of the two or in both.
     """
 
     text: str
@@ -217,7 +217,7 @@ class _Held:
     drafted: bool
 
     def at(self, place: int) -> tuple[_Held, _Held | None]:
-        """Splits the token at a place in `matched`: the part in front, and the rest if there is any."""
+        """Splits the token at a place in `matched`. Returns the part before the place, and the rest (None without a rest)."""
         if place >= len(self.matched):
             return self, None
         return (
@@ -227,7 +227,7 @@ class _Held:
 
 
 class ChoiceText:
-    """Converts tokens to text, up to the first stop string.
+    """Converts the tokens of a choice to text, up to the first stop string.
 
     Args:
         prompt: token ids in front of the text.
@@ -235,7 +235,7 @@ class ChoiceText:
 
     Attributes:
         stopped: whether a stop string was found.
-        shown: the text that was returned.
+        shown: the text that :meth:`add` has returned so far.
         written: the text of all tokens, including text behind a stop string.
         places: for each token whose text is known, its begin and end in `written`. Tokens that share a character have the
             character's begin and end.
@@ -248,7 +248,7 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # For each token of the unsettled text: the text up to and including the token, and whether the token was drafted.
+        # For each token whose text may still change: the text up to and including the token, and whether the token was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
@@ -270,10 +270,10 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece`, the text of the unsettled tokens, among these tokens, in order.
+        """Divides `piece` among the tokens in `_unsettled`, which have this text together.
 
         Args:
-            token: the last of the unsettled tokens. A special token may be shown, or be matched with stop strings, by name.
+            token: the last of these tokens. The name of a special token may be shown, or be searched for stop strings.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)

@@ -22,7 +22,7 @@ class Piece:
         kind: whether the new text belongs to a thought, to text, or to the arguments of a call.
         text: the new text.
         number: number of the call, or of the thought or text.
-        first: whether the call, thought or text begins here.
+        first: whether the call, thought or text begins with this piece.
     """
 
     kind: Literal["thought", "text", "arguments"]
@@ -58,7 +58,7 @@ class Turn:
     Attributes:
         thoughts, texts: the thoughts and texts so far, by part number. Empty thoughts and texts are left out.
         calls: the calls so far.
-        places: offsets of the texts in the whole text, by part number.
+        places: begin and end of each text in the whole text, by part number.
     """
 
     def __init__(self, growing: Growing, reasoning: Reasoning | None, calling: Calling | None) -> None:
@@ -83,7 +83,7 @@ class Turn:
         return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
-        """The new pieces since the last call, their spans, and their tokens if log probabilities were requested."""
+        """The pieces that are new since the last call, their spans, and their tokens if log probabilities were requested."""
         spans, tokens = self.growing.read(ended)
         self._written += joined(spans)
         if self._reasoning is not None:

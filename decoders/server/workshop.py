@@ -2,8 +2,8 @@
 
 Compiling a client's grammar may take exponential time and memory, in code that cannot be interrupted or that holds the GIL and
 slows down decoding. So a separate process, the workshop, holds the compilers and the vocabulary, and forks a process for every
-piece of work. The fork is killed as soon as nobody waits for its result. On systems without fork (Windows) the calling thread
-does the work, within the bounds of :mod:`decoders.constraints`.
+task. The forked process is killed as soon as nobody waits for its result. On systems without fork (Windows) the calling thread
+runs the task, within the bounds of :mod:`decoders.constraints`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Wanted = Calling | Part
 
 @dataclass(frozen=True)
 class Compiling:
-    """Work: compiling a request's grammar.
+    """A task of the workshop: compiles a request's grammar.
 
     Attributes:
         seconds: greatest processor time, in seconds.
@@ -68,7 +68,7 @@ TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Generates two random texts, to find grammars that are so ambiguous that a mask takes seconds, while all rows wait.
+    """Generates two random texts, to find grammars that are so ambiguous that a token mask takes seconds. All rows would wait for it.
 
     Raises:
         GrammarError: a matcher of the grammar exceeded its time.
@@ -87,7 +87,7 @@ def _try(grammar: CompiledGrammar) -> None:
 
 @dataclass(frozen=True)
 class Judging:
-    """Work: validating a finished text. The result is why the text is invalid, or None if it is valid."""
+    """A task of the workshop: validates a finished text. Returns why the text is invalid, or None if it is valid."""
 
     whole: Callable[[str], None]
     text: str
@@ -165,7 +165,7 @@ class Workshop:
         """The compiled grammar for a description.
 
         Args:
-            check: called while waiting; an error that it raises ends the work.
+            check: called while the task runs; an error that it raises ends the task.
 
         Raises:
             GrammarError, Refusal: the description is invalid, or compiling exceeds the limits.
@@ -196,7 +196,7 @@ class Workshop:
         return answer
 
     def begin(self) -> None:
-        """Starts the workshop's process unless it runs. The process is ready some seconds later; work waits until then."""
+        """Starts the workshop's process unless it runs. The process is ready some seconds later; tasks wait until then."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
@@ -241,7 +241,7 @@ class Workshop:
         return result
 
     def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
-        """The answer to a message; None if the fork was killed. again: a second try, which is made only if the workshop has ended."""
+        """The pickled result of a pickled task; None if the fork was killed. again: a second try, only if the workshop has ended."""
         process = self._process
         if again and process is not None and process.poll() is None:
             return None
