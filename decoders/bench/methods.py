@@ -142,7 +142,7 @@ class Method:
         return "n/a" if not self.ours else "same distribution" if self.exact else "other distribution"
 
     def in_round(self, repeat: int) -> Self:
-        """The method with the seed of a round, from which all methods draw the same tokens; every round has another seed."""
+        """The method with the seed of round `repeat`. In one round all methods have the same seed; every round has another seed."""
         if self.sampling is None or not repeat:
             return self
         return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + repeat))
@@ -250,7 +250,7 @@ def strategy_methods(
 
 
 def synthetic_methods(model: PreTrainedModel, acceptances: Sequence[str], **options: Any) -> list[Method]:
-    """Made-up drafters (:class:`~decoders.bench.synthetic.Synthetic`), one for each acceptance rate in `acceptances`.
+    """Methods with synthetic drafters (:class:`~decoders.bench.synthetic.Synthetic`), one for each acceptance rate in `acceptances`.
 
     Args:
         options: arguments of :func:`strategy_methods`.
@@ -283,12 +283,12 @@ def named_grammar(name: str) -> Spec | CompiledGrammar:
 
 @dataclass(frozen=True)
 class Configured:
-    """A variant with its settings, which exist and have possible values.
+    """A variant whose settings have been checked: they exist, and their values are allowed.
 
     Attributes:
-        variant: as written.
-        classes: the classes of its parts.
-        settings: settings by part, those in brackets included.
+        variant: the variant as written.
+        classes: the strategy classes of its parts.
+        settings: settings by part, with the settings in brackets.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
         verifier: the verifier of its calls.
@@ -358,8 +358,8 @@ def _method(
         configured.variant, configured.classes, configured.strategy, configured.impossible,
     )  # fmt: skip
     name, verifier = "+".join(configured.parts), configured.verifier
-    # Every repeat has the same prompt. With the keys and values of the last repeat, the prefill would be free; with what a strategy
-    # learned in the last repeat, it would know the answer.
+    # Every repeat has the same prompt. If keys and values were kept from the last repeat, the prefill would be free. If a strategy
+    # kept what it learned in the last repeat, it would know the answer.
     loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier.name, "decoders_config": loop_settings}
     if configured.config:

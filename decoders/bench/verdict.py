@@ -14,7 +14,7 @@ from .variants import parse
 
 #: The strategy that is recommended if it is about as fast as the fastest.
 AUTO = "auto"
-#: Share of the fastest method's speed that counts as about as fast.
+#: Methods above this share of the fastest method's speed count as about as fast.
 NEAR = 0.97
 #: Speed-up below which nothing is gained.
 GAIN = 1.05
@@ -154,7 +154,7 @@ def _wrong(record: Record) -> bool:
 
 
 def _made_up(record: Record) -> bool:
-    """Whether the drafter was made up: it knew the text before, so nobody can use it."""
+    """Whether the drafter is synthetic: it knew the text in advance, so no user can have it."""
     return record.method.startswith("synthetic[")
 
 

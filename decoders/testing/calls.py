@@ -25,7 +25,7 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
     """A repeated call drafts the same tokens in the same steps, whatever was decoded in between, and changes no value in the strategy's
     classes and modules.
 
-    Only the drafts of a `timed` strategy may differ. No earlier check has used the text.
+    The drafts of a `timed` strategy may differ. No earlier check has used these texts.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -64,7 +64,7 @@ def _drafts(seen: SpyLog) -> list[list[int]]:
 
 
 class _Stop(Exception):
-    """Ends a call, raised by its streamer."""
+    """Raised by a streamer to end its call."""
 
 
 class _Interrupted:

@@ -71,7 +71,7 @@ _references: dict[tuple, Any] = {}
 
 
 class _NotComparable(Exception):
-    """A call has a part whose equality with another call's cannot be checked."""
+    """A part of a call cannot be compared with the same part of another call."""
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple:

@@ -62,7 +62,7 @@ class GrammarCase:
         return max(sample, key=lambda option: len(self.vocabulary.tokens[option[0]] or b""))
 
     def after(self, taken: Sequence[int]) -> Matcher:
-        """A new matcher that has taken the same tokens."""
+        """A new matcher that has taken the tokens `taken`."""
         matcher = self.grammar.start()
         assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
         return matcher

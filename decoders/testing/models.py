@@ -18,7 +18,7 @@ from ..errors import UnknownNameError
 
 #: Vocabulary size of every tiny model.
 VOCAB = 128
-#: WINDOW is the sliding window, and CHUNK the chunk of chunked attention, of the models that have them, in tokens.
+#: Sizes in tokens: WINDOW of sliding windows, and CHUNK of the chunks of chunked attention.
 WINDOW = 8
 CHUNK = 12
 
@@ -132,7 +132,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "phi": _decoder("phi"),
         "phi3": _decoder("phi3", sliding_window=WINDOW),
         "gpt2": _gpt("gpt2", 0.1),
-        # Its attention modules have their own masks; every second module has a sliding window.
+        # GPT-Neo's attention modules have their own masks; every second module has a sliding window.
         "gpt_neo": _other(
             "gpt_neo", 0.1, **_SMALL, intermediate_size=48, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
             window_size=WINDOW, max_position_embeddings=512,

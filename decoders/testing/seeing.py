@@ -68,7 +68,7 @@ class SeeingArchitecture:
         return model.eval()
 
 
-#: Sizes of layers, in towers of images and of sounds as well as in texts.
+#: Sizes of layers, in image towers, in sound towers and in text models.
 _SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
 

@@ -1,4 +1,4 @@
-"""Strategies for tests: `Wrapped` forwards to another, `Replayed` replays its hooks like CUDA graphs, `Replay` proposes a text."""
+"""Strategies for tests: `Wrapped` forwards to a strategy, `Replayed` replays its hooks as CUDA graphs do, `Replay` proposes a text."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """A progress bar from `done` to `total` with the remaining time. It is not shown without a console, or if all work is done."""
+    """Shows a progress bar from `done` to `total`, if there are a console and work left. Yields the function that advances the bar."""
     if console is None or done >= total:
         yield lambda count, note="": None
         return

@@ -30,7 +30,7 @@ T = TypeVar("T")
 ROWS = 32
 #: Share of the text that is held out, for early stopping and the figures.
 HELD_OUT_SHARE = 0.05
-#: In a row that the target continues, the share that is the prompt.
+#: Share of a row that is the prompt, if the target continues the row.
 PROMPT_SHARE = 0.25
 #: Least number of rows that are held out or tested.
 LEAST_ROWS = 4
@@ -119,7 +119,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """A copy of `ids`, of whose rows the model has continued the first `share`, greedily after their first `prompt` tokens."""
+    """A copy of `ids` whose first rows, a `share` of all, end in greedy text of the model after their first `prompt` tokens."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
@@ -172,9 +172,9 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Job:
-    """A training besides its recipe: its texts, and where it writes.
+    """All that a training needs besides its recipe: the texts, the output folder, and how to resume.
 
-    Until a run is complete, ``out/training`` holds its checkpoints, and what it has computed of the texts. With `resume` an interrupted
+    Until a run is complete, ``out/training`` holds its checkpoints and its rows of text. With `resume` an interrupted
     run continues from there, and its weights are those of a run without interruption.
 
     Attributes:
@@ -204,14 +204,14 @@ def workplace(out: Path, resume: bool) -> Path:
     """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed.
 
     Raises:
-        SettingsError: `out` cannot be written, or has files that training might replace: it is neither empty, hidden files aside, nor
-            that of an unfinished run.
+        SettingsError: `out` cannot be written, or has files that training might replace. Hidden files and the state of an unfinished
+            run are allowed.
     """
     work = out / "training"
     try:
         state = [file.name for file in work.iterdir()] if work.is_dir() else []
         present = [file.name for file in out.iterdir() if file != work] if out.exists() and not state else state
-        # A new repository of the hub has .gitattributes.
+        # Hidden files are allowed because a new repository of the hub has .gitattributes.
         others = sorted(name for name in present if not (OWN_FILES.fullmatch(name) if state else name.startswith(".")))
         if others:
             where = f"{work if state else out} has other files ({others[0]})"
@@ -281,8 +281,8 @@ class TextStore:
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`, some of them continued by the target. If target and texts are the same as earlier under
-        `name`, the rows are read from disk.
+        """At most `count` rows of `texts`, some of them continued by the target. If the same target and texts
+        have made rows under `name` before, these are read from disk.
 
         Raises:
             TrainingError: the texts do not fill one row.
