@@ -97,8 +97,8 @@ def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Every draft of a real call keeps the contract.
 
-    Hooks must not write to the loop's tensors, not even beyond a row's length. They must not change their instance, its settings, or the
-    process (random states, default dtype, grad mode).
+    Hooks must not write to the loop's tensors, not even beyond a row's length. They must not change their instance, its settings, or
+    the process (random states, default dtype, grad mode).
     """
     for name, rows, options in conditions.combinations(({}, dict(do_sample=True, **DRAWS[0]))):
         with conditions.enabled(name) as model:

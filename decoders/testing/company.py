@@ -40,7 +40,7 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Of every four steps, the first verifies half of a draft of `inner`, the second ignores its draft, the third drafts another token."""
+    """Repeats four steps: half of a draft of `inner`; nothing, after `inner` has drafted; a token that is not from `inner`; nothing."""
 
     name = "resting"
 
@@ -102,7 +102,7 @@ ROUNDINGS = 0.2
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Five requests are decoded two at a time; when one ends, the next joins. Each request writes the tokens that it writes alone.
 
-    This shows that the state that `rebatch` keeps belongs to the right rows. (The default `rebatch` keeps no state, and calls `start` again.)
+    This shows that the state that `rebatch` keeps belongs to the right rows. (The default `rebatch` keeps none, but calls `start`.)
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
     texts = _rows_of(inputs)

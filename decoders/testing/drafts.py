@@ -33,7 +33,7 @@ STOP = 1
 def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """At least one in 50 steps with a draft has an accepted token.
 
-    The texts are periodic texts, which grammars force, and the kit's prompts. A strategy that drafts fewer than 64 tokens on these texts passes.
+    The texts are periodic texts, which grammars force, and the kit's prompts. A strategy that drafts fewer than 64 tokens passes.
     """
     for part in parts_of(strategy):
         check_draft_tokens_are_accepted(part, conditions)

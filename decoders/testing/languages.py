@@ -268,7 +268,7 @@ def merged_vocabulary() -> Vocabulary:
     ]
     texts = [text.encode() for text in longer]
     texts += ["é".encode()[1:] + "é".encode()[:1], "日".encode()[:2], "😀".encode()[1:], "😀".encode()[:3], b'"\xc3']
-    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # two tokens stand for each of the last four texts
+    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four have two tokens each
     tokens: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256)), None, None, *texts]
     stop = 64  # an id in the middle, whose bit is the lowest of a mask's word
     tokens.insert(stop, None)

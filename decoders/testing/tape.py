@@ -140,8 +140,8 @@ def _index(func: Any, args: tuple) -> Iterator[Any]:
 class Tape(TorchDispatchMode):
     """Logs the operations that run inside; :meth:`replay` runs them again on the same tensors.
 
-    In a replay no Python code runs, values of the host stay as they were in the recording, and results are written to the recorded tensors. On
-    exit all tensors that were written are restored, so that recording by itself does not change them.
+    In a replay no Python code runs, values of the host stay as they were in the recording, and results are written to the recorded
+    tensors. On exit all tensors that were written are restored, so that recording by itself does not change them.
     """
 
     def __init__(self) -> None:

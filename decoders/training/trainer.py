@@ -285,7 +285,7 @@ class Trainer:
 
 @contextmanager
 def first_interrupt() -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C sets instead of interrupting. This needs the main thread, and no other handler of Ctrl-C."""
+    """Yields an event that the first Ctrl-C sets, in the main thread and without another handler of Ctrl-C. The second interrupts."""
     event, default = threading.Event(), signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
         yield event
@@ -305,7 +305,7 @@ def first_interrupt() -> Iterator[threading.Event]:
 def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int, decay_share: float) -> float:
     """The learning rate: it rises over `warmup_steps`, stays at `peak`, and falls to zero over the last `decay_share` of the steps.
 
-    Before the decay, the rate does not depend on `steps`.
+    Before the decay, the rate does not depend on `steps`, so a run can be resumed with another number of steps.
     """
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, (steps - step) / max(1.0, decay_share * steps))

@@ -23,7 +23,7 @@ LENGTH, SLOTS = 128, (256, 8192)
 
 @dataclass(frozen=True)
 class CapacityCost:
-    """Milliseconds of a step's core with `slots` slots per row and prompts of `length` tokens. ratio: to the first capacity's time."""
+    """Milliseconds of a step's core with `slots` slots per row and prompts of `length` tokens. ratio: to the first capacity."""
 
     dtype: str
     batch: int
@@ -65,7 +65,7 @@ def check_capacity(
                 arguments={
                     **method.arguments,
                     "decoders_config": {**method.arguments.get("decoders_config", {}), "slots": count},
-                    "eos_token_id": vocabulary,  # never chosen, because random text may stop at once
+                    "eos_token_id": vocabulary,  # an id that is never chosen, because random text may stop at once
                 },
             )
             for count in slots
