@@ -75,7 +75,7 @@ class Advice:
     """The recommendation of :func:`advise`.
 
     Attributes:
-        verdict: the method, its speed, and a sentence.
+        verdict: the recommended method, its speed, and a sentence.
         compiling: tokens/s of compiled steps divided by tokens/s of uncompiled steps. None if only uncompiled steps were measured;
             the verdict is then about uncompiled steps.
         outlooks: estimates for a draft model and heads.
@@ -182,7 +182,7 @@ def advise(
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
         seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. No part
-            begins that is expected to end later. Only one text per strategy, compiling and quantizing can exceed the time.
+            begins that is expected to end later. It takes longer only if one text per strategy, compiling or quantizing does.
         compile: whether to measure compiled steps, too, if `seconds` is at least 120. With the default settings, a model in long use is
             compiled in the background.
         progress: called with what begins and the remaining seconds.
@@ -337,7 +337,7 @@ def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float
 
 
 def _has_narrow_weights(model: PreTrainedModel) -> bool:
-    """Whether 16 bits hold all numbers of any float32 matrix of `model`."""
+    """Whether 16 bits hold all numbers of at least one float32 matrix of `model`."""
     wide = (own.detach() for own in model.parameters() if own.dim() == 2 and own.dtype == torch.float32)
     return any(torch.equal(own.to(dtype).float(), own) for own in wide for dtype in (torch.bfloat16, torch.float16))
 

@@ -98,7 +98,7 @@ def looping(rows: Sequence[Sequence[int]]) -> float | None:
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models, each followed by the figures of its drafter. calls: pairs of a call's stages and the call."""
+    """Figures of the draft models; a model that drafts for a draft model follows it. calls: pairs of a call's stages and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
         passes, tokens_and_passes, shares = [], [0, 0], []
@@ -151,7 +151,7 @@ def parts_of_a_step(sample: Measurement) -> dict[str, float]:
 
 
 def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Medians over the calls. For transformers, the time after the first token is divided by the steps after it; steps: by workload."""
+    """Medians over the calls. For transformers, the time after the first token is divided by the later steps. steps: by workload."""
     parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if parts_of_calls:
         medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}

@@ -99,8 +99,8 @@ class WarmupCost:
         cache_bytes: size of the loop's key-value cache.
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: bytes by which the two calls made the process larger; None if the system does not report them.
-        pack_seconds: time for making the model ready, as reported.
-        background_seconds: time of compiling in the background, as reported.
+        pack_seconds: ``report.timings.pack`` of the first call.
+        background_seconds: ``report.timings.background`` of the first call.
     """
 
     first_call: float
@@ -140,8 +140,8 @@ class Competitor:
 
     Attributes:
         status: "ok", "skipped" (the method does not do this) or "failed" (an error).
-        reason: why the method has no figures; "" if it has.
-        warmup: the first two calls.
+        reason: why the method has no figures; "" if it has figures.
+        warmup: times and memory of the first two calls.
         checks: the output of one untimed call, by workload.
         samples: the timed calls.
         kind_of: kind of prompt, by workload.
@@ -295,7 +295,7 @@ def take_turns(
         first_tokens: whether to measure the time to the first token, in a separate call.
         checks: whether to make the untimed calls; otherwise the texts of the first round are compared.
         deadline: by ``time.monotonic``; after the first round, no round begins that would end later.
-        by_prompt: whether the deadline also ends a round (the untimed calls and the first round not before their first prompt is done).
+        by_prompt: whether the deadline also ends the untimed calls and rounds in the middle, but not before the first prompt is done.
         measured: called when all methods have decoded a prompt in a round.
 
     Returns:
@@ -319,7 +319,7 @@ def take_turns(
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
                 if by_prompt and turn and _late(deadline):
-                    for other in entries if repeat else ():  # incomplete rounds do not count
+                    for other in entries if repeat else ():  # an incomplete later round does not count
                         other.samples = [sample for sample in other.samples if sample.repeat < repeat]
                     return repeat
                 progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())

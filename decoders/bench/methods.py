@@ -26,7 +26,7 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Settings that an engine cannot change. A model has only one engine, so other values of these settings need a twin of the model.
+#: Settings that are fixed in an engine. A model has only one engine, so other values of these settings need a twin of the model.
 OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"
@@ -76,7 +76,7 @@ OnTokens = Callable[[list[int]], bool]
 
 
 class Engine(Protocol):
-    """Another engine, which decodes greedily and prefills all prompts in full in every call."""
+    """An engine other than ours. It decodes greedily, and prefills all prompts in full in every call."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
@@ -198,7 +198,7 @@ def transformers_methods(
         name, tokens = baseline_named(text)
         method = replace(available[name], sampling=sampling)
         if tokens is not None:
-            # A threshold above 0 ends drafts early. It is not None, because transformers would replace None by its default.
+            # A threshold above 0 ends drafts early. It is 0, not None, because transformers would replace None by its default.
             config = {
                 "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
                 "assistant_confidence_threshold": 0,
@@ -368,7 +368,7 @@ def _method(
         arguments["grammar"] = configured.grammar
     elif resolved is not None and resolved.needs_grammar:
         impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
-    # Read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
+    # The traits are read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
     takes = resolved.takes_assistant if resolved else any(cls.takes_assistant for cls in classes)
     if needs or (takes and draft is not None):

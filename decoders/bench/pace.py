@@ -20,7 +20,7 @@ class Competitor(Protocol):
 
     @property
     def warmup(self) -> Any:
-        """The times of its first two calls (:class:`~decoders.bench.measurement.WarmupCost`); None before these calls."""
+        """The times of the method's first two calls (:class:`~decoders.bench.measurement.WarmupCost`); None before these calls."""
 
 
 #: Assumed share of a call's time until its first token, used until a call has been timed.

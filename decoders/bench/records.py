@@ -56,14 +56,14 @@ class Record:
             prompts of the kind.
         ratio: tokens per second divided by the baseline's in the same repeat.
         plain_ratio: tokens per second divided by our plain decoding's, if plain decoding was measured.
-        first_token: seconds to the first token, the mean over prompts of each repeat.
+        first_token: seconds to the first token; one value per repeat, the mean over the prompts.
         accepted_length: mean tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats; transformers:
             the mean over one call per prompt.
         draft_passes: forward passes per step of the models that draft for the target.
         outside_core: share of the step outside forward, verification and commit.
         overhead: share of the step outside the forward passes of target and draft models.
         stages: one entry per draft model, see :class:`StageFigures`.
-        step_ms: the parts of a step.
+        step_ms: times of the parts of a step.
         first_call: seconds of the first call, on one prompt of the run.
         second_call: seconds of the second call, on the same prompt.
         compile_seconds: seconds spent on compiling in the first call.
@@ -88,7 +88,7 @@ class Record:
         pack_seconds: ``timings.pack`` of the first call (:class:`~decoders.report.Timings`).
         background_seconds: ``timings.background`` of the first call.
         temperature: temperature of the sampling; 0: greedy.
-        bandwidth_fraction: bytes of the target's weights per second of the core (for transformers: of the step), relative to the
+        bandwidth_fraction: bytes of the target's weights divided by the core's seconds (transformers: the step's), relative to the
             measured copy bandwidth. Above 1 the weights stay in a cache.
     """
 

@@ -200,8 +200,8 @@ Decode = Callable[..., TimedCall]
 class PutCounter(BaseStreamer):
     """Counts transformers' forward passes of the target: one `put` for each pass, however many tokens it commits.
 
-    Assisted generation drafts before its first pass, which is also the prefill, and its last `put` ends with the stop token or the
-    last requested token. So tokens per `put` are comparable with our tokens per step.
+    In assisted generation, the first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token
+    or the last requested token. So tokens per `put` are comparable with our tokens per step.
     """
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
     theirs, plain = every.get(BASELINE, []), every.get(PLAIN, [])
     return replace(
         first, kind="all", samples=samples, tokens_per_second=Spread.of(list(per_repeat(samples).values())),
-        ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # none on a busy machine
+        ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # no ratio on a busy machine
         plain_ratio=None if all(r.plain_ratio is None for r in records) else ratio(samples, plain),
         identical=all(compared) if compared else None, difference=next((r.difference for r in records if r.difference), ""),
         leading=sum(r.leading or 0 for r in records), compared=sum(r.compared or 0 for r in records),
@@ -101,7 +101,7 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
     for group, methods in pooled(records).items():
         usable = [
             r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r) and not _made_up(r)
-            and not parse(r.method).grammar  # it writes other texts than the baseline
+            and not parse(r.method).grammar  # with a grammar, a method writes other texts than the baseline
         ]  # fmt: skip
         if not usable:
             continue

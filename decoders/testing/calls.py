@@ -82,7 +82,7 @@ class _Interrupted:
 
 
 def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that reads prompts drafts the same with every chunk size, and works for prompts of one token, without `prefill`."""
+    """With every chunk size, a strategy that reads prompts drafts the same tokens. Prompts of one token work, without `prefill`."""
     if not strategy.reads_prompt:
         return
     name = conditions.models[0]

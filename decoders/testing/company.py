@@ -40,7 +40,10 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Repeats four steps: half of a draft of `inner`; nothing, after `inner` has drafted; a token that is not from `inner`; nothing."""
+    """Drafts in a cycle of four steps, and asks `inner` in the first two.
+
+    1: the first half of the draft of `inner`. 2: nothing. 3: a token that is not from `inner`. 4: nothing.
+    """
 
     name = "resting"
 

@@ -43,7 +43,7 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = No
     options = dict(do_sample=False, return_dict_in_generate=True) | options
     if strategy is not None:
         options["strategy"] = strategy
-    generate = cast(Callable[..., Any], model.generate)  # to mypy an attribute of a module is a tensor or a module
+    generate = cast(Callable[..., Any], model.generate)  # to mypy, an attribute of a module is a tensor or a module
     return generate(**inputs, **options)
 
 

@@ -23,7 +23,7 @@ from transformers import (
 from .models import VOCAB, WINDOW, _spread
 
 #: IMAGE is the placeholder token of a part of an image, or of a sound in models that read sounds. VIDEO and OTHER are further
-#: placeholders. BEGIN and END are the text tokens around them.
+#: placeholders. BEGIN and END are the text tokens around placeholders.
 IMAGE, VIDEO, OTHER, BEGIN, END = 120, 121, 122, 118, 119
 #: Auto classes of transformers, each with the config classes for which it has a model.
 _MODELS = (

@@ -63,7 +63,7 @@ class NoHostReads(TorchFunctionMode):
 
 
 class NoHostData(NoHostReads):
-    """Also raises RecordingError for functions that create tensors from data of the host."""
+    """A :class:`NoHostReads` that also raises RecordingError for functions that create tensors from data of the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not self.off and (func in MAKERS or any(isinstance(i, list) for i in _index(func, args))):

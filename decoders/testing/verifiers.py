@@ -126,7 +126,7 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """Continues sequences of ``depth + 1`` tokens with the weights ``[V**depth, V]`` to full length, as the target draws them."""
+        """Extends the distribution `weights` ``[V**depth, V]`` of ``depth + 1`` tokens to full length by the target's tables."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()

@@ -115,7 +115,7 @@ class Replayed(Wrapped):
 
     def _run(self, hook: str, call: Any) -> Any:
         """Calls `call`, or replays its recording, and returns the result."""
-        # `observe` is recorded in the same step as `propose`, but comes after the step's draft was logged: hence the difference.
+        # `observe` is recorded in the same step as `propose`, but after the step's draft was logged, so 1 is subtracted.
         if not self.record or not self._recordable or len(self.drafts) - (hook == "observe") < WARM_UP_STEPS:
             return call()
         if hook not in self._tapes:

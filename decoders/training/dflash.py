@@ -94,7 +94,7 @@ def train_dflash(
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
-    """The config of a draft model. shape: config of its layers. size: ``D``. mask: the token that is read at places to draft."""
+    """The config of a draft model. shape: config of the layers. size: ``D``. mask: the token that is read at places to draft."""
     markov = {
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
@@ -117,7 +117,7 @@ class BlockDraft(nn.Module):
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
     """A new draft model, initialized from the target.
 
-    `fc` returns about the features of the highest layer that is read, and the head's bias is zero. Each layer copies weights of equal
+    `fc` nearly copies the features of the highest layer that is read, and the head's bias is zero. Each layer copies weights of equal
     name and shape from one layer of the target. The first layer copies from the target's first, because both read embeddings. The last
     layer copies from the target's last, and the layers between copy from target layers at even distances.
     """
@@ -176,8 +176,8 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
                     norms.append((cast(Tensor, parts[f"self_attn.{part}_norm"].weight), given))
 
     def sums(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor], dict[nn.Module, Tensor]]:
-        """Returns sums over all texts: the Gram matrix of ``read(features)``, the products of ``read(features)`` with the keys or
-        values of each pair, and the mean square of each hooked projection's output.
+        """Returns sums over all texts: the Gram matrix of ``read(features)``, the products of ``read(features)`` with the target's keys
+        and values, and the mean squares of the target's queries, keys and values.
         """
         outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
         gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
@@ -258,7 +258,7 @@ def _same(matrix: Tensor, other: Tensor) -> bool:
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's weight matrices, and the weights of those norms that only scale, by name."""
+    """By name, the layer's weight matrices and the weights of norms that only scale (:func:`_scale`)."""
     parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
     return {
         f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
@@ -285,7 +285,7 @@ class BlockLearner(FeatureLearner):
 
     Attributes:
         own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias. It
-            stores one if its draft vocabulary is reduced, or if the target scales or bounds its logits, which training does not.
+            stores one if its draft vocabulary is reduced, or if the target scales or bounds its logits: training does neither.
     """
 
     model: BlockDraft
@@ -325,7 +325,7 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending. Positions whose first draft token counts are drawn first."""
+        """The anchors of a step, ``[B, A]`` int64, ascending. They are random, and taken first from the positions that count."""
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
@@ -380,7 +380,7 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of chains drafted over all of `texts`, each of which begins where the chain before ends.
+        """The acceptance of chains drafted over all of `texts`: each chain begins where the chain before it ends.
 
         In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
         target's choices after the text's tokens, even if the target would not have written these tokens.

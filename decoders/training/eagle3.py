@@ -1,9 +1,9 @@
 """`train_eagle3` trains an EAGLE-3 head for a frozen target, in one resumable run.
 
 The head learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at all positions at
-once. The draft of index ``t`` begins at slot ``t`` with the target's feature. Simulated token ``k`` is at slot ``t + k``, and its
-feature is the head's output for token ``k - 1`` of the same index. Token ``k`` attends to the slots up to ``t``, which the head reads
-with the target's features, and to the earlier simulated tokens of index ``t``. In decoding, a draft attends to the same slots.
+once. A draft has the index ``t`` of its first slot, where the head reads the target's feature. Simulated token ``k`` is at slot
+``t + k``, and its feature is the head's output for token ``k - 1`` of the same index. Token ``k`` attends to the slots up to ``t``,
+which the head reads with the target's features, and to the earlier simulated tokens of index ``t``, as a draft does in decoding.
 
 Letters: ``B`` rows, ``S`` indices, ``C`` indices whose drafts have more than one token, ``K`` simulated tokens, ``F`` width of the
 target's features.
@@ -100,7 +100,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. Its layer adds nothing yet, so it predicts about what the target's output head predicts from the last layer read."""
+    """A new head. Its layer adds nothing yet, so it starts near the target's output head, applied to the highest layer that is read."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -265,7 +265,7 @@ def _layer(
 
 
 def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
-    """The attention ``[B, heads, S or C, d]`` of each index over the slots up to it, and over its own simulated tokens."""
+    """The attention ``[B, heads, S or C, d]`` of each index over the slots up to the index, and over the index's simulated tokens."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)

@@ -228,7 +228,7 @@ class FeatureLearner(EpochLearner):
             yield part, self.teacher.lesson(part, self.stops, self.ids)
 
     def scores(self) -> list[float]:
-        """For each length 1, 2, …, the share of greedy drafts with at least so many accepted tokens."""
+        """For each length 1, 2, …, the share of greedy drafts with at least this many accepted tokens."""
         return self.acceptance(self._watched).reached
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -242,7 +242,7 @@ class Acceptance:
 
     Attributes:
         drafts: number of drafts.
-        reached: for each length, the share of greedy drafts with at least so many accepted tokens.
+        reached: for each length, the share of greedy drafts with at least this many accepted tokens.
         rates: for each simulated token, how often it is the target's greedy choice, whether or not the tokens before it are accepted.
         overlaps: for each simulated token, the acceptance rate at temperature 1 under the best coupling: 1 - total variation.
     """
@@ -325,7 +325,7 @@ def train_head(
         learner.begin()
     trainer = Trainer(learner, learner.run(identity))
     trainer.train("head", checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console)
-    # The figures are measured with the weights as rounded in the file.
+    # The weights are rounded as in the file, so that the figures hold for the file.
     network.load_state_dict({name: tensor.to(job.dtype) for name, tensor in network.state_dict().items()})
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),

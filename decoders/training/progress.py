@@ -18,7 +18,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Shows a progress bar from `done` to `total`, if there are a console and work left. Yields the function that advances the bar."""
+    """Yields a function that advances a progress bar from `done` to `total`. Without a console or work left, no bar is shown."""
     if console is None or done >= total:
         yield lambda count, note="": None
         return

@@ -158,7 +158,7 @@ class BlockTraining(Recipe):
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer: the authors' choice for 12 layers or more, and higher layers for shallower targets."""
+    """A low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, and higher layers for shallower targets."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 

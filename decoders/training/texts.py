@@ -32,7 +32,7 @@ ROWS = 32
 HELD_OUT_SHARE = 0.05
 #: Share of a row that is the prompt, if the target continues the row.
 PROMPT_SHARE = 0.25
-#: Least number of rows that are held out or tested.
+#: Least number of held-out rows, and of test rows.
 LEAST_ROWS = 4
 #: Names of the files in which a run keeps its state.
 OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|json)")
@@ -119,7 +119,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """A copy of `ids` whose first rows, a `share` of all, end in greedy text of the model after their first `prompt` tokens."""
+    """A copy of `ids`. In the first `share` of the rows, greedy text of the model replaces all tokens after the first `prompt`."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
@@ -138,7 +138,7 @@ def own_texts(
 
 def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
     """The positions that count, ``[B, T]`` bool: in rows of files all positions; in rows that the target continued, the positions from
-    the prompt's last token to before the end of sequence.
+    the prompt's last token up to the end of sequence, which itself does not count.
     """
     ids, own = texts.ids, texts.own[:, None]
     positions = torch.arange(ids.shape[1])
@@ -281,8 +281,8 @@ class TextStore:
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`, some of them continued by the target. If the same target and texts
-        have made rows under `name` before, these are read from disk.
+        """At most `count` rows of `texts`, some of them continued by the target. Rows that were
+        made under `name` before, from the same target and texts, are read from disk.
 
         Raises:
             TrainingError: the texts do not fill one row.

@@ -68,7 +68,7 @@ class Learner(ABC):
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data; the weights with the greatest mean are kept. In a run with checks, it must not be empty."""
+        """Accuracies on held-out data; the weights with the greatest mean are kept. A run with checks needs at least one."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -285,7 +285,7 @@ class Trainer:
 
 @contextmanager
 def first_interrupt() -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C sets, in the main thread and without another handler of Ctrl-C. The second interrupts."""
+    """Yields an event that the first Ctrl-C sets. Outside the main thread, or with another handler of Ctrl-C, nothing sets it."""
     event, default = threading.Event(), signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
         yield event

@@ -28,7 +28,7 @@ SMALL = ("--device", "cpu", "--no-compile", "--nodes", "4", "-n", "16", "--repea
 
 @pytest.fixture
 def few_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits the strategies to plain decoding and four others: exact, with a draft model, with a grammar, and without its heads."""
+    """Limits the strategies to plain decoding and four others: exact, needing a draft model, needing a grammar, lacking heads."""
     ours = device_bench.strategy_methods
     names = ["autoregressive", "prompt_lookup", "speculative", "grammar", "mtp"]
     monkeypatch.setattr(device_bench, "strategy_methods", lambda model, n, *a, **k: ours(model, n or names, *a, **k))

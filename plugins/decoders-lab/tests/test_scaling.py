@@ -72,7 +72,7 @@ def test_added_tokens_lie_below_every_real_one(pair: tuple[Any, Any]) -> None:
     [
         ScaledShape(40, 3, 64, 4, 2, 8, 61),  # nothing but wider
         ScaledShape(96, 4, 100, 4, 4, 24, 64),  # a key head for each query head: original key heads occur twice
-        ScaledShape(96, 7, 64, 12, 3, 16, 100),  # four query heads to a key head
+        ScaledShape(96, 7, 64, 12, 3, 16, 100),  # four query heads per key head
     ],
 )
 def test_every_way_of_widening_keeps_the_logits(shape: ScaledShape) -> None:

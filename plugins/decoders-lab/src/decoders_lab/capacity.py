@@ -23,7 +23,7 @@ LENGTH, SLOTS = 128, (256, 8192)
 
 @dataclass(frozen=True)
 class CapacityCost:
-    """Milliseconds of a step's core with `slots` slots per row and prompts of `length` tokens. ratio: to the first capacity."""
+    """Milliseconds of a step's core with `slots` slots per row and prompts of `length` tokens. ratio: to the first capacity's time."""
 
     dtype: str
     batch: int

@@ -102,7 +102,7 @@ class DeviceBench:
         new_tokens: new tokens of the longer calls.
         repeats: repeats of every measurement; the median counts.
         seconds: after this time, no further block size and no sampling are measured, because each may have to be compiled.
-        say: called with the name of each measurement before it.
+        say: called with the name of each measurement, before the measurement.
     """
 
     plain: Method

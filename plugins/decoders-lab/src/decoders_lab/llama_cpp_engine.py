@@ -103,7 +103,7 @@ def _drafting(small: Any) -> Any:
     class SecondModel(LlamaDraftModel):
         def __call__(self, input_ids: Any, /, **_: Any) -> Any:
             tokens = []
-            # `small` keeps the KV cache of the prefix that this text shares with the last one.
+            # `small` keeps the KV cache of the prefix that this text shares with the last text.
             for token in small.generate(input_ids.tolist(), temp=0.0, repeat_penalty=1.0):
                 tokens.append(token)
                 if len(tokens) == DRAFT_TOKENS[DRAFT]:

@@ -122,7 +122,7 @@ class Padding:
             table[start:end].copy_(added)
         scales = self._scales()
         scales[: s.hidden] = self.state["model.norm.weight"] * self.norm
-        # A logit's absolute value is at most the greatest Euclidean norm of a row times that of a normalised vector.
+        # A logit is at most the greatest Euclidean norm of a row times the greatest Euclidean norm of a normalised vector.
         longest = original.norm(dim=1).max() + DEVIATION * math.sqrt(s.hidden) * 2
         reach = float(longest * self.state["model.norm.weight"].abs().max() * math.sqrt(s.hidden))
         root = self._length() / math.sqrt(s.hidden)
