@@ -181,8 +181,8 @@ def advise(
             template, else ready code and texts to copy.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. No part
-            begins that is expected to end later. It takes longer only if one text per strategy, compiling or quantizing does.
+        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. No part begins
+            that is expected to end later. The measurement takes longer only if one text per strategy, compiling or quantizing does.
         compile: whether to measure compiled steps, too, if `seconds` is at least 120. With the default settings, a model in long use is
             compiled in the background.
         progress: called with what begins and the remaining seconds.

@@ -36,7 +36,7 @@ class Measurement:
     Attributes:
         workload: the workload's name.
         repeat: number of the round.
-        position: the method's place in the order of its turn.
+        position: the method's place in the order of the methods for this prompt.
         seconds: seconds of the whole call without `compile_seconds`.
         compile_seconds: seconds spent on compiling.
         compilations: graphs compiled.

@@ -20,7 +20,7 @@ from .toy_grammar import TokenAutomaton
 
 #: A strategy that drafts fewer tokens than this passes without an accepted token.
 FEWEST_DRAFTED = 64
-#: Of so many steps with a draft, at least one must have an accepted token.
+#: At least one in this many steps with a draft must have an accepted token.
 STEPS_PER_HIT = 50
 #: Periods of the rows' texts, in tokens.
 PERIODS = (1, 2, 3, 5)

@@ -197,7 +197,7 @@ def _float32() -> tuple[str | None, str, str]:
 def _set_float32(precision: tuple[str | None, str, str]) -> None:
     older, cuda, cpu = precision
     if older is not None:
-        torch.set_float32_matmul_precision(older)  # set first, because it also sets the other two
+        torch.set_float32_matmul_precision(older)  # set first, because it also sets CUDA and the CPU
     torch.backends.cuda.matmul.fp32_precision = cuda
     torch.backends.mkldnn.matmul.fp32_precision = cpu  # type: ignore[attr-defined]
 

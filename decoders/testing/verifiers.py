@@ -133,7 +133,7 @@ class EnumerationCase:
         return joint
 
     def wanted(self) -> Tensor:
-        """The target's joint distribution of sequences as long as the longest that a step can emit."""
+        """The target's joint distribution of sequences of the greatest length that a step can emit."""
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
@@ -296,7 +296,7 @@ def _models(kind: str, depths: list[int], generator: torch.Generator) -> tuple[T
 
 
 def rows_of(block: Block, rows: slice) -> Block:
-    """The block with some of its rows."""
+    """`block` with only some of its rows."""
     tree = block.tree
     tree = type(tree)(tree.parents[rows], tree.offsets[rows], tree.visible[rows], tree.ancestors[rows])
     return Block(block.nodes[rows], tree, block.target[rows], block.draft[rows], block.siblings)

@@ -155,7 +155,7 @@ class Replayed(Wrapped):
         self._shape = shape
 
     def _compare_places(self, state: Any) -> None:
-        """Checks that the state still has the tensors of the step before, because a recording reads and writes these."""
+        """Checks that the state still has the tensors of the step before, because a recording reads and writes these tensors."""
         # The tensors of the step before are kept alive, so that a new tensor cannot get the address of an old one.
         tensors, others = find_tensors(state)
         for path, tensor in tensors.items() if self._places is not None else ():

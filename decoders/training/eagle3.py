@@ -201,7 +201,7 @@ class HeadLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of chains that are simulated at every position of `texts` that counts.
+        """The acceptance of chains that are simulated at all counted positions of `texts`.
 
         In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
         target's choices after the text's tokens, even if the target would not have written these tokens.

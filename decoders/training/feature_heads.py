@@ -263,7 +263,7 @@ class Acceptance:
 
 
 class AcceptanceSums:
-    """Sums up an :class:`Acceptance`, one place of many drafts at a time. depth: number of tokens in a draft."""
+    """Computes an :class:`Acceptance` from groups of drafts, one place at a time. depth: number of tokens in a draft."""
 
     def __init__(self, depth: int) -> None:
         self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0

@@ -68,7 +68,7 @@ class Learner(ABC):
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data; the weights with the greatest mean are kept. A run with checks needs at least one."""
+        """Accuracies on held-out data; the weights with the greatest mean are kept. A run with checks needs at least one accuracy."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
