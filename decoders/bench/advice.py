@@ -1,4 +1,4 @@
-"""``decoders.advise``: which strategy suits a model, its prompts and this machine, in a minute or two, and what else would help."""
+"""``decoders.advise`` measures in a minute or two which strategy suits a model, its prompts and this machine, and what else helps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .variants import with_setting
 from .verdict import AUTO, GAIN, Verdict, pooled, times, verdicts
 from .workloads import Workload, workloads
 
-#: Strategies that are tried, and those that are also tried if there is a draft model.
+#: Strategies that are tried. The strategies in `DRAFTED` are tried only if there is a draft model.
 STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")
 DRAFTED = ("speculative", "threshold")
 #: Settings of the winning strategy that are tried: shorter and longer drafts. ``auto`` is not listed, because it adapts by itself.
@@ -37,17 +37,17 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: Number formats of weights that are tried with the winning strategy; `NARROW` only if it copies any matrix. Most of them change
-#: the text, so they are mentioned, but not recommended.
+#: Number formats of weights that are tried with the winning strategy. `NARROW` is tried only if 16 bits hold all numbers of some
+#: float32 matrix. The formats in `WEIGHTS` change the text, so they are mentioned, but not recommended.
 WEIGHTS, NARROW = ("int8", "int4"), "16bit"
-#: Numbers of new tokens: the most per text; the fewest per text, for a slow machine or many prompts; and that of a first call.
+#: Numbers of new tokens: the most per text; the fewest per text, for a slow machine or many prompts; the number in a first call.
 MOST, FEWEST, FEW = 96, 16, 2
-#: Methods above this share of the fastest method's speed count as equally fast, since so few texts are measured.
+#: Methods above this share of the fastest method's speed count as equally fast, because only few texts are measured.
 ABOUT = 0.9
 #: Shares of the time after which each part must have ended: the comparison of strategies, of settings, of weights, of compiled steps.
 #: The first three are shares of the time without :data:`COMPILING`, if steps are compiled.
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
-#: Seconds that are kept for compiling, which takes one to three minutes on two cores; without twice as many, nothing is compiled.
+#: Seconds kept for compiling, which takes one to three minutes on two cores. In less than twice this time, nothing is compiled.
 COMPILING = 60.0
 #: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
@@ -75,8 +75,9 @@ class Advice:
     """The recommendation of :func:`advise`.
 
     Attributes:
-        verdict: the method, its speed, and a sentence.
-        compiling: tokens/s compiled over uncompiled. None if only uncompiled steps were measured; the verdict is then about these.
+        verdict: the recommended method, its speed, and a sentence.
+        compiling: tokens/s of compiled steps divided by tokens/s of uncompiled steps. None if only uncompiled steps were measured;
+            the verdict is then about uncompiled steps.
         outlooks: estimates for a draft model and heads.
         seconds: duration of the measurement.
         new_tokens, prompts: number of new tokens of each text, and number of measured prompts.
@@ -180,9 +181,9 @@ def advise(
             template, else ready code and texts to copy.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. Nothing begins
+        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. No part begins
             that is expected to end later. The measurement takes longer only if one text per strategy, compiling or quantizing does.
-        compile: whether to measure compiled steps, too, from 120 seconds on. With the default settings, a model in long use is
+        compile: whether to measure compiled steps, too, if `seconds` is at least 120. With the default settings, a model in long use is
             compiled in the background.
         progress: called with what begins and the remaining seconds.
 
@@ -201,7 +202,7 @@ def advise(
     compile = compile and seconds >= 2 * COMPILING
     first_parts = seconds - COMPILING * compile
     new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
-    #: Seconds in which a method writes all texts once, and in which a number format's weights are ready, as last measured.
+    #: As last measured: seconds in which a method writes all texts once, and seconds for converting weights to a number format.
     each, packing = 0.0, time.monotonic() - begin
 
     def told(what: str, _: float = 0.0) -> None:
@@ -252,7 +253,7 @@ def advise(
         told(f"weights in {name}: packing them")
         unpacked = [method for method in methods if method.name == winner]
         began = time.monotonic()
-        with suppress(Exception):  # the comparison says why
+        with suppress(Exception):  # the comparison reports the error
             decode(packed[0], chosen[0], FEW)
         packing = time.monotonic() - began
         if not fits(3, begin + PACKED * first_parts):
@@ -336,7 +337,7 @@ def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float
 
 
 def _has_narrow_weights(model: PreTrainedModel) -> bool:
-    """Whether 16 bits hold all numbers of any float32 matrix of `model`."""
+    """Whether 16 bits hold all numbers of at least one float32 matrix of `model`."""
     wide = (own.detach() for own in model.parameters() if own.dim() == 2 and own.dtype == torch.float32)
     return any(torch.equal(own.to(dtype).float(), own) for own in wide for dtype in (torch.bfloat16, torch.float16))
 

@@ -74,7 +74,7 @@ class StageFigures:
 
 
 def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Tokens per row and step, of the timed calls if these report steps, else of the untimed calls."""
+    """Mean tokens per row and step: in the timed calls if they report steps, else in the untimed calls."""
     if lengths := [s.accepted_lengths for s in samples if s.accepted_lengths]:
         tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
         return tokens / sum(map(sum, lengths))
@@ -83,7 +83,7 @@ def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
 
 
 def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Draft passes per step, the median of the timed calls, else of the untimed calls."""
+    """Draft passes per step: the median over the timed calls if they report draft passes, else over the untimed calls."""
     for calls in (samples, checks):
         passes = [call.draft_passes / call.steps for call in calls if call.draft_passes is not None and call.steps]
         if passes:
@@ -98,7 +98,7 @@ def looping(rows: Sequence[Sequence[int]]) -> float | None:
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models, each followed by the figures of its drafter. calls: pairs of a call's stages and the call."""
+    """Figures of the draft models; a model that drafts for a draft model follows it. calls: pairs of a call's stages and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
         passes, tokens_and_passes, shares = [], [0, 0], []
@@ -118,7 +118,7 @@ def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int =
 
 
 def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
-    """Tokens per second of each repeat, over all its prompts."""
+    """Tokens per second in each repeat, over all prompts of the repeat."""
     ordered = sorted(samples, key=lambda s: s.repeat)
     speeds = {}
     for repeat, group in groupby(ordered, key=lambda s: s.repeat):
@@ -130,7 +130,7 @@ def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
 
 
 def ratio(samples: Sequence[Measurement], baseline: Sequence[Measurement]) -> Spread | None:
-    """For each repeat, tokens per second divided by the baseline's in that repeat."""
+    """The spread over repeats of tokens per second divided by the baseline's in the same repeat. None without a common repeat."""
     speeds, others = per_repeat(samples), per_repeat(baseline)
     return Spread.of([speeds[repeat] / others[repeat] for repeat in speeds if repeat in others])
 
@@ -144,14 +144,14 @@ def first_tokens(samples: Sequence[Measurement]) -> Spread | None:
 
 
 def parts_of_a_step(sample: Measurement) -> dict[str, float]:
-    """Milliseconds of each part of a step, of a call that has more steps than `prefill_steps`."""
+    """Mean milliseconds of each part of a step in a call. The call must have more steps than `prefill_steps`."""
     assert sample.steps is not None
     counts = dict.fromkeys(PARTS, sample.steps) | {"core": sample.steps - sample.prefill_steps}
     return {part: getattr(sample, part) / counts[part] * 1e3 for part in PARTS}
 
 
 def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Medians over the calls. For transformers the time after the first token is divided by the steps after the first."""
+    """Medians over the calls. For transformers, the time after the first token is divided by the later steps. steps: by workload."""
     parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if parts_of_calls:
         medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}
@@ -178,8 +178,8 @@ def difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
 
 
 def agreement(entry: Competitor, baseline: Competitor, workloads: Sequence[str]) -> tuple[int, int]:
-    """How many new tokens equal the baseline's up to the first difference in each row, and how many new tokens the baseline has;
-    sums over `workloads`.
+    """Sums over `workloads`: the number of new tokens before each row's first difference from the baseline, and the number of the
+    baseline's new tokens.
     """
     leading = compared = 0
     for name in workloads:

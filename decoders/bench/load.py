@@ -26,7 +26,7 @@ class Arrival:
     """A request of the load.
 
     Attributes:
-        seconds: its arrival, in seconds after the start.
+        seconds: time of arrival, in seconds after the start.
         prompt: token ids.
         new_tokens: number of tokens to generate; there are no stop tokens.
     """
@@ -41,12 +41,12 @@ class LoadResult:
     """The result of one method under a load.
 
     Attributes:
-        method: its name.
+        method: the method's name.
         seconds: from the first arrival to the last end.
         tokens: number of requested tokens, of all requests.
-        first_token: per request, seconds from arrival to first token, if the method reports them.
+        first_token: per request, seconds from arrival to first token; empty if the method does not report first tokens.
         latency: per request, seconds from arrival to end.
-        per_token: per request, seconds from first token to end, divided by the number of further tokens.
+        per_token: per request with more than one token, seconds from first token to end, divided by the number of further tokens.
     """
 
     method: str
@@ -88,7 +88,7 @@ def arrivals(
 def rehearse(
     model: PreTrainedModel, drafters: Sequence[Synthetic], load: Sequence[Arrival], options: Mapping[str, Any]
 ) -> None:
-    """Gives made-up drafters the texts that plain decoding writes for a load."""
+    """Gives synthetic drafters the texts that plain decoding writes for a load."""
     longest: dict[tuple[int, ...], int] = {}
     for request in load if drafters else ():
         longest[tuple(request.prompt)] = max(longest.get(tuple(request.prompt), 0), request.new_tokens)
@@ -137,8 +137,8 @@ def in_batches(
     model: PreTrainedModel, strategy: str | Synthetic | None, load: Sequence[Arrival], rows: int,
     options: Mapping[str, Any],
 ) -> LoadResult:  # fmt: skip
-    """Runs the load in batches of ``generate``: each takes up to `rows` requests that have arrived, and lasts until its longest row
-    ends. strategy: None for transformers' own ``generate``.
+    """Runs the load in batches of ``generate``. A batch takes up to `rows` requests that have arrived, and lasts until its longest
+    row ends. strategy: None for transformers' own ``generate``.
     """
     ours = {} if strategy is None else {"strategy": strategy, **options}
     waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.monotonic()

@@ -56,7 +56,7 @@ def busy() -> str:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether the allocator of `device` reports its peak, as those of CUDA and XPU do."""
+    """Whether the allocator of `device` reports its peak, as the allocators of CUDA and XPU do."""
     return device.type in ("cuda", "xpu")
 
 
@@ -75,7 +75,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int =
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     best = float("inf")
-    for _ in range(repeats + 1):  # the first pass also touches the pages
+    for _ in range(repeats + 1):  # the first pass is slow, because the system maps the pages
         synchronize(device)
         started = time.perf_counter()
         target.copy_(source)

@@ -36,7 +36,7 @@ class Measurement:
     Attributes:
         workload: the workload's name.
         repeat: number of the round.
-        position: the method's place in the order of its turn.
+        position: the method's place in the order of the methods for this prompt.
         seconds: seconds of the whole call without `compile_seconds`.
         compile_seconds: seconds spent on compiling.
         compilations: graphs compiled.
@@ -86,7 +86,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class WarmupCost:
-    """The first two calls.
+    """Times and memory of a method's first two calls.
 
     Attributes:
         first_call: seconds of the first call.
@@ -99,8 +99,8 @@ class WarmupCost:
         cache_bytes: size of the loop's key-value cache.
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: bytes by which the two calls made the process larger; None if the system does not report them.
-        pack_seconds: time for making the model ready, as reported.
-        background_seconds: time of compiling in the background, as reported.
+        pack_seconds: ``report.timings.pack`` of the first call.
+        background_seconds: ``report.timings.background`` of the first call.
     """
 
     first_call: float
@@ -140,8 +140,8 @@ class Competitor:
 
     Attributes:
         status: "ok", "skipped" (the method does not do this) or "failed" (an error).
-        reason: why the method has no figures; "" if it has.
-        warmup: the first two calls.
+        reason: why the method has no figures; "" if it has figures.
+        warmup: times and memory of the first two calls.
         checks: the output of one untimed call, by workload.
         samples: the timed calls.
         kind_of: kind of prompt, by workload.
@@ -288,14 +288,14 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload, whose text is compared and which fills caches for the workload's shape;
-    then `repeats` timed rounds over all workloads, each with another order of the methods.
+    """Makes one untimed call of each method per workload: its text is compared, and it fills caches for the workload's shape. Then
+    runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.
         checks: whether to make the untimed calls; otherwise the texts of the first round are compared.
-        deadline: by ``time.monotonic``; no round after the first begins that would end later.
-        by_prompt: whether the deadline also ends the first round and its untimed calls, after the first prompt, and later rounds.
+        deadline: by ``time.monotonic``; after the first round, no round begins that would end later.
+        by_prompt: whether the deadline also ends the untimed calls and rounds in the middle, but not before the first prompt is done.
         measured: called when all methods have decoded a prompt in a round.
 
     Returns:
@@ -319,7 +319,7 @@ def take_turns(
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
                 if by_prompt and turn and _late(deadline):
-                    for other in entries if repeat else ():  # incomplete rounds do not count
+                    for other in entries if repeat else ():  # an incomplete later round does not count
                         other.samples = [sample for sample in other.samples if sample.repeat < repeat]
                     return repeat
                 progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())
@@ -333,7 +333,7 @@ def take_turns(
 
 
 def _late(deadline: float | None, needed: float = 0.0) -> bool:
-    """Whether what takes `needed` seconds would end after `deadline`."""
+    """Whether work of `needed` seconds would end after `deadline`. False without a deadline."""
     return deadline is not None and time.monotonic() + needed > deadline
 
 
@@ -365,7 +365,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
     first, stamps = stamped(entry.method, workload, new_tokens, decode)
     with PeakMemory(entry.method.model.device) as memory:
         second = decode(entry.method, workload, new_tokens)
-    # transformers does not report its compile time; the first call's extra time stands for it if it compiled at all.
+    # transformers does not report its compile time. If it compiled, the time by which the first call was longer is taken instead.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)
@@ -382,7 +382,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
 def _call(
     method: Method, entry: Competitor, workload: Workload, new_tokens: int, decode: Decode
 ) -> tuple[TimedCall, list[list[int]]]:
-    """Makes a call; the output of a workload's first call is kept in ``entry.checks``."""
+    """Makes a call; returns it with its new tokens per row. The output of a workload's first call is kept in ``entry.checks``."""
     if workload.name in entry.checks:
         call = decode(method, workload, new_tokens)
         return call, written(method, workload, call.sequences)

@@ -26,7 +26,7 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Settings that an engine cannot change. A model has only one engine, so other values of these settings need a twin of the model.
+#: Settings that are fixed in an engine. A model has only one engine, so other values of these settings need a twin of the model.
 OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"
@@ -76,7 +76,7 @@ OnTokens = Callable[[list[int]], bool]
 
 
 class Engine(Protocol):
-    """Another engine, which decodes greedily and prefills all prompts in full in every call."""
+    """An engine other than ours. It decodes greedily, and prefills all prompts in full in every call."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
@@ -142,7 +142,7 @@ class Method:
         return "n/a" if not self.ours else "same distribution" if self.exact else "other distribution"
 
     def in_round(self, repeat: int) -> Self:
-        """The method with the seed of a round, from which all methods draw the same tokens; every round has another seed."""
+        """The method with the seed of round `repeat`. In one round all methods have the same seed; every round has another seed."""
         if self.sampling is None or not repeat:
             return self
         return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + repeat))
@@ -198,7 +198,7 @@ def transformers_methods(
         name, tokens = baseline_named(text)
         method = replace(available[name], sampling=sampling)
         if tokens is not None:
-            # A threshold above 0 ends drafts early. It is not None, because transformers would replace None by its default.
+            # A threshold above 0 ends drafts early. It is 0, not None, because transformers would replace None by its default.
             config = {
                 "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
                 "assistant_confidence_threshold": 0,
@@ -250,7 +250,7 @@ def strategy_methods(
 
 
 def synthetic_methods(model: PreTrainedModel, acceptances: Sequence[str], **options: Any) -> list[Method]:
-    """Made-up drafters (:class:`~decoders.bench.synthetic.Synthetic`), one for each acceptance rate in `acceptances`.
+    """Methods with synthetic drafters (:class:`~decoders.bench.synthetic.Synthetic`), one for each acceptance rate in `acceptances`.
 
     Args:
         options: arguments of :func:`strategy_methods`.
@@ -283,12 +283,12 @@ def named_grammar(name: str) -> Spec | CompiledGrammar:
 
 @dataclass(frozen=True)
 class Configured:
-    """A variant with its settings, which exist and have possible values.
+    """A variant whose settings have been checked: they exist, and their values are allowed.
 
     Attributes:
-        variant: as written.
-        classes: the classes of its parts.
-        settings: settings by part, those in brackets included.
+        variant: the variant as written.
+        classes: the strategy classes of its parts.
+        settings: settings by part, with the settings in brackets.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
         verifier: the verifier of its calls.
@@ -358,8 +358,8 @@ def _method(
         configured.variant, configured.classes, configured.strategy, configured.impossible,
     )  # fmt: skip
     name, verifier = "+".join(configured.parts), configured.verifier
-    # Every repeat has the same prompt. With the keys and values of the last repeat, the prefill would be free; with what a strategy
-    # learned in the last repeat, it would know the answer.
+    # Every repeat has the same prompt. If keys and values were kept from the last repeat, the prefill would be free. If a strategy
+    # kept what it learned in the last repeat, it would know the answer.
     loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier.name, "decoders_config": loop_settings}
     if configured.config:
@@ -368,7 +368,7 @@ def _method(
         arguments["grammar"] = configured.grammar
     elif resolved is not None and resolved.needs_grammar:
         impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
-    # Read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
+    # The traits are read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
     takes = resolved.takes_assistant if resolved else any(cls.takes_assistant for cls in classes)
     if needs or (takes and draft is not None):

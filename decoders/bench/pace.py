@@ -20,18 +20,18 @@ class Competitor(Protocol):
 
     @property
     def warmup(self) -> Any:
-        """The times of its first two calls (:class:`~decoders.bench.measurement.WarmupCost`); None before these calls."""
+        """The times of the method's first two calls (:class:`~decoders.bench.measurement.WarmupCost`); None before these calls."""
 
 
-#: Share of a call's time before its first token, assumed while no call was timed.
+#: Assumed share of a call's time until its first token, used until a call has been timed.
 FIRST_TOKEN = 0.25
 
 
 def expected(
     warmed: Sequence[Competitor], taken: Mapping[bool, Sequence[float]], coming: Sequence[bool], texts: float
 ) -> float:
-    """Expected seconds of a run, compiling included. A method whose warm-up is yet to come is assumed to take as long as the finished
-    methods of its kind (ours, or transformers').
+    """Expected remaining seconds of a run, compiling included. A method without a warm-up so far is assumed to take as long as the
+    finished methods of its kind (ours, or transformers'). Infinite if no method of its kind has finished.
 
     Args:
         taken: durations of the warm-ups so far, by whether the method is ours.
@@ -81,7 +81,7 @@ class Pace:
     def left(self) -> float:
         """Expected seconds until the end."""
         going = {id(entry): entry for entry in self.entries if entry.status == "ok"}
-        # Prompts may be longer than the warm-up's prompt, so the warm-up's times are scaled by those of calls on other prompts.
+        # Prompts may be longer than the warm-up's prompt, so times of the warm-up are scaled by times of finished calls.
         once = self.checks if self.checked else self.samples
         known = [(once[key], self._warm(going[key[0]])) for key in once if key[0] in going]
         scale = sum(check for check, _ in known) / max(sum(warm for _, warm in known), 1e-9) if known else 1.0

@@ -31,7 +31,7 @@ def figure_class() -> Any:
 
 
 def check_format(path: Path) -> None:
-    """Raises an error before minutes of measuring: PlotError without matplotlib, UnknownNameError for a format that it cannot write."""
+    """Raises an error before minutes of measuring: PlotError without matplotlib, UnknownNameError for an unknown format."""
     formats = figure_class()().canvas.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise UnknownNameError("format of a plot", path.suffix[1:], formats)
@@ -55,7 +55,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure = figure_of(figsize=(8, sum(0.32 * n + 0.9 for n in heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (title, members) in zip(axes, panels, strict=True):
-        speeds = [r.tokens_per_second for r in members if r.tokens_per_second is not None]  # none is dropped
+        speeds = [r.tokens_per_second for r in members if r.tokens_per_second is not None]  # for the type checker
         medians = [s.median for s in speeds]
         whiskers = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
         colours = ["#2a6fbb" if r.ours else "#9a9a9a" for r in members]

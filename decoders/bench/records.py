@@ -34,7 +34,7 @@ class Record:
     """Figures of one method on one kind of prompt.
 
     Attributes:
-        method: its name.
+        method: the method's name.
         dtype: dtype of the weights.
         batch: number of rows.
         kind: kind of prompt.
@@ -48,22 +48,22 @@ class Record:
         difference: where the tokens first differ from the baseline's.
         leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
         compared: number of the baseline's new tokens.
-        looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`), which flatters methods
+        looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`). Loops flatter methods
             that draft from the text so far.
         incomparable: what holds instead if the tokens need not be equal, such as "same distribution"; "" if they must be equal.
         verifier: name of the verifier; "" for transformers' methods.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over all
             prompts of the kind.
         ratio: tokens per second divided by the baseline's in the same repeat.
-        plain_ratio: tokens per second over our plain decoding's, if that was measured.
-        first_token: seconds to the first token, the mean over prompts of each repeat.
-        accepted_length: mean tokens per row and step, 1 for plain decoding. Our strategies: the mean of all repeats; transformers:
-            that of one call per prompt.
+        plain_ratio: tokens per second divided by our plain decoding's, if plain decoding was measured.
+        first_token: seconds to the first token; one value per repeat, the mean over the prompts.
+        accepted_length: mean tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats; transformers:
+            the mean over one call per prompt.
         draft_passes: forward passes per step of the models that draft for the target.
         outside_core: share of the step outside forward, verification and commit.
         overhead: share of the step outside the forward passes of target and draft models.
         stages: one entry per draft model, see :class:`StageFigures`.
-        step_ms: the parts of a step.
+        step_ms: times of the parts of a step.
         first_call: seconds of the first call, on one prompt of the run.
         second_call: seconds of the second call, on the same prompt.
         compile_seconds: seconds spent on compiling in the first call.
@@ -75,8 +75,8 @@ class Record:
         weight_bytes: bytes of the target's weights that one step reads.
         samples: the timed calls.
         model: the measured model, as the user named it.
-        random_weights: whether the model is a shape, whose acceptance means nothing.
-        scaled: ``cost-scaled to 0.49B`` where a small model was padded to that size, else "".
+        random_weights: whether the model has random weights (:mod:`~decoders.bench.shapes`); then acceptance means nothing.
+        scaled: ``cost-scaled to 0.49B`` if a small model was padded to this size, else "".
         engine: name of another engine; "" for transformers and for our strategies.
         weights: number format of the other engine's matrices.
         prompt_tokens: median number of tokens of the prompts.
@@ -88,7 +88,7 @@ class Record:
         pack_seconds: ``timings.pack`` of the first call (:class:`~decoders.report.Timings`).
         background_seconds: ``timings.background`` of the first call.
         temperature: temperature of the sampling; 0: greedy.
-        bandwidth_fraction: bytes of the target's weights per second of the core (for transformers: of the step), relative to the
+        bandwidth_fraction: bytes of the target's weights divided by the core's seconds (transformers: the step's), relative to the
             measured copy bandwidth. Above 1 the weights stay in a cache.
     """
 
@@ -155,12 +155,12 @@ class Record:
 
 
 def waiting(records: Sequence[Record]) -> float:
-    """The median of :attr:`Report.waiting`, the share of a step's time that waited for processors, over our calls; 0 without calls."""
+    """The median over our calls of :attr:`Report.waiting`, the share of a step's time that waits for processors; 0 without calls."""
     return median([sample.waiting for r in records if r.ours for sample in r.samples] or [0.0])
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """`records` and ""; or, if steps waited for more than the share `BUSY` of their time, `records` without ratios, and a warning."""
+    """`records` and "". If steps waited for more than the share `BUSY` of their time: `records` without ratios, and a warning."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (
@@ -203,7 +203,7 @@ def _samples(entry: Competitor | None, kind: str) -> list[Measurement]:
 
 
 def _entry_of(entry: Competitor, entries: Sequence[Competitor], name: str, grammar: str = "") -> Competitor | None:
-    """The entry of the method `name`, or `name` with a grammar, of the same dtype and number of rows, if it has figures."""
+    """The entry of the method `name` (with `grammar`, if given) that has the dtype and rows of `entry`; None if it has no figures."""
     key = (name + (f"[{GRAMMAR}={grammar}]" if grammar else ""), entry.method.dtype, entry.rows, "ok")
     return next((e for e in entries if (e.method.name, e.method.dtype, e.rows, e.status) == key), None)
 

@@ -15,8 +15,8 @@ def in_loops(ids: Tensor) -> Tensor:
     """Which tokens of `ids` ``[..., T]`` int64 are part of a loop, ``[..., T]`` bool.
 
     A token is part of a loop if it and the tokens before it equal the tokens one period earlier, for more than a whole period and
-    for more than :data:`SHORTEST_LOOP` tokens. So the first repetition of a passage does not count, since code repeats itself on
-    purpose; all tokens from the second repetition on do.
+    for more than :data:`SHORTEST_LOOP` tokens. The first repetition of a passage does not count, because code repeats itself on
+    purpose. All tokens from the second repetition on count.
     """
     looping = torch.zeros_like(ids, dtype=torch.bool)
     for period in range(1, min(LONGEST_PERIOD, ids.shape[-1] - 1) + 1):

@@ -47,7 +47,7 @@ class _State:
 
     Attributes:
         texts: the text that each row will write; empty if it is not known.
-        drawn: random numbers for the places where drafts are wrong.
+        drawn: generator of the random places where drafts are wrong.
         vocabulary: size of the vocabulary.
     """
 

@@ -96,7 +96,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
 
 
 def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Gives a made-up drafter the text that plain decoding writes in this call, unless the drafter has it already."""
+    """Gives a synthetic drafter the text that plain decoding writes in this call, unless the drafter has it already."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
     if drafter.rehearsed == key:
@@ -200,8 +200,8 @@ Decode = Callable[..., TimedCall]
 class PutCounter(BaseStreamer):
     """Counts transformers' forward passes of the target: one `put` for each pass, however many tokens it commits.
 
-    Assisted generation drafts before its first pass, which is also the prefill, and its last `put` ends with the stop token or the
-    last requested token. So tokens per `put` are comparable with our tokens per step.
+    In assisted generation, the first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token
+    or the last requested token. So tokens per `put` are comparable with our tokens per step.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class PutCounter(BaseStreamer):
 
 @contextlib.contextmanager
 def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
-    """Counts the forward passes of transformers' assistant, in the list's only entry. The prefill also drafts, so it is counted."""
+    """Yields a list whose only entry counts the assistant's forward passes. The assistant's prefill counts, because it also drafts."""
     count = [0]
     if model is None:
         yield count

@@ -33,10 +33,10 @@ class Variant:
 
     Attributes:
         parts: names as written.
-        brackets: the text in each part's brackets, "" without.
+        brackets: the text in each part's brackets; "" without brackets.
         settings: settings by part, nested as in ``strategy_config``.
-        verifier: the verifier's name in the brackets; None without.
-        grammar: the grammar's name in the brackets; None without.
+        verifier: the verifier named in the brackets; None if there is none.
+        grammar: the grammar named in the brackets; None if there is none.
         loop: settings of the loop in the brackets, by keys of :data:`LOOP`.
     """
 
@@ -81,7 +81,7 @@ def split(text: str, separator: str = ",") -> list[str]:
 
 
 def bracketed(text: str) -> tuple[str, str | None]:
-    """Splits a name from the text in its brackets, which is None without brackets.
+    """Splits `text` into a name and the text in its brackets, which is None if there are no brackets.
 
     Raises:
         SettingsError: there is text behind the brackets, or no name before them.

@@ -14,7 +14,7 @@ from .variants import parse
 
 #: The strategy that is recommended if it is about as fast as the fastest.
 AUTO = "auto"
-#: Share of the fastest method's speed that counts as about as fast.
+#: Methods above this share of the fastest method's speed count as about as fast.
 NEAR = 0.97
 #: Speed-up below which nothing is gained.
 GAIN = 1.05
@@ -87,7 +87,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
     theirs, plain = every.get(BASELINE, []), every.get(PLAIN, [])
     return replace(
         first, kind="all", samples=samples, tokens_per_second=Spread.of(list(per_repeat(samples).values())),
-        ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # none on a busy machine
+        ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # no ratio on a busy machine
         plain_ratio=None if all(r.plain_ratio is None for r in records) else ratio(samples, plain),
         identical=all(compared) if compared else None, difference=next((r.difference for r in records if r.difference), ""),
         leading=sum(r.leading or 0 for r in records), compared=sum(r.compared or 0 for r in records),
@@ -101,7 +101,7 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
     for group, methods in pooled(records).items():
         usable = [
             r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r) and not _made_up(r)
-            and not parse(r.method).grammar  # it writes other texts than the baseline
+            and not parse(r.method).grammar  # with a grammar, a method writes other texts than the baseline
         ]  # fmt: skip
         if not usable:
             continue
@@ -154,7 +154,7 @@ def _wrong(record: Record) -> bool:
 
 
 def _made_up(record: Record) -> bool:
-    """Whether the drafter was made up: it knew the text before, so nobody can use it."""
+    """Whether the drafter is synthetic: it knew the text in advance, so no user can have it."""
     return record.method.startswith("synthetic[")
 
 

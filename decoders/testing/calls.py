@@ -25,7 +25,7 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
     """A repeated call drafts the same tokens in the same steps, whatever was decoded in between, and changes no value in the strategy's
     classes and modules.
 
-    Only the drafts of a `timed` strategy may differ. No earlier check has used the text.
+    The drafts of a `timed` strategy may differ. No earlier check has used these texts.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -64,7 +64,7 @@ def _drafts(seen: SpyLog) -> list[list[int]]:
 
 
 class _Stop(Exception):
-    """Ends a call, raised by its streamer."""
+    """Raised by a streamer to end its call."""
 
 
 class _Interrupted:
@@ -82,7 +82,7 @@ class _Interrupted:
 
 
 def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that reads prompts drafts the same with every chunk size, and works for prompts of one token, without `prefill`."""
+    """With every chunk size, a strategy that reads prompts drafts the same tokens. Prompts of one token work, without `prefill`."""
     if not strategy.reads_prompt:
         return
     name = conditions.models[0]

@@ -97,8 +97,8 @@ def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Every draft of a real call keeps the contract.
 
-    Hooks must not write to the loop's tensors, not even after a row's length. They must not change their instance, its settings, or the
-    process (random states, default dtype, grad mode).
+    Hooks must not write to the loop's tensors, not even beyond a row's length. They must not change their instance, its settings, or
+    the process (random states, default dtype, grad mode).
     """
     for name, rows, options in conditions.combinations(({}, dict(do_sample=True, **DRAWS[0]))):
         with conditions.enabled(name) as model:
@@ -115,7 +115,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     eager = replace(conditions, compile=False)
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model, as_recorded():
-        # The first call on a model may use data of the host, and a recorded step may not.
+        # This call is not checked: the first call on a model may use data of the host.
         run(model, name, strategy, inputs, eager, max_new_tokens=2)
         try:
             run(model, name, spied(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)

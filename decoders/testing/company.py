@@ -40,7 +40,10 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Asks `inner` in two of four steps. Half of the first draft is verified, the second is ignored. Another token is drafted next."""
+    """Drafts in a cycle of four steps, and asks `inner` in the first two.
+
+    1: the first half of the draft of `inner`. 2: nothing. 3: a token that is not from `inner`. 4: nothing.
+    """
 
     name = "resting"
 
@@ -79,7 +82,7 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` may miss steps, and see steps with other nodes, as in ``auto``: no errors, and the same tokens."""
+    """A strategy that `rests` works, with the same tokens, if it misses steps or observes steps with other nodes, as in ``auto``."""
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)
@@ -102,7 +105,7 @@ ROUNDINGS = 0.2
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Five requests are decoded two at a time; when one ends, the next joins. Each request writes the tokens that it writes alone.
 
-    This shows that the state that `rebatch` keeps belongs to the right rows. (By default it keeps none, and `start` is called again.)
+    This shows that the state that `rebatch` keeps belongs to the right rows. (The default `rebatch` keeps none, but calls `start`.)
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
     texts = _rows_of(inputs)
@@ -124,8 +127,8 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
 
 
 def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A row drafts the same tokens in a batch as alone. If :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, it also drafts
-    them beside requests that join and leave.
+    """A row drafts the same tokens in a batch as alone. If :meth:`~decoders.strategy.Strategy.rebatch` keeps the row's state, the row
+    also drafts the same tokens beside requests that join and leave.
 
     Checks of tokens do not find a mix-up of rows, because verification corrects the output. Strategies that are `timed`, or whose rows
     are not :attr:`~decoders.strategy.Strategy.rows_apart`, are not checked.
@@ -191,7 +194,7 @@ def _paths(draft: Draft, row: int) -> frozenset[tuple[int, ...]]:
 
 
 def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], Any], where: str) -> None:
-    """Raises AssertionError if more drafts after equal texts differ than rounding in a batch can explain."""
+    """Raises AssertionError if, after equal texts, more drafts differ than rounding in a batch can explain."""
     common = [text for text in together if text in alone and len(together[text] | alone[text]) > 1]
     differ = [text for text in common if together[text] != alone[text]]
     if len(differ) > ROUNDINGS * len(common):

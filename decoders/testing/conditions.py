@@ -59,7 +59,8 @@ class Conditions:
     def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
         """Enables `model` inside the block. Afterwards a model that was not enabled is disabled again.
 
-        Raises: AssertionError: the code inside changed the model.
+        Raises:
+            AssertionError: the code inside changed the model.
         """
         given = _tiny(model) if isinstance(model, str) else model
         was_enabled = "generate" in vars(given)

@@ -1,4 +1,4 @@
-"""Checks that some draft tokens are accepted, and that draft tokens are drawn from the scores that the draft states."""
+"""Checks that some draft tokens are accepted, and that draft tokens are drawn from ``Draft.scores``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .toy_grammar import TokenAutomaton
 
 #: A strategy that drafts fewer tokens than this passes without an accepted token.
 FEWEST_DRAFTED = 64
-#: Of so many steps with a draft, at least one must have an accepted token.
+#: At least one in this many steps with a draft must have an accepted token.
 STEPS_PER_HIT = 50
 #: Periods of the rows' texts, in tokens.
 PERIODS = (1, 2, 3, 5)
-#: Length of the periodic prompts: a multiple of all periods, so that each continues with its first token.
+#: Length of the periodic prompts: a multiple of all periods, so that each prompt continues with the first token of its period.
 REPEATED = 30
 #: An end-of-sequence token that occurs in no text.
 STOP = 1
 
 
 def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """At least one in 50 steps with a draft has an accepted token, on periodic texts, which grammars force, and on the kit's texts.
+    """At least one in 50 steps with a draft has an accepted token.
 
-    A strategy that drafts fewer than 64 tokens on these texts passes.
+    The texts are periodic texts, which grammars force, and the kit's prompts. A strategy that drafts fewer than 64 tokens passes.
     """
     for part in parts_of(strategy):
         check_draft_tokens_are_accepted(part, conditions)
@@ -65,11 +65,11 @@ def _forever(tokens: list[int]) -> TokenAutomaton:
     return TokenAutomaton(states, set(), VOCAB, [STOP])
 
 
-#: Most rows in a batch, most nodes in all rows of a step, and number of new tokens of each row.
+#: Greatest numbers of rows in a batch and of nodes in all rows of a step; number of new tokens of each row.
 ROWS, NODES, TOKENS = 256, 4096, 6
 #: Number of bins of equal probability for the chi-square test of the draws.
 BINS = 24
-#: By chance, a result is this many standard deviations off once in ten million cases.
+#: By chance, a result is off by this many standard deviations once in ten million cases.
 MOST_DEVIATIONS = 5.2
 #: A verifier of chains and trees that uses scores; on a chain it equals "rejection".
 VERIFIER = "tree_rejection"
@@ -112,7 +112,8 @@ def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     """The quantile of each drawn token in its distribution, ``[draws]``, see :func:`_ranks`.
 
-    Only children of the root, children of its first child, and so on are counted, because other nodes may repeat their draws.
+    Only the children of the root, of its first child, of this node's first child, and so on are counted, because children of other
+    nodes may repeat these draws.
     """
     draft = seen.draft
     if draft.scores is None:

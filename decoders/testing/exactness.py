@@ -43,7 +43,7 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = No
     options = dict(do_sample=False, return_dict_in_generate=True) | options
     if strategy is not None:
         options["strategy"] = strategy
-    generate = cast(Callable[..., Any], model.generate)  # to mypy an attribute of a module is a tensor or a module
+    generate = cast(Callable[..., Any], model.generate)  # to mypy, an attribute of a module is a tensor or a module
     return generate(**inputs, **options)
 
 
@@ -71,7 +71,7 @@ _references: dict[tuple, Any] = {}
 
 
 class _NotComparable(Exception):
-    """A call has a part whose equality with another call's cannot be checked."""
+    """A part of a call cannot be compared with the same part of another call."""
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple:

@@ -62,7 +62,7 @@ class GrammarCase:
         return max(sample, key=lambda option: len(self.vocabulary.tokens[option[0]] or b""))
 
     def after(self, taken: Sequence[int]) -> Matcher:
-        """A new matcher that has taken the same tokens."""
+        """A new matcher that has taken the tokens `taken`."""
         matcher = self.grammar.start()
         assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
         return matcher
@@ -105,7 +105,7 @@ def check_special_tokens(case: GrammarCase) -> None:
 
 
 def check_masks(case: GrammarCase) -> None:
-    """Masks contain exactly the legal tokens, which advance() takes; after the end they contain the stop tokens."""
+    """Masks contain exactly the legal tokens, and advance() takes exactly these. After the end, masks contain the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
         where = f"after {case.told(taken)}"

@@ -1,7 +1,7 @@
 """The check that every grammar backend must pass: its masks, steps and rollbacks agree with the language.
 
-The languages are small regular languages and a recursive one (:mod:`.languages`), with one token per byte and with merged tokens. All
-that a matcher reports along random walks is compared with an automaton that shares no code with a backend, by :mod:`.grammar_checks`.
+The languages are small regular languages and a recursive one (:mod:`.languages`), with one token per byte and with merged tokens.
+:mod:`.grammar_checks` compares all that a matcher reports along random walks with an automaton that shares no code with backends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_backend(
     """Compiles every language in every notation that the backend reads, and runs all checks on it.
 
     Raises:
-        AssertionError: a check failed. The message names the first that failed, the language and the reason.
+        AssertionError: a check failed. The message names the check, the language and the reason.
     """
     backend = backend() if isinstance(backend, type) else backend
     check_name_and_summary(type(backend))
@@ -66,7 +66,7 @@ def check_grammar(
     """Runs all checks, or `checks`, on one compiled language.
 
     Raises:
-        AssertionError: a check failed. The message names the first that failed, and the reason.
+        AssertionError: a check failed. The message names the check and the reason.
     """
     for check in CHECKS if checks is None else checks:
         try:

@@ -83,12 +83,12 @@ def check_strategy(
     Args:
         strategy: an instance, or a class that works with its default settings.
         models: names of :data:`~decoders.testing.models.ARCHITECTURES`, or models; by default one with and one without sliding windows.
-        compile: whether the loop is compiled, which starts slower and is closer to real use.
+        compile: whether the loop is compiled. A compiled loop starts slower, and is closer to real use.
         thorough: whether to try every combination of model, number of rows and kind of call, on longer texts; otherwise fewer
             combinations are tried, in which every pair of values occurs.
 
     Raises:
-        AssertionError: a check failed. The message names the first that failed, and the reason.
+        AssertionError: a check failed. The message names the check and the reason.
     """
     strategy = instance(strategy)
     conditions = Conditions(tuple(models) if models is not None else Conditions().models, compile, thorough)
@@ -138,7 +138,7 @@ def instance(strategy: Strategy | type[Strategy]) -> Strategy:
 
 
 def label(strategy: Strategy) -> str:
-    """The name of a strategy and those of its settings that are not defaults, for a test id.
+    """The name of a strategy and its settings that differ from the defaults, for a test id.
 
     Numbers and words are shown; of other values only the setting's name, because paths may differ between workers of pytest-xdist.
     """

@@ -70,7 +70,7 @@ class ToyRegex(ToyAutomaton):
         return after if after is not None and self._fsm.islive(after) else None
 
     def _characters(self, begun: bytes) -> list[str]:
-        """Characters that begin with these bytes: all that the pattern names, and one other."""
+        """Characters whose UTF-8 begins with `begun`: all that the pattern names, and one other."""
         if begun not in self._begun:
             named = [s for s in self._symbols if s.encode().startswith(begun)]
             other = (chr(c) for c in _code_points(begun) if not 0xD800 <= c < 0xE000 and chr(c) not in named)
@@ -79,7 +79,7 @@ class ToyRegex(ToyAutomaton):
 
 
 def _code_points(begun: bytes) -> range:
-    """The code points whose UTF-8 begins with these bytes, surrogates included; empty if there are none."""
+    """The code points whose UTF-8 begins with `begun`, surrogates included; empty if there are none."""
     size = next((n for n, (low, high) in enumerate(_LEADS, start=2) if low <= begun[0] <= high), 0)
     if len(begun) >= size or any(byte & 0xC0 != 0x80 for byte in begun[1:]):
         return range(0)
@@ -268,7 +268,7 @@ def merged_vocabulary() -> Vocabulary:
     ]
     texts = [text.encode() for text in longer]
     texts += ["é".encode()[1:] + "é".encode()[:1], "日".encode()[:2], "😀".encode()[1:], "😀".encode()[:3], b'"\xc3']
-    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four texts have two tokens
+    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four have two tokens each
     tokens: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256)), None, None, *texts]
     stop = 64  # an id in the middle, whose bit is the lowest of a mask's word
     tokens.insert(stop, None)

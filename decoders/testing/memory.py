@@ -1,4 +1,4 @@
-"""Finds changes of state that hooks must not change: their instance, settings, classes, globals, and the process."""
+"""Finds changes of state that hooks must not change: the strategy's instance, settings, classes and globals, and the process."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _set_cuda_states(states: list[bytes]) -> None:
 
 
 def _float32() -> tuple[str | None, str, str]:
-    """The precision of float32 matrix products: torch's setting for all devices (None if unset), and those for CUDA and the CPU."""
+    """The precision of float32 matrix products: torch's setting for all devices (None if they differ), for CUDA and for the CPU."""
     older = None
     with suppress(RuntimeError):  # raised if only the setting for CUDA was changed
         older = torch.get_float32_matmul_precision()
@@ -197,7 +197,7 @@ def _float32() -> tuple[str | None, str, str]:
 def _set_float32(precision: tuple[str | None, str, str]) -> None:
     older, cuda, cpu = precision
     if older is not None:
-        torch.set_float32_matmul_precision(older)  # set first, because it also sets the other two
+        torch.set_float32_matmul_precision(older)  # set first, because it also sets CUDA and the CPU
     torch.backends.cuda.matmul.fp32_precision = cuda
     torch.backends.mkldnn.matmul.fp32_precision = cpu  # type: ignore[attr-defined]
 

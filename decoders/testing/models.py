@@ -18,7 +18,7 @@ from ..errors import UnknownNameError
 
 #: Vocabulary size of every tiny model.
 VOCAB = 128
-#: WINDOW is the sliding window, and CHUNK the chunk of chunked attention, of the models that have them, in tokens.
+#: Sizes in tokens: WINDOW of sliding windows, and CHUNK of the chunks of chunked attention.
 WINDOW = 8
 CHUNK = 12
 
@@ -72,7 +72,7 @@ class Architecture:
 
 @torch.no_grad()
 def _spread(model: PreTrainedModel, scale: float) -> None:
-    """Draws matrices anew with a deviation of ``1/√fan_in`` times a gain, adds noise to vectors, and gives logits a wide spread."""
+    """Draws matrices anew (standard deviation: ``1/√fan_in`` times a gain), adds noise to vectors, and spreads logits widely."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     for name, parameter in model.named_parameters():
@@ -132,7 +132,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "phi": _decoder("phi"),
         "phi3": _decoder("phi3", sliding_window=WINDOW),
         "gpt2": _gpt("gpt2", 0.1),
-        # Its attention modules have their own masks; every second module has a sliding window.
+        # GPT-Neo's attention modules have their own masks; every second module has a sliding window.
         "gpt_neo": _other(
             "gpt_neo", 0.1, **_SMALL, intermediate_size=48, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
             window_size=WINDOW, max_position_embeddings=512,
@@ -206,7 +206,7 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
             "zamba2", num_hidden_layers=3, num_key_value_heads=4, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8,
             mamba_d_conv=4, n_mamba_heads=4, mamba_ngroups=1, chunk_size=8, adapter_rank=8, hybrid_layer_ids=[1], num_mem_blocks=1,
         ),
-        # Their recurrent layers read the beginning of a text in one pass, and later tokens one at a time.
+        # The recurrent layers of these designs read the beginning of a text in one pass, and later tokens one at a time.
         "jamba": _decoder(
             "jamba", num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
             num_experts=4, num_experts_per_tok=2, **_MAMBA,

@@ -23,7 +23,7 @@ from transformers import (
 from .models import VOCAB, WINDOW, _spread
 
 #: IMAGE is the placeholder token of a part of an image, or of a sound in models that read sounds. VIDEO and OTHER are further
-#: placeholders. BEGIN and END are the text tokens around them.
+#: placeholders. BEGIN and END are the text tokens around placeholders.
 IMAGE, VIDEO, OTHER, BEGIN, END = 120, 121, 122, 118, 119
 #: Auto classes of transformers, each with the config classes for which it has a model.
 _MODELS = (
@@ -68,7 +68,7 @@ class SeeingArchitecture:
         return model.eval()
 
 
-#: Sizes of layers, in towers of images and of sounds as well as in texts.
+#: Sizes of layers, in image towers, in sound towers and in text models.
 _SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
 

@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """A guide whose `forced` may read the device, because the guide itself declares whether it does."""
+    """Wraps a guide so that its `forced` may read the device. The guide declares whether it reads the device."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads

@@ -29,7 +29,7 @@ HOST_READS = frozenset(
 #: Functions that create tensors from data of the host.
 MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
 HOST_DATA = "it creates a tensor from data of the host, and the copy makes the host wait; create the tensor in start"
-#: The same as operations of torch's dispatcher.
+#: Operations of torch's dispatcher that make the host wait, as the functions in `HOST_READS` do.
 WAITING = frozenset(
     {
         *waiting_operators(), aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.unique_dim,
@@ -63,7 +63,7 @@ class NoHostReads(TorchFunctionMode):
 
 
 class NoHostData(NoHostReads):
-    """Also raises RecordingError for functions that create tensors from data of the host."""
+    """A :class:`NoHostReads` that also raises RecordingError for functions that create tensors from data of the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not self.off and (func in MAKERS or any(isinstance(i, list) for i in _index(func, args))):
@@ -140,8 +140,8 @@ def _index(func: Any, args: tuple) -> Iterator[Any]:
 class Tape(TorchDispatchMode):
     """Logs the operations that run inside; :meth:`replay` runs them again on the same tensors.
 
-    In a replay no Python code runs, values of the host are those of the recording, and results are written to the recorded tensors. On
-    exit all tensors that were written are restored, so that recording by itself does not change them.
+    In a replay no Python code runs, values of the host stay as they were in the recording, and results are written to the recorded
+    tensors. On exit all tensors that were written are restored, so that recording by itself does not change them.
     """
 
     def __init__(self) -> None:
@@ -185,8 +185,8 @@ def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _new_tensors(result: Any, given: Sequence[Any]) -> list[tuple[int, Tensor]]:
-    """The tensors of `result` that are no views of `given`, as the results of ``reshape`` and similar functions may be, each with its
-    index.
+    """The tensors of `result` that are no views of `given`, each with its index. (The results of ``reshape`` and similar functions may
+    be views.)
     """
     places = {t.untyped_storage().data_ptr() for value in given for t in _flat(value) if isinstance(t, Tensor)}
     return [

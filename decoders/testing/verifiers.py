@@ -43,7 +43,7 @@ class EnumerationCase:
         parents: parent of each node; -1 for the root and for nodes that are no draft tokens.
         target: the target's tables, one more than the tree's depth.
         draft: the draft model's tables.
-        sure: nodes whose token is the likeliest remaining token, not a drawn one.
+        sure: nodes whose token is not drawn: it is the likeliest remaining token.
         silent: nodes that propose a token only after prefixes with odd numbers.
     """
 
@@ -106,7 +106,7 @@ class EnumerationCase:
             left = torch.where(total > 0, q, left)
         else:
             left = torch.where(total > 0, left / total, left)
-        # Children of a missing draft token still get a token, so that the check sees whether it is accepted.
+        # Children of a missing draft token still get a token, so that the check sees whether the verifier accepts it.
         orphan = prefix[:, parent, None] < 0
         left = torch.where(orphan, self._one_hot(torch.zeros(rows, dtype=torch.int64)), left)
         nothing = (total <= 0) & ~orphan
@@ -126,18 +126,18 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """Continues sequences of ``depth + 1`` tokens with the weights ``[V**depth, V]`` to full length, as the target draws them."""
+        """Extends the distribution `weights` ``[V**depth, V]`` of ``depth + 1`` tokens to full length by the target's tables."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
         return joint
 
     def wanted(self) -> Tensor:
-        """The target's joint distribution of the most tokens that a step can emit."""
+        """The target's joint distribution of sequences of the greatest length that a step can emit."""
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
-        """The joint distribution of as many tokens, if a step follows `outcomes` and the target draws the tokens after it."""
+        """The joint distribution of sequences of this length, if a step follows `outcomes` and the target draws all later tokens."""
         joint = torch.zeros_like(self.wanted())
         for node, depth in enumerate(self.depths):
             reached = (drafts.prefix[:, node] >= 0).to(drafts.weight.dtype)
@@ -296,7 +296,7 @@ def _models(kind: str, depths: list[int], generator: torch.Generator) -> tuple[T
 
 
 def rows_of(block: Block, rows: slice) -> Block:
-    """The block with some of its rows."""
+    """`block` with only some of its rows."""
     tree = block.tree
     tree = type(tree)(tree.parents[rows], tree.offsets[rows], tree.visible[rows], tree.ancestors[rows])
     return Block(block.nodes[rows], tree, block.target[rows], block.draft[rows], block.siblings)
@@ -322,7 +322,7 @@ def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
 
 
 def _check_no_graph_break(verifier: Verifier, block: Block) -> None:
-    """Traces the rule as the compiled core does, without generating code."""
+    """Traces ``outcomes`` as the compiled core does, without generating code."""
     try:
         traced = torch.compile(verifier.outcomes, fullgraph=True, backend="eager")(block)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Strategies for tests: `Wrapped` forwards to another, `Replayed` replays its hooks like CUDA graphs, `Replay` proposes a text."""
+"""Strategies for tests: `Wrapped` forwards to a strategy, `Replayed` replays its hooks as CUDA graphs do, `Replay` proposes a text."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Replayed(Wrapped):
 
     def _run(self, hook: str, call: Any) -> Any:
         """Calls `call`, or replays its recording, and returns the result."""
-        # `observe` is recorded in the same step as `propose`, but comes after the step's draft was logged: hence the difference.
+        # `observe` is recorded in the same step as `propose`, but after the step's draft was logged, so 1 is subtracted.
         if not self.record or not self._recordable or len(self.drafts) - (hook == "observe") < WARM_UP_STEPS:
             return call()
         if hook not in self._tapes:
@@ -155,7 +155,7 @@ class Replayed(Wrapped):
         self._shape = shape
 
     def _compare_places(self, state: Any) -> None:
-        """Checks that the state still has the tensors of the step before, because a recording reads and writes these."""
+        """Checks that the state still has the tensors of the step before, because a recording reads and writes these tensors."""
         # The tensors of the step before are kept alive, so that a new tensor cannot get the address of an old one.
         tensors, others = find_tensors(state)
         for path, tensor in tensors.items() if self._places is not None else ():

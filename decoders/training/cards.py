@@ -12,7 +12,7 @@ from ..heads.eagle3 import Eagle3Config
 from ..heads.medusa import HeadsConfig
 from .recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining, Measurement
 
-#: Titles of the held-out texts in a card.
+#: Titles of the rows in a card's tables, by set of texts (held, test) and kind of text (:meth:`.Texts.kinds`).
 NAMES = {
     ("held", "text"): "held out, files", ("held", "own"): "held out, own",
     ("test", "text"): "test files, files", ("test", "own"): "test files, own",

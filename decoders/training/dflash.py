@@ -1,8 +1,9 @@
 """`train_dflash` trains a draft model of the DFlash family for a frozen target, in one resumable run.
 
 A block begins at an anchor, a position of the text. The anchor's token stands for the last committed token, and the tokens before it
-are the context. One pass over a row drafts the blocks of many anchors. A block sees the context before its anchor and its own nodes.
-The head scores each place, given the text's token before it, and learns the target's distribution at this place.
+are the context. One pass over a row drafts the blocks of many anchors. The nodes of a block attend to the context before the anchor
+and to each other. The logits of each place are trained towards the target's distribution at this place. If the draft model has a head,
+these logits also depend on the text's token before the place.
 
 Letters: ``B`` rows, ``A`` anchors of a row, ``K`` places of a block, ``D`` tokens that can be drafted.
 """
@@ -56,7 +57,7 @@ def train_dflash(
     """Trains a block draft model for the frozen target `model`, and writes it in the format of `speculators`, with a card.
 
     Args:
-        start: folder of a draft model whose training continues; its mask and draft vocabulary are kept. None: a new draft model.
+        start: folder of a draft model whose training continues; its mask token and draft vocabulary are kept. None: a new draft model.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
@@ -72,7 +73,7 @@ def train_dflash(
     def make(train: Texts, judged: Texts) -> BlockLearner:
         ids = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model)).to(model.device)
         counts = torch.bincount(train.ids.flatten(), minlength=shape.vocab_size)
-        # The mask is the token that the texts use least.
+        # The mask token is the token that the texts use least.
         config = block_config(run, shape, layers, size, int(counts.argmin()))
         teacher = Teacher(model, layers, run.bf16)
         if given is None:
@@ -93,12 +94,12 @@ def train_dflash(
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
-    """The config of a draft model. shape: config of its layers. size: ``D``. mask: the token that is embedded at places to draft."""
+    """The config of a draft model. shape: config of the layers. size: ``D``. mask: the token that is read at places to draft."""
     markov = {
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     }  # fmt: skip
-    # With a head, the last token's place drafts the first token, as in DSpark. Without, the first mask does, as in DFlash.
+    # With a head, the node of the last committed token drafts the first token (DSpark). Without a head, the first mask does (DFlash).
     from_last = run.rank > 0
     nodes = run.block + (not from_last)
     fields = HeadFields(markov if run.rank else {}, "dflash", shape, run.block, size)
@@ -116,9 +117,9 @@ class BlockDraft(nn.Module):
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
     """A new draft model, initialized from the target.
 
-    `fc` returns the features of the highest layer that is read, and the head's bias is zero. Each layer copies weights of equal name
-    and shape from a layer of the target: the first from the first, which also reads embeddings, the last from the last, and the others
-    from layers spread evenly between.
+    `fc` nearly copies the features of the highest layer that is read, and the head's bias is zero. Each layer copies weights of equal
+    name and shape from one layer of the target. The first layer copies from the target's first, because both read embeddings. The last
+    layer copies from the target's last, and the layers between copy from target layers at even distances.
     """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
@@ -154,11 +155,11 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Fits the context's keys and values in each layer to the keys and values of its target layer (:func:`_origins`).
+    """Fits the keys and values that each layer computes for the context to the keys and values of its target layer (:func:`_origins`).
 
     `fc` becomes the projection of the features that predicts all these keys and values best (reduced-rank regression). Each key and
-    value matrix is then the least-squares fit over `texts`. Layers whose keys or values have other shapes are not changed. If the
-    target does not norm queries and keys, the network's norms begin with the mean size of queries and keys in the target.
+    value matrix is then the least-squares fit over `texts`. Matrices whose shape differs from the target's are not changed. If the
+    target does not norm queries and keys, the weights of the network's query and key norms become the root mean square of the target's.
 
     Args:
         rows: number of rows of `texts` that one pass reads.
@@ -175,8 +176,8 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
                     norms.append((cast(Tensor, parts[f"self_attn.{part}_norm"].weight), given))
 
     def sums(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor], dict[nn.Module, Tensor]]:
-        """Sums over all texts: the Gram matrix of the features after `read`, their products with each layer's keys and values, and
-        the mean squares of queries, keys and values.
+        """Returns sums over all texts: the Gram matrix of ``read(features)``, the products of ``read(features)`` with the target's keys
+        and values, and the mean squares of the target's queries, keys and values.
         """
         outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
         gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
@@ -257,7 +258,7 @@ def _same(matrix: Tensor, other: Tensor) -> bool:
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's weight matrices, and the weights of those norms that only scale, by name."""
+    """By name, the layer's weight matrices and the weights of norms that only scale (:func:`_scale`)."""
     parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
     return {
         f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
@@ -266,7 +267,7 @@ def _weights(layer: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _scale(norm: Any) -> Tensor | None:
-    """The weight of a norm that only scales, so that its output for a vector of ones is the weight; None for any other module."""
+    """The weight of a norm that only scales, which means that it turns a vector of ones into its weight; None for any other module."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
         return None
@@ -284,7 +285,7 @@ class BlockLearner(FeatureLearner):
 
     Attributes:
         own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias. It
-            does if it drafts a reduced vocabulary, or if the target scales or bounds its logits, because training uses the bare matrix.
+            stores one if its draft vocabulary is reduced, or if the target scales or bounds its logits: training does neither.
     """
 
     model: BlockDraft
@@ -307,7 +308,7 @@ class BlockLearner(FeatureLearner):
 
     def learn(self, step: int) -> Tensor:
         """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy at place ``k`` against the
-        target's distribution over the draft vocabulary; it counts if this vocabulary has the target's best token.
+        target's distribution over the draft vocabulary. A place counts only if this vocabulary has the target's best token.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)
@@ -324,7 +325,7 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending. Positions whose first draft token counts are taken first."""
+        """The anchors of a step, ``[B, A]`` int64, ascending. They are random, and taken first from the positions that count."""
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
@@ -332,7 +333,7 @@ class BlockLearner(FeatureLearner):
         return torch.multinomial(chances, count, generator=generator).sort(1).values.to(self.ids.device)
 
     def _places_of(self, anchors: Tensor) -> Tensor:
-        """The position of the token before each place of a block, ``[B, A, K]``. The target's distribution there is the label."""
+        """The position of the token before each place of a block, ``[B, A, K]``. The target's distribution after it is the label."""
         return anchors[..., None] + self.places
 
     def drafted(self, lesson: Lesson, ids: Tensor, anchors: Tensor) -> DraftedBlock:
@@ -360,8 +361,8 @@ class BlockLearner(FeatureLearner):
         """Yields the logits ``[B·A, D]`` of each place in turn.
 
         Args:
-            tokens: ``[B·A, K]``, the token before each place; or ``[B·A, 1]``, the token before the first place, and each further place
-                follows the token drafted before it.
+            tokens: ``[B·A, K]``: the token before each place. ``[B·A, 1]``: the token before the first place; every later place uses
+                the token that was drafted at the place before.
         """
         head, above = self.model.head, None
         if head is None:
@@ -379,10 +380,10 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of chains that are drafted one after another over all of `texts`.
+        """The acceptance of chains drafted over all of `texts`: each chain begins where the chain before it ends.
 
-        In text that the target wrote greedily this is the acceptance of decoding. In other text the target's choices after the text's
-        own tokens are compared, even if the target would not have written these tokens.
+        In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
+        target's choices after the text's tokens, even if the target would not have written these tokens.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
@@ -401,7 +402,7 @@ class BlockLearner(FeatureLearner):
 
 
 def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
-    """Which context slots, and which nodes of all blocks, each node sees: ``[B, A·nodes, slots + A·nodes]`` bool.
+    """The attention mask ``[B, A·nodes, slots + A·nodes]`` bool: a node sees the slots before its anchor, and its block's nodes.
 
     Args:
         anchors: ``[B, A]``, positions where blocks begin.

@@ -26,7 +26,7 @@ from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, soft_cross_entr
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
-#: Most held-out rows on which agreement is measured between steps.
+#: Greatest number of held-out rows on which agreement is measured between steps.
 WATCHED = 16
 
 
@@ -49,7 +49,7 @@ def train_draft(
 
     Raises:
         TrainingError: there is too little text, the checkpoint is of another run, or the target has no list of decoder layers.
-        SettingsError: the target lacks one of the layers, or cannot have this size.
+        SettingsError: the target lacks one of the layers, or its class cannot have the size that `run` names.
     """
     draft = new_draft(model, run)
     out, dtype, work = job.out, job.dtype, workplace(job.out, job.resume)
@@ -58,14 +58,14 @@ def train_draft(
     train, judged = store.learnt_and_held(job.texts, job.held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
     trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
-    # The card shows the agreement before training, too. A resumed run has its starting weights here, before its checkpoint is loaded.
+    # The card also shows the agreement before training. A resumed run has its starting weights here: its checkpoint is loaded later.
     before = agreement(learner, judged.part(0, learner.training.rows))
     checkpoint = work / "checkpoint.pt"
     trainer.train(
         "draft", checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console
     )
     _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
-    draft.float()  # the weights stay rounded to `dtype`, so the figures are those of the written weights
+    draft.float()  # the weights stay rounded to `dtype`, so the figures hold for the written weights
     prompted = store.texts(job.test, held_out_rows(rows)) if job.test else judged.ids
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
@@ -100,8 +100,8 @@ def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedMode
     """A new draft model for the target `model`, in float32, on the target's device.
 
     Raises:
-        TrainingError: the target has no list of decoder layers. SettingsError: the target lacks one of the layers, or cannot have
-            this size.
+        TrainingError: the target has no list of decoder layers. SettingsError: the target lacks one of the layers, or its class
+            cannot have the size that `training` names.
     """
     count = len(decoder_layers(model))
     if not count:
@@ -147,11 +147,11 @@ _SCALED = ("head_dim", "num_key_value_heads", *_WIDTHS)
 
 
 def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -> PreTrainedModel:
-    """A model of the same class with `count` layers and random weights. Attention heads keep their size, and if possible also the
-    number of query heads per key head.
+    """A model of the same class with `count` layers and random weights. Attention heads keep their size. The number of query heads
+    per key head also stays, if possible.
 
     Raises:
-        SettingsError: `hidden` is no multiple of the head size, or the target's layers differ in a field that would shrink.
+        SettingsError: `hidden` is too large or no multiple of the head size, or the target's layers differ in a field that shrinks.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
@@ -208,7 +208,7 @@ class DraftLearner(EpochLearner):
     """A draft model and its optimizers.
 
     Args:
-        target: the frozen target; each step computes the target's logits that it needs.
+        target: the frozen target, whose logits are computed in every step.
         train: training text.
         held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
     """
@@ -226,7 +226,7 @@ class DraftLearner(EpochLearner):
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this draft model. identity: fingerprints of text and target, which a checkpoint must have, too."""
+        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a checkpoint must have the same."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
@@ -286,7 +286,8 @@ def measure(
     rows: Tensor,
     measurement: Measurement,
 ) -> dict[str, Any]:
-    """Tokens per step of ``speculative``, greedy and at temperature 1. The target's own token of each step is included.
+    """Measures ``speculative``, greedy and at temperature 1. Returns the tokens per step, the target's own token included, and for each
+    draft token the share of steps that accept it.
 
     Args:
         rows: ``[W, T]`` int64, held-out text; the first quarter of each row is the prompt.

@@ -1,11 +1,11 @@
 """`train_eagle3` trains an EAGLE-3 head for a frozen target, in one resumable run.
 
 The head learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at all positions at
-once. The draft of index ``t`` begins at slot ``t`` with the target's feature. Simulated token ``k`` is at slot ``t + k``, and its
-feature is the head's output for token ``k - 1`` of the same index. It attends to the slots up to ``t``, which were read with the
-target's features, and to the simulated tokens of index ``t`` before it. In decoding a chain attends to the same slots.
+once. A draft has the index ``t`` of its first slot, where the head reads the target's feature. Simulated token ``k`` is at slot
+``t + k``, and its feature is the head's output for token ``k - 1`` of the same index. Token ``k`` attends to the slots up to ``t``,
+which the head reads with the target's features, and to the earlier simulated tokens of index ``t``, as a draft does in decoding.
 
-Letters: ``B`` rows, ``S`` indices, ``C`` indices whose chains have more than one token, ``K`` simulated tokens, ``F`` width of the
+Letters: ``B`` rows, ``S`` indices, ``C`` indices whose drafts have more than one token, ``K`` simulated tokens, ``F`` width of the
 target's features.
 """
 
@@ -100,7 +100,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. Because its layer adds nothing yet, it predicts what the target's output head would from the highest feature."""
+    """A new head. Its layer adds nothing yet, so it starts near the target's output head, applied to the highest layer that is read."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -117,10 +117,10 @@ def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: in
 
 
 def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[Eagle3Head, Tensor]:
-    """A copy of the head in `given`, and the tokens ``[D]`` that it can propose: `ids` if its checkpoint lists none.
+    """A copy of the head in `given`, and the tokens ``[D]`` that it can propose. They are `ids` if the checkpoint lists none.
 
     Raises:
-        SettingsError: the head's shape differs from `config`, or the head has its own embedding or windows.
+        SettingsError: the head is no EAGLE-3 head, its shape differs from `config`, or it has its own embedding or sliding windows.
     """
     if not isinstance(given.head, Eagle3Head) or given.head.embed_tokens is not None:
         raise SettingsError(
@@ -186,7 +186,7 @@ class HeadLearner(FeatureLearner):
         with self.teacher.precision():
             drafted = unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth, chains)
             for k, states in enumerate(drafted):
-                # Computes the scores of one simulated token at a time, to save memory. `leaf` takes their gradient for the states.
+                # Scores are computed for one simulated token at a time, to save memory. `leaf` receives the gradient of `states`.
                 leaf = states.detach().requires_grad_()
                 places = (every if k == 0 or chains is None else chains) + k + 1
                 scores = head.lm_head(head.norm(leaf))
@@ -201,10 +201,10 @@ class HeadLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of chains that are simulated at every position of `texts` that counts.
+        """The acceptance of chains that are simulated at all counted positions of `texts`.
 
-        In text that the target wrote greedily this is the acceptance of decoding. In other text the target's choices after the text's
-        own tokens are compared, even if the target would not have written these tokens.
+        In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
+        target's choices after the text's tokens, even if the target would not have written these tokens.
         """
         head, depth, known = self.model, self.training.depth, self.ids
         sums = AcceptanceSums(depth)
@@ -250,7 +250,7 @@ def unrolled(
 def _layer(
     layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], indices: Tensor
 ) -> Tensor:
-    """Runs :meth:`DecoderLayer.forward` for one simulated token of each index, and appends its keys and values to `seen`."""
+    """The output of :class:`DecoderLayer` for one simulated token of each index. The token's keys and values are appended to `seen`."""
     normed = layer.hidden_norm(states)
     residual = normed if layer.norm_before_residual else states
     attention, shape = layer.self_attn, (*states.shape[:2], -1, layer.self_attn.head_dim)
@@ -265,7 +265,7 @@ def _layer(
 
 
 def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
-    """Causal attention ``[B, heads, S or C, d]`` over slots with the target's features, and over the index's own simulated tokens."""
+    """The attention ``[B, heads, S or C, d]`` of each index over the slots up to the index, and over the index's simulated tokens."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)

@@ -1,6 +1,7 @@
 """The shared part of training EAGLE-3 heads and block draft models, which read hidden states of a frozen target.
 
-Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` its hidden size, ``D`` tokens to draft.
+Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` the target's hidden size, ``D`` tokens that can
+be drafted.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, warmup_stable_d
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
-#: Most held-out rows on which acceptance is measured between steps.
+#: Greatest number of held-out rows on which acceptance is measured between steps.
 WATCHED = 32
-#: Most bytes of the target's results that are kept in memory for the next epoch.
+#: Greatest number of bytes of the target's results that are kept in memory for the next epoch.
 KEPT = 2 << 30
 
 
@@ -39,7 +40,7 @@ class Lesson:
         embedded: ``[B, T, H]``, embeddings of the tokens.
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
         best: ``[B, T]`` int64, the target's likeliest token of the whole vocabulary.
-        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` has all of them.
+        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` covers it.
         counted: ``[B, T]`` bool, the positions whose predictions count.
     """
 
@@ -70,7 +71,7 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Lets :meth:`lesson` keep results for `texts`, if they take at most :data:`KEPT` bytes and restore the logits exactly."""
+        """Lets :meth:`lesson` keep results for `texts`, if they take at most :data:`KEPT` bytes and determine the logits exactly."""
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -84,9 +85,9 @@ class Teacher:
         """Reads all rows of `texts` at once.
 
         Args:
-            stops: end-of-sequence ids; positions after one in the model's own text do not count.
+            stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on do not count.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: indices of the rows, under which their results are kept and found again; None: nothing is kept.
+            rows: indices of the rows; results are kept under these indices, and later calls read them. None: nothing is kept.
         """
         model, read = self.model, texts.ids.to(self.model.device)
         output = model.get_output_embeddings()
@@ -119,7 +120,7 @@ class Teacher:
         return Lesson(features.float(), embedded, logits, best, total, counts)
 
     def _as_read(self, part: Tensor) -> Tensor:
-        """`part` in the dtype in which its reader computes: autocast turns float32 into bfloat16, and other dtypes stay."""
+        """`part` in the dtype in which the next module computes: autocast turns float32 into bfloat16, and other dtypes stay."""
         return part.bfloat16() if self.bf16 and part.dtype == torch.float32 else part
 
     @torch.no_grad()
@@ -135,7 +136,7 @@ class Teacher:
 
     @torch.no_grad()
     def says_what_its_matrix_gives(self, ids: Tensor) -> bool:
-        """Whether the target's logits are just its output matrix and bias applied to hidden states. Some designs scale or bound logits.
+        """Whether the target's logits are only its output matrix and bias applied to hidden states. Some designs scale or bound them.
 
         Args:
             ids: ``[B, T]``, any text.
@@ -163,7 +164,7 @@ class Teacher:
 
     @contextmanager
     def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
-        """Records the outputs of the layers and the input of the output head while the target runs."""
+        """Yields a dict that records, by module, the outputs of the layers and the input of the output head while the target runs."""
         noted: dict[torch.nn.Module, Tensor] = {}
 
         def note(layer: torch.nn.Module, _: object, output: Tensor | tuple) -> None:
@@ -204,7 +205,7 @@ class FeatureLearner(EpochLearner):
             teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this network. identity: fingerprints of text and target, which a checkpoint must have, too."""
+        """The :class:`Run` of this network. identity: fingerprints of text and target; a checkpoint must have the same."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
@@ -227,7 +228,7 @@ class FeatureLearner(EpochLearner):
             yield part, self.teacher.lesson(part, self.stops, self.ids)
 
     def scores(self) -> list[float]:
-        """For each length 1, 2, …, the share of greedy drafts with at least so many accepted tokens."""
+        """For each length 1, 2, …, the share of greedy drafts with at least this many accepted tokens."""
         return self.acceptance(self._watched).reached
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -241,8 +242,8 @@ class Acceptance:
 
     Attributes:
         drafts: number of drafts.
-        reached: for each length, the share of greedy drafts with at least so many accepted tokens.
-        rates: for each simulated token, how often it is the target's greedy choice, whether or not the tokens before it are.
+        reached: for each length, the share of greedy drafts with at least this many accepted tokens.
+        rates: for each simulated token, how often it is the target's greedy choice, whether or not the tokens before it are accepted.
         overlaps: for each simulated token, the acceptance rate at temperature 1 under the best coupling: 1 - total variation.
     """
 
@@ -262,13 +263,13 @@ class Acceptance:
 
 
 class AcceptanceSums:
-    """Sums up an :class:`Acceptance`, one place of many drafts at a time. depth: number of tokens in a draft."""
+    """Computes an :class:`Acceptance` from groups of drafts, one place at a time. depth: number of tokens in a draft."""
 
     def __init__(self, depth: int) -> None:
         self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0
 
     def begin(self, whole: Tensor) -> None:
-        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count, because all their positions count."""
+        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count; all their positions must count."""
         self._drafts += int(whole.sum())
         self._place, self._whole, self._accepted = 0, whole, whole
 
@@ -302,7 +303,7 @@ def train_head(
         run: the recipe, which has `rows` per step.
         make: takes the training text and the held-out text, and returns the learner.
         write: takes the learner and the figures, writes the network, and returns the card.
-        goes_on: whether an earlier network is trained further; a resumed run must then have started from the same weights.
+        goes_on: whether an earlier network is trained further. A checkpoint must then be of a run that started from the same weights.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
@@ -324,7 +325,7 @@ def train_head(
         learner.begin()
     trainer = Trainer(learner, learner.run(identity))
     trainer.train("head", checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console)
-    # Rounded as in the file.
+    # The weights are rounded as in the file, so that the figures hold for the file.
     network.load_state_dict({name: tensor.to(job.dtype) for name, tensor in network.state_dict().items()})
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),

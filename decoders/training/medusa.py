@@ -35,7 +35,7 @@ UNKNOWN = -100
 #: Rows per pass of the target.
 ROWS = 32
 WARMUP_SHARE = 0.05
-#: Most held-out positions on which accuracy is measured between steps.
+#: Greatest number of held-out positions on which accuracy is measured between steps.
 WATCHED = 8192
 #: Positions per pass of an evaluation.
 CHUNK = 1024
@@ -127,7 +127,7 @@ def train_medusa(
 
 
 class _TextSet:
-    """Text for training or for measuring, with its hidden states, in files whose names begin with `file`."""
+    """Text for training or for measuring, and the target's hidden states for it, in files whose names begin with `file`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
@@ -154,7 +154,7 @@ class _TextSet:
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """Accuracies, and ranks at positions where all right tokens are known, for text of files and for text that the target wrote."""
+        """By kind of text (:meth:`.Texts.kinds`): accuracies, and ranks ``[Q, K]`` where the right tokens of all heads are known."""
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))
@@ -178,7 +178,7 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # In a row that the target continued, the prompt does not count.
+    # In a row that the target continued, the prompt counts only from its last token.
     in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
     labels[in_prompt] = UNKNOWN
     return labels
@@ -293,7 +293,7 @@ class HeadsLearner(EpochLearner):
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of these heads. identity: fingerprints of text and target, which a checkpoint must have, too."""
+        """The :class:`Run` of these heads. identity: fingerprints of text and target; a checkpoint must have the same."""
         return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:

@@ -18,7 +18,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """A progress bar from `done` to `total` with the remaining time. It is not shown without a console, or if all work is done."""
+    """Yields a function that advances a progress bar from `done` to `total`. Without a console or work left, no bar is shown."""
     if console is None or done >= total:
         yield lambda count, note="": None
         return

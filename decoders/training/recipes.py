@@ -18,7 +18,7 @@ class Recipe:
         tokens: greatest number of training tokens.
         length: tokens per row.
         own_share: share of the rows that the target itself continues after their first quarter.
-        epochs: most passes over the examples.
+        epochs: greatest number of passes over the examples.
         rate: peak learning rate.
         bf16: whether to compute in bfloat16; the trained weights are float32.
         checks: number of times per epoch that the held-out scores are measured.
@@ -111,7 +111,7 @@ class BlockTraining(Recipe):
         layers: decoder layers of the target whose outputs are read; None: three, spread over all layers but the last.
         intermediate: width of the MLPs in the draft model's layers; None: the target's.
         rank: rank of the bias that the head adds (DSpark); 0: no head.
-        head: which inputs the bias has. vanilla: the token before; rnn: all tokens before, and the network's state at the place.
+        head: inputs of the bias. vanilla: the token before the place; rnn: all tokens before, and the network's state at the place.
         draft_vocab: number of tokens that the draft model can propose, the most frequent tokens of the text; None: all.
         rows: rows per step.
         blocks: share of a row's positions at which a block begins; the positions are drawn anew in every step.
@@ -142,8 +142,8 @@ class BlockTraining(Recipe):
         """The layers that the draft model reads of a target with `count` layers, counted from 0.
 
         Raises:
-            SettingsError: the target lacks one of the layers, or one is the last layer: some inference engines take its output before
-                the final norm, and others after it.
+            SettingsError: the target lacks one of the layers, or one of them is the last layer. Some inference engines take its output
+                before the final norm, and others after the norm.
         """
         layers = self.layers
         if layers is None:
@@ -158,7 +158,7 @@ class BlockTraining(Recipe):
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer: the authors' choice for 12 layers or more, and higher layers for shallower targets."""
+    """A low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, and higher layers for shallower targets."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 

@@ -30,9 +30,9 @@ T = TypeVar("T")
 ROWS = 32
 #: Share of the text that is held out, for early stopping and the figures.
 HELD_OUT_SHARE = 0.05
-#: In a row that the target continues, the share that is the prompt.
+#: Share of a row that is the prompt, if the target continues the row.
 PROMPT_SHARE = 0.25
-#: Least number of rows that are held out or tested.
+#: Least number of held-out rows, and of test rows.
 LEAST_ROWS = 4
 #: Names of the files in which a run keeps its state.
 OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|json)")
@@ -119,7 +119,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """A copy of `ids`, of whose rows the model has continued the first `share`, greedily after their first `prompt` tokens."""
+    """A copy of `ids`. In the first `share` of the rows, greedy text of the model replaces all tokens after the first `prompt`."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
@@ -138,7 +138,7 @@ def own_texts(
 
 def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
     """The positions that count, ``[B, T]`` bool: in rows of files all positions; in rows that the target continued, the positions from
-    the prompt's last token to before the end of sequence.
+    the prompt's last token up to the end of sequence, which itself does not count.
     """
     ids, own = texts.ids, texts.own[:, None]
     positions = torch.arange(ids.shape[1])
@@ -172,9 +172,9 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Job:
-    """A training besides its recipe: its texts, and where it writes.
+    """All that a training needs besides its recipe: the texts, the output folder, and how to resume.
 
-    Until a run is complete, ``out/training`` holds its checkpoints, and what it has computed of the texts. With `resume` an interrupted
+    Until a run is complete, ``out/training`` holds its checkpoints and its rows of text. With `resume` an interrupted
     run continues from there, and its weights are those of a run without interruption.
 
     Attributes:
@@ -204,14 +204,14 @@ def workplace(out: Path, resume: bool) -> Path:
     """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed.
 
     Raises:
-        SettingsError: `out` cannot be written, or has files that training might replace: it is neither empty, hidden files aside, nor
-            that of an unfinished run.
+        SettingsError: `out` cannot be written, or has files that training might replace. Hidden files and the state of an unfinished
+            run are allowed.
     """
     work = out / "training"
     try:
         state = [file.name for file in work.iterdir()] if work.is_dir() else []
         present = [file.name for file in out.iterdir() if file != work] if out.exists() and not state else state
-        # A new repository of the hub has .gitattributes.
+        # Hidden files are allowed because a new repository of the hub has .gitattributes.
         others = sorted(name for name in present if not (OWN_FILES.fullmatch(name) if state else name.startswith(".")))
         if others:
             where = f"{work if state else out} has other files ({others[0]})"
@@ -281,8 +281,8 @@ class TextStore:
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`, some of them continued by the target. If target and texts are the same as earlier under
-        `name`, the rows are read from disk.
+        """At most `count` rows of `texts`, some of them continued by the target. Rows that were
+        made under `name` before, from the same target and texts, are read from disk.
 
         Raises:
             TrainingError: the texts do not fill one row.

@@ -68,7 +68,7 @@ class Learner(ABC):
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data. The weights with the greatest mean are kept. If runs have checks, there must be at least one."""
+        """Accuracies on held-out data; the weights with the greatest mean are kept. A run with checks needs at least one accuracy."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -167,7 +167,7 @@ class Trainer:
         console: Console | None = None, on_checkpoint: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Trains to the end and writes a final checkpoint. With `resume` it begins at the last checkpoint, if there is one. The first
-        Ctrl-C ends the run after its step with a checkpoint, a second one at once.
+        Ctrl-C ends the run after the current step and writes a checkpoint. The second Ctrl-C ends the run at once.
 
         Args:
             name: name of the trained network, for the progress bar.
@@ -245,7 +245,7 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the whole state, so that torch loads it with ``weights_only``. An interrupted write keeps the earlier checkpoint."""
+        """Writes the whole state so that torch can load it with ``weights_only``. An interrupted write keeps the earlier checkpoint."""
         state = {
             "identity": dict(self.run.identity),
             "step": self.step,
@@ -285,7 +285,7 @@ class Trainer:
 
 @contextmanager
 def first_interrupt() -> Iterator[threading.Event]:
-    """A context in which the first Ctrl-C only sets the yielded event. It does so in the main thread, if nobody else handles Ctrl-C."""
+    """Yields an event that the first Ctrl-C sets. Outside the main thread, or with another handler of Ctrl-C, nothing sets it."""
     event, default = threading.Event(), signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
         yield event
@@ -305,7 +305,7 @@ def first_interrupt() -> Iterator[threading.Event]:
 def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int, decay_share: float) -> float:
     """The learning rate: it rises over `warmup_steps`, stays at `peak`, and falls to zero over the last `decay_share` of the steps.
 
-    Before the decay it does not depend on `steps`, so a run can be resumed with another length.
+    Before the decay, the rate does not depend on `steps`, so a run can be resumed with another number of steps.
     """
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, (steps - step) / max(1.0, decay_share * steps))
@@ -321,8 +321,8 @@ def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) ->
 def muon_and_adamw(
     model: nn.Module, rate: float, outer: Iterable[Tensor], decay: float = 0.01
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers: Muon for the hidden matrices, AdamW for all other parameters. Muon's updates are scaled to the size of AdamW's,
-    so that both use one learning rate.
+    """The optimizers: Muon for the hidden matrices, AdamW for all other parameters. Muon's updates are scaled to the size of AdamW's
+    updates, so that both use one learning rate.
 
     Args:
         outer: embeddings and output matrices, for which Muon is not defined.

@@ -26,7 +26,7 @@ def _plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("DECODERS_CONFIG", raising=False)
-    monkeypatch.setattr(machine.copy_bandwidth, "__defaults__", (1 << 22, 1))  # every command asks the machine for it
+    monkeypatch.setattr(machine.copy_bandwidth, "__defaults__", (1 << 22, 1))  # every command measures it
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def methods(model: PreTrainedModel) -> list[Any]:
 
 @pytest.fixture
 def tiny_demo(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    """The demo with tiny models in the place of its own."""
+    """Replaces the demo's models and prompts by tiny ones."""
 
     def load(name: str = "target", dtype: Any = None, directory: Any = None) -> Any:
         return tiny_model("llama", seed=name == "draft").to(dtype), tokenizer

@@ -1,4 +1,4 @@
-"""The commands that extend others have their options; every command is found and has help."""
+"""Commands that extend other commands have the same options; every command is found and has help."""
 
 from __future__ import annotations
 

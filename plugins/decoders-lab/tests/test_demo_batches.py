@@ -54,7 +54,7 @@ def test_batch_depends_on_seed_and_step_alone(few, tokenizer):
     some = few[:10]
     first = Batches(some, tokenizer, seed=1, rows=4, length=32)
     second = Batches(some, tokenizer, seed=1, rows=4, length=32)
-    second.batch(5000)  # another epoch: leaves nothing behind
+    second.batch(5000)  # a batch of another epoch does not change later batches
     assert first.batch(3).equal(second.batch(3))
     assert not first.batch(3).equal(first.batch(4))
     assert not first.batch(3).equal(Batches(some, tokenizer, seed=2, rows=4, length=32).batch(3))

@@ -1,4 +1,4 @@
-"""A run is reproducible, and an interrupted one ends where an uninterrupted one does."""
+"""A run is reproducible, and an interrupted run ends with the weights of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SMALL = ("--device", "cpu", "--no-compile", "--nodes", "4", "-n", "16", "--repea
 
 @pytest.fixture
 def few_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four strategies in the place of all: one that is exact, one that needs a draft, one that needs a grammar, one without heads."""
+    """Limits the strategies to plain decoding and four others: exact, needing a draft model, needing a grammar, lacking heads."""
     ours = device_bench.strategy_methods
     names = ["autoregressive", "prompt_lookup", "speculative", "grammar", "mtp"]
     monkeypatch.setattr(device_bench, "strategy_methods", lambda model, n, *a, **k: ours(model, n or names, *a, **k))
@@ -49,7 +49,7 @@ def test_one_table_says_what_the_device_reaches(monkeypatch: pytest.MonkeyPatch)
     ]  # fmt: skip
     assert set(figures["copy"]) == {"name", "value", "unit", "ratio", "to", "reason"}
     late = figures.pop("first token, prompt of 600")
-    assert late["value"] is None and "512" in late["reason"]  # the model's positions
+    assert late["value"] is None and "512" in late["reason"]  # the model has 512 positions
     assert all(figure["value"] and figure["value"] > 0 for figure in figures.values()), done.stderr
     assert figures["4 nodes, a step"]["to"] == "one node" and figures["4 nodes, a step"]["ratio"] > 0
     strategies = {entry["strategy"]: entry for entry in result["strategies"]}
@@ -57,7 +57,7 @@ def test_one_table_says_what_the_device_reaches(monkeypatch: pytest.MonkeyPatch)
     assert strategies["speculative"]["identical"] is True
     assert strategies["grammar"]["identical"] is None and "needs a grammar" in strategies["grammar"]["reason"]
     shown = done.stderr.splitlines()
-    assert "first token, prompt of 8: " in done.stderr  # as it came
+    assert "first token, prompt of 8: " in done.stderr  # shown as soon as it was measured
     shown = shown[next(number for number, line in enumerate(shown) if "demo · float32" in line) :]
     assert max(map(len, shown)) <= 80
     assert any("exact" in line and "2 of 2" in line for line in shown)

@@ -1,4 +1,4 @@
-"""Other engines beside ours: what is asked for, the files they get, their tokens where they are installed."""
+"""Other engines: requests for them, the files that are written for them, and their tokens if they are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fresh process is measured from its start to a chat's second turn; a broken one says what happened."""
+"""A fresh process is measured from its start to a chat's second turn; a process that fails says what happened."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_command_measures_in_processes_of_its_own(
 ) -> None:
     from decoders.testing import tiny_model
 
-    if not anew:  # a new one imports torch and transformers for ten seconds
+    if not anew:  # a new process imports torch and transformers for ten seconds
         patched = lambda job, cache, progress: measure(job, progress) | {"imported": 1.0}  # noqa: E731
         monkeypatch.setattr(fresh, "in_new_process", patched)
     tiny_model("llama").save_pretrained(tmp_path / "tiny")

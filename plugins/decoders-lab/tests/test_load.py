@@ -14,7 +14,7 @@ import decoders
 from decoders.bench.load import Arrival, arrivals
 from decoders.cli import app
 
-#: The parts of vLLM that are called: every step gives each request a token, and the first request may end too early.
+#: A stand-in for the parts of vLLM that are called: every step gives each request a token, and the first request may end too early.
 STAND_IN = """
 import os, types
 
@@ -50,7 +50,7 @@ class LLM:
 
 @pytest.fixture
 def vllm_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The interpreter of an environment that has a package of that name."""
+    """The interpreter of an environment whose package `vllm` is the stand-in."""
     (tmp_path / "vllm.py").write_text(STAND_IN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return Path(sys.executable)

@@ -1,4 +1,4 @@
-"""Timing of plans."""
+"""Timing of sampling plans."""
 
 from __future__ import annotations
 

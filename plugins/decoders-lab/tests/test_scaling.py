@@ -37,7 +37,7 @@ def small(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
     } | sizes)  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms that are not 1, weights that matter
+        for parameter in model.parameters():  # norms other than 1, and weights that are large enough to matter
             parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(torch.rand_like(parameter))
     model.generation_config.eos_token_id = None
     return model
@@ -71,8 +71,8 @@ def test_added_tokens_lie_below_every_real_one(pair: tuple[Any, Any]) -> None:
     "shape",
     [
         ScaledShape(40, 3, 64, 4, 2, 8, 61),  # nothing but wider
-        ScaledShape(96, 4, 100, 4, 4, 24, 64),  # a key head for each query head: the original ones twice
-        ScaledShape(96, 7, 64, 12, 3, 16, 100),  # four query heads to a key head
+        ScaledShape(96, 4, 100, 4, 4, 24, 64),  # a key head for each query head: original key heads occur twice
+        ScaledShape(96, 7, 64, 12, 3, 16, 100),  # four query heads per key head
     ],
 )
 def test_every_way_of_widening_keeps_the_logits(shape: ScaledShape) -> None:

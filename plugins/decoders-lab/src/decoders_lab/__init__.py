@@ -22,7 +22,7 @@ def decoders_commands() -> Mapping[str, Callable[..., None]]:
 
 @hookimpl
 def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
-    """Some grammars of ``decoders bench grammar``, which strategies can decode with: ``-s "autoregressive[grammar=fifty_keys]"``."""
+    """Some grammars of ``decoders bench grammar``, for decoding with strategies: ``-s "autoregressive[grammar=fifty_keys]"``."""
     names = {
         "flat_object": "flat object", "fifty_keys": "50 keys", "nested_arrays": "nested arrays", "recursive_tree": "recursive tree",
     }  # fmt: skip

@@ -65,7 +65,7 @@ def check_capacity(
                 arguments={
                     **method.arguments,
                     "decoders_config": {**method.arguments.get("decoders_config", {}), "slots": count},
-                    "eos_token_id": vocabulary,  # never chosen, because random text may stop at once
+                    "eos_token_id": vocabulary,  # an id that is never chosen, because random text may stop at once
                 },
             )
             for count in slots

@@ -37,7 +37,7 @@ class Figure:
         name: what was measured.
         value: the measured value; None if there is a `reason`.
         unit: unit of the value.
-        ratio: ratio to the figure named by `to`; None without one.
+        ratio: ratio to the figure named by `to`; None if there is no such figure.
         reason: why the value is missing.
     """
 
@@ -54,7 +54,7 @@ class Exactness:
     """Whether a strategy writes plain decoding's tokens.
 
     Attributes:
-        strategy: its name.
+        strategy: the strategy's name.
         identical: whether the tokens are the same; None if they were not compared.
         reason: why they were not compared, or which texts differ: greedy, sampled or both.
     """
@@ -101,8 +101,8 @@ class DeviceBench:
         prompts: lengths of prompts.
         new_tokens: new tokens of the longer calls.
         repeats: repeats of every measurement; the median counts.
-        seconds: after this time, no further block size is measured, nor sampling, because each of these may have to be compiled.
-        say: called with the name of each measurement before it.
+        seconds: after this time, no further block size and no sampling are measured, because each may have to be compiled.
+        say: called with the name of each measurement, before the measurement.
     """
 
     plain: Method
@@ -138,7 +138,7 @@ class DeviceBench:
         return 1e3 * median(decode(self.plain, workload, 1).seconds for _ in range(self.repeats)), None
 
     def _steps(self, limit: float | None) -> Iterator[Figure]:
-        """Yields plain decoding, then, in turns with it, larger blocks and sampling. limit: milliseconds to copy the weights."""
+        """Yields plain decoding's figure, then figures of larger blocks and sampling. limit: milliseconds to copy the weights."""
         begun, text = time.monotonic(), random_workloads(vocabulary_size(self.plain.model), [64])[0]
         sampled = replace(self.plain, name="sampled", sampling=SAMPLING)
         others = [(self._of_nodes(count), "a step", "one node") for count in self.nodes if count > 1]
@@ -177,7 +177,7 @@ class DeviceBench:
         return [1e3 * median(seconds for seconds, _ in own) / median(steps for _, steps in own) for own in calls]
 
     def _two_calls(self, method: Method, text: Workload) -> tuple[float, float]:
-        """The difference between a long and a short call in seconds and steps."""
+        """The seconds and the number of steps by which a long call exceeds a short call."""
         (long, steps), (short, fewer) = (self._call(method, text, count) for count in (self.new_tokens, SHORT))
         return max(long - short, 1e-9), steps - fewer
 
@@ -206,7 +206,7 @@ def _measured(name: str, unit: str, measure: Callable[[], tuple[float, float | N
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error, at most 300 characters, behind its class unless the error is one of this project's."""
+    """The message of an error, at most 300 characters. The class comes before it, unless it is one of this project's errors."""
     text = " ".join(str(error).split())[:300]
     return text if text and isinstance(error, DecodersError) else f"{type(error).__name__}: {text}"
 

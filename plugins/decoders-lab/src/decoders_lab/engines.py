@@ -172,7 +172,7 @@ def _opened(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
 ) -> tuple[Engine, float | None]:
-    """The engine, and its bits per weight, None if unknown. Writes the files that the engine needs to `folder`."""
+    """The engine, and its bits per weight (None if unknown). Writes the files that the engine needs to `folder`."""
     models = {"target": model} | ({"draft": draft} if request.mode == DRAFT and draft is not None else {})
     paths: dict[str, Path] = {}
     if request.engine == "llama.cpp":

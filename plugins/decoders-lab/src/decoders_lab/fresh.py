@@ -149,7 +149,7 @@ class _Fresh:
                 self.figures["cache_bytes"] = max(cache, call.report.peak_memory)
 
     def _settled(self) -> None:
-        """Makes calls until one runs compiled in all steps, for greedy and for sampled decoding."""
+        """Makes calls until all steps of a call run compiled, or `patience` is over: first greedy calls, then sampled calls."""
         assert self.ours is not None
         self.figures["settled"] = {}
         for name, method in (("greedy", self.ours), ("sampled", replace(self.ours, sampling=SAMPLING))):
@@ -275,7 +275,7 @@ def _endless(method: Method, vocabulary: int) -> Method:
 
 
 def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Runs `job` in this process, and returns the figures by name. The figures describe a new process only if this one is new."""
+    """Runs `job` in this process, and returns the figures by name. They describe a new process only if the present process is new."""
     fresh = _Fresh(job, progress)
     try:
         return fresh.run()

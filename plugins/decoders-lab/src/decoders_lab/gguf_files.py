@@ -58,7 +58,7 @@ def write(
     """Writes `model` to `path` with its matrices in `number_format` and its norms in float32.
 
     Args:
-        tokens, merges: tokens and merges of a byte-level tokenizer, in its own spelling; without tokens the file has no tokenizer.
+        tokens, merges: tokens and merges of a byte-level tokenizer, in byte-level spelling; without tokens the file has no tokenizer.
 
     Raises:
         UnknownNameError: no such number format.

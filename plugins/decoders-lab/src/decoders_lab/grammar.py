@@ -40,14 +40,14 @@ class Cost:
         subject: name of the grammar.
         backend: name of the backend that was called.
         vocabulary: tokens of the vocabulary.
-        compiled_by: the backend that compiled the grammar, which is another one if `backend` chooses among others.
+        compiled_by: the backend that compiled the grammar; not `backend` itself if `backend` chooses among other backends.
         language_ms: median time from the specification to the language.
         compile_ms: median time from the language to the grammar.
         first_mask_ms: median time from the specification to the first mask.
         mask_us: median time of a mask along the text, over several walks, including the first.
         slow_mask_us: 99th percentile of the same times.
-        tree_us: median time of the unpacked masks after all nodes of a tree of :data:`NODES` draft tokens, computed as in the loop on
-            the host.
+        tree_us: median time to compute the unpacked masks after all nodes of a tree of :data:`NODES` draft tokens, as the loop
+            computes them on the host.
         memory: bytes in use after the walks.
         states: number of states of the table's automaton.
         rows: number of different masks of the table.
@@ -101,7 +101,7 @@ def allocated() -> int | None:
 
 
 def prepare(backend: Backend, vocabulary: Vocabulary) -> float:
-    """Seconds of the work that `backend` does once per vocabulary, including a small grammar.
+    """Seconds of the work that `backend` does once per vocabulary, including the compilation of a small grammar.
 
     The grammar is a string in quotation marks. Nearly the whole vocabulary is legal in it, and backends may prepare for such masks.
     """
@@ -193,7 +193,7 @@ def _compiled(
 def _compile(
     subject: Subject, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[CompiledGrammar, tuple[float, float, float]]:
-    """A newly compiled grammar, and the seconds to the language, from there to the grammar, and in total to the first mask."""
+    """A newly compiled grammar, and the seconds to the language, from the language to the grammar, and in total to the first mask."""
     out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
     begin = time.perf_counter()
     language = subject.language()

@@ -15,9 +15,9 @@ class Subject:
     """A grammar.
 
     Attributes:
-        name: its name in tables.
-        text: a text that conforms to it.
-        spec: creates its specification.
+        name: the grammar's name in tables.
+        text: a text that conforms to the grammar.
+        spec: creates the grammar's specification.
     """
 
     name: str

@@ -22,8 +22,8 @@ ROOM = 256
 class LlamaCpp:
     """The engine for one model file.
 
-    One row is decoded by ``Llama.generate``, as most users call it. The class ``Llama`` has no method for several rows, so these are
-    decoded by ``llama_decode``, with a sequence for each row, and the likeliest tokens are chosen here.
+    One row is decoded by ``Llama.generate``, as most users call it. The class ``Llama`` has no method for several rows, so
+    :class:`BatchedLlamaCpp` decodes them by ``llama_decode``, with a sequence for each row, and chooses the likeliest tokens.
     """
 
     def __init__(self, path: Path, mode: str = "", draft: Path | None = None) -> None:
@@ -44,7 +44,7 @@ class LlamaCpp:
             self.close()
             self._open(room)
         llama = self.llama
-        llama.reset()  # otherwise the KV cache of a common prefix with the last prompt would be reused
+        llama.reset()  # otherwise the KV cache of the prefix shared with the last prompt would be reused
         self.evaluations = 0
         tokens: list[int] = []
         for token in llama.generate(prompts[0], temp=0.0, repeat_penalty=1.0):
@@ -103,7 +103,7 @@ def _drafting(small: Any) -> Any:
     class SecondModel(LlamaDraftModel):
         def __call__(self, input_ids: Any, /, **_: Any) -> Any:
             tokens = []
-            # `small` keeps the KV cache of the prefix that this text shares with the last one.
+            # `small` keeps the KV cache of the prefix that this text shares with the last text.
             for token in small.generate(input_ids.tolist(), temp=0.0, repeat_penalty=1.0):
                 tokens.append(token)
                 if len(tokens) == DRAFT_TOKENS[DRAFT]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORMATS = ("f32", "bf16", "int8", "int4")
 #: Bits per weight of a matrix, scales included. For int4 this is rough, because the embedding has eight bits.
 BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.25}
-#: Number of weights of a row that share a scale in int4: the first of these that divides the row's length.
+#: Number of weights of a row that share a scale in int4: the first of these numbers that divides the row's length.
 GROUPS = (128, 64, 32)
 
 

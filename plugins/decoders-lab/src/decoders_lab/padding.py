@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEVIATION = 0.02
 #: Number of random numbers, which are repeated to fill added weights. It is a prime, so that no two rows of a matrix are equal.
 BLOCK = 1_048_573
-#: The constant in the last dimension, relative to the residual stream's length: so small that norms do not change in float32.
+#: The constant in the last dimension, relative to the residual stream's Euclidean norm: too small to change norms in float32.
 CONSTANT = 1e-4
 #: Logits of added tokens are below zero by this many times the greatest absolute value of an original token's logit.
 MARGIN = 16.0
@@ -122,7 +122,7 @@ class Padding:
             table[start:end].copy_(added)
         scales = self._scales()
         scales[: s.hidden] = self.state["model.norm.weight"] * self.norm
-        # No logit is further from zero than the longest row times the longest normalised vector.
+        # A logit is at most the greatest Euclidean norm of a row times the greatest Euclidean norm of a normalised vector.
         longest = original.norm(dim=1).max() + DEVIATION * math.sqrt(s.hidden) * 2
         reach = float(longest * self.state["model.norm.weight"].abs().max() * math.sqrt(s.hidden))
         root = self._length() / math.sqrt(s.hidden)
@@ -130,7 +130,7 @@ class Padding:
         norm.copy_(scales)
 
     def _length(self) -> float:
-        """The greatest length of the last residual stream over some random tokens."""
+        """The greatest Euclidean norm of the last residual stream over some random tokens."""
         if not hasattr(self, "_longest"):
             tokens = torch.randint(self.small.vocabulary, (2, 32), generator=torch.Generator().manual_seed(1))
             ends: list[Tensor] = []

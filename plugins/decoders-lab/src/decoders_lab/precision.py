@@ -38,7 +38,7 @@ class PrecisionCost:
         perplexity: perplexity of the texts.
         divergence: KL divergence from the model's own next-token distribution, in nats, mean over the tokens.
         agreement: share of positions at which the likeliest next token is the same.
-        logit_error: root mean square of the log probabilities' differences, after subtracting their mean.
+        logit_error: standard deviation over the vocabulary of the error of the log probabilities, mean over the tokens.
         matrix_bytes: bytes of the matrices.
         slot_bytes: bytes of one token's keys and values.
         same_bits: whether a token's logits have the same bits in every block; None if this was not checked.

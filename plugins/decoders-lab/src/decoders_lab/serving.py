@@ -39,7 +39,7 @@ def overhead(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, strategy: str, prompt: str, new_tokens: int, requests: int,
     compile: bool,
 ) -> list[Overhead]:  # fmt: skip
-    """Sends `requests` equal requests with and without a server, in turns, one after the other.
+    """Sends `requests` equal requests with and without a server, in turns, one after the other. Returns the times of each route.
 
     The client runs in a separate process.
     """

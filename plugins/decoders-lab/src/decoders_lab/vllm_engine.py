@@ -34,7 +34,7 @@ class Vllm:
     """
 
     def __init__(self, python: Path, model: str, dtype: str, rows: int, slots: int, threads: int | None = None) -> None:
-        # vLLM runs in one process, like the other methods, and without the hub. Its cache would by default take half the memory.
+        # vLLM runs in one process, like the other methods, and without the hub. By default, vLLM's cache would take half the memory.
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "4"}
         environment = defaults | os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
         if threads is not None:

@@ -35,7 +35,7 @@ def vocabulary(size: int) -> Vocabulary:
 
 
 def _trained(size: int) -> list[bytes]:
-    """The bytes of a byte-level BPE's tokens, by id; the end token, which comes first, has none."""
+    """The bytes of a byte-level BPE's tokens, by id; the end token, which comes first, has no bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

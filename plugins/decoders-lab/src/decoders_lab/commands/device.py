@@ -149,5 +149,5 @@ def _beside(figure: Figure) -> str:
 
 
 def _number(value: float) -> str:
-    """`value` as a text with three significant digits, or all digits before the point."""
+    """`value` as a text with three significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

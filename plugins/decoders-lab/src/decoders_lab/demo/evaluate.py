@@ -83,7 +83,8 @@ def looping(
 ) -> float:
     """The share of looping tokens among the new tokens of greedy texts; nan if the sources are shorter than `length` tokens.
 
-    Each text continues the first `prompt` tokens of one of `rows` windows, which are spread over the sources, up to `length` tokens.
+    At most `rows` texts are written. Each continues the first `prompt` tokens of a window up to `length` tokens. The windows are spread
+    over the sources.
     """
 
     cut = [ids[:, :length] for ids in windows(sources, tokenizer, length=length, rows=1) if ids.shape[1] > length]

@@ -115,7 +115,7 @@ class DemoLearner(Learner):
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     def rounded(self) -> LlamaForCausalLM:
-        """A copy of the model in bf16, whose weights are written."""
+        """A copy of the model with the bf16 weights that are written."""
         model = copy.deepcopy(self.model)
         model.bfloat16()
         model.config.dtype = torch.bfloat16
@@ -147,7 +147,7 @@ class DemoLearner(Learner):
 def optimizers_of(model: torch.nn.Module, *, rate: float, decay: float) -> tuple[torch.optim.Optimizer, ...]:
     """Muon for the hidden matrices, AdamW for the embedding and the norms (Muon is not defined for them).
 
-    `match_rms_adamw` scales Muon's updates to AdamW's, so that one learning rate serves both.
+    `match_rms_adamw` scales Muon's updates to the size of AdamW's updates, so that both use one learning rate.
     """
     hidden: list[torch.nn.Parameter] = []
     embeddings: list[torch.nn.Parameter] = []
@@ -171,9 +171,9 @@ class UnlikelihoodTraining:
     """Settings of a demo model's training against loops, after its training on files.
 
     Attributes:
-        steps: optimizer steps; each sees a batch of files, too.
+        steps: number of optimizer steps; each step also learns from a batch of files.
         learning_rate: peak learning rate.
-        prompt: number of first tokens of each row of files that the model continues.
+        prompt: number of tokens at the start of each row of files; the model continues these tokens.
         length: tokens of a continued row, prompt included.
         weight: weight of the unlikelihood relative to the likelihood of the files.
     """

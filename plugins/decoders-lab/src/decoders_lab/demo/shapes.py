@@ -50,8 +50,8 @@ class DemoShape:
 
 SHAPES = {
     "target": DemoShape(hidden=256, layers=6, intermediate=512, heads=8, kv_heads=4, learning_rate=4e-3),
-    # An eighth of the target's size, with heads of width 32, and as wide as this size allows: a draft model of two layers of width 64
-    # did not learn to copy from its context, and speculation gains most where the draft model can copy.
+    # An eighth of the target's size, with heads of width 32, and as wide as this size allows. A draft model of two layers of width 64
+    # did not learn to copy from its context, and speculation gains most if the draft model can copy.
     "draft": DemoShape(hidden=96, layers=2, intermediate=160, heads=3, kv_heads=3, learning_rate=6e-3),
 }
 # Numbers of training tokens of the shipped models.

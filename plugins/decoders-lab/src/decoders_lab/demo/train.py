@@ -50,7 +50,7 @@ def train_demo(
 ) -> dict[str, dict[str, float]]:
     """Trains tokenizer, draft and target, writes them to `out_dir/{draft,target}`, and returns each model's figures.
 
-    Each model first learns from `target_tokens` or `draft_tokens` tokens of files, then for `loop_steps` steps not to loop
+    Each model first learns from `target_tokens` or `draft_tokens` tokens of files, and then for `loop_steps` steps not to loop
     (:class:`UnlikelihoodLearner`). The figures are the results of `decoders_lab.demo.evaluate.evaluate` on the held-out files,
     `agreement`, and the share of looping tokens after (`looping`) and before (`looping_before`) the steps against loops.
 
@@ -58,7 +58,7 @@ def train_demo(
     the checkpoints in `out_dir/checkpoints`, with the result of an uninterrupted run. Training on files may be continued with
     another number of tokens. The same seed, settings, thread count and CPU give the same weights.
 
-    With a `console`, shows a progress bar and a line at each checkpoint; without one, prints nothing.
+    With a `console`, shows a progress bar and a line at each checkpoint; without a console, prints nothing.
 
     Raises:
         TrainingError: there are no sources, or a checkpoint was made with other settings or other sources.
