@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-#: A joint product has at most MOST_MATRICES matrices. On CUDA, each of these has a multiple of LARGEST_BLOCK outputs, so that a block of
-#: outputs belongs to one matrix.
+#: A joint product has at most MOST_MATRICES matrices. On CUDA, each matrix has a multiple of LARGEST_BLOCK outputs there, so that a
+#: block of outputs belongs to one matrix.
 MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm: weight ``[H]`` (None: no norm), and the fields of :class:`~decoders.engine.model.weights.layers.Formula`."""
+    """A root-mean-square norm: weight ``[H]`` (None: no norm), and fields of :class:`~decoders.engine.model.weights.layers.Formula`."""
 
     weight: Tensor | None = None
     epsilon: float = 0.0
@@ -53,7 +53,7 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton is installed, as with torch's CUDA builds for Linux, and `device` is CUDA (or any, if the kernels are interpreted)."""
+    """Whether Triton kernels run on `device`: on CUDA if Triton is installed (torch's CUDA builds for Linux install it)."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
@@ -77,7 +77,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
-        computes = not schema.endswith("-> ()")  # operators without a result only copy numbers, which works in any dtype
+        computes = not schema.endswith("-> ()")  # operators without a result only copy numbers, in any dtype
         _library.impl(name, _without_bfloat16(function, schema.count("!")) if computes else function, "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Any], getattr(torch.ops.decoders, name).default)

@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels in parallel before a model's first pass. One after the other, they would take more than ten seconds.
 
-First, passes over fake tensors, which have no memory, note the operators that calls will use. Then the code that launches each operator's
-kernels runs with "meta" tensors: Triton compiles the kernels, but does not run them. It keeps compiled kernels on disk for later processes.
+First, passes over fake tensors, which have no memory, note the operators that calls will use. Then each operator's launching code runs
+with "meta" tensors: Triton compiles the kernels, but does not run them. It keeps compiled kernels on disk for later processes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _kind(value: Any) -> Hashable:
 
 
 def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
-    """Runs `passes` on fake tensors, which it must not keep. Returns its calls of this package's operators up to the first exception."""
+    """Runs `passes` on fake tensors, which it must not keep. Returns calls of this package's operators up to the first exception."""
     noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
     uncached = Topology.tensors.__wrapped__  # its cache would keep fake tensors for later calls
     # `noted` is entered last, so it gets calls before FakeTensorMode, which answers them.
@@ -95,7 +95,7 @@ _alone = threading.Lock()
 
 
 def compile_kernels(passes: Callable[[], Any]) -> int:
-    """Compiles the kernels that `passes` launches, in parallel. Returns the number of noted calls. Errors are left to the real launch."""
+    """Compiles the kernels that `passes` launches, in parallel. Returns the number of noted calls. Errors appear at the real launch."""
     try:
         from triton import AsyncCompileMode
 

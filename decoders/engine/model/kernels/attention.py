@@ -1,11 +1,11 @@
-"""Kernels for attention of a block of nodes to the slot cache. Their cost depends on each row's length. They need no mask over all slots.
+"""Kernels for attention of a block of nodes to the slot cache. Their cost depends on each row's length. They read no mask of all slots.
 
 A small 4-D tensor takes the place of the mask and describes the block (:func:`pack_mask`); model code passes it on unchanged. The
 operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
 
-On CUDA, the keys are split at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/). One program computes one split, and
-the splits' results are added in order. So a query's result depends neither on the number of queries or rows nor on the size of the cache.
-On the CPU (:mod:`.cpu`), the kernel adds keys in the order of the query's path, so the result does not depend on the path's slots either: a
+On CUDA, the keys are split at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/). One program computes one split,
+and the splits' results are added in order. So a query's result depends neither on the number of queries or rows nor on the cache size.
+On the CPU (:mod:`.cpu`), keys are added in the order of the query's path, so the result does not depend on the path's slots either: a
 branch of a tree has the same bits as the same tokens in a chain or in text.
 """
 
@@ -31,13 +31,13 @@ Kernel = Literal["triton", "cpu"]
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """Describes a block by ``[B, 1, K, words + 2]`` int64. Each node has words with a bit for every visible node, its offset, and the base.
+    """Describes a block by ``[B, 1, K, words + 2]`` int64: per node, words with a bit for each visible node, the offset and the base.
 
     Args:
         base: ``[B]`` int64, slot and position of each row's node 0; may be negative.
         offsets: ``[B, K]`` int64, positions of the nodes relative to `base`.
-        visible: ``[B, N, K]`` bool, which nodes each of the last ``N`` nodes sees. None for text: a token sees all tokens before it, and
-            there are no words.
+        visible: ``[B, N, K]`` bool, which nodes each of the last ``N`` nodes sees. None for text, where a token sees all tokens before
+            it; then there are no words.
     """
     rows, nodes = offsets.shape
     columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]

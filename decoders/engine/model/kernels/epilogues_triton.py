@@ -46,7 +46,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum over all parts of the entries at `place`, in order. size: number of entries of a part; as a product it allows wide loads."""
+    """The sum of all parts' entries at `place`, in order. size: entries per part, a multiple of the outputs to allow wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)
@@ -70,7 +70,7 @@ def _add_stretches(  # type: ignore[no-untyped-def]
     parts, bias, second_bias, third_bias, out, rows, outputs, inner, first_outputs, second_outputs,
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Adds up ``[STRETCHES, rows, outputs]`` to ``[rows, outputs]``; with an activation, to ``activation(gate) * up``, ``[rows, inner]``."""
+    """Adds up ``[STRETCHES, rows, outputs]`` to ``[rows, outputs]``; if KIND >= 0, to ``activation(gate) * up``, ``[rows, inner]``."""
     own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here, row, size = own < inner, tl.program_id(0).to(tl.int64), rows.to(tl.int64) * outputs
     total = _summed(parts, row * outputs + own, here, size, STRETCHES)
@@ -91,8 +91,8 @@ def _add_to_residual(  # type: ignore[no-untyped-def]
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_ADDED: tl.constexpr,
     BEFORE_ROUNDED: tl.constexpr, AFTER: tl.constexpr, AFTER_ADDED: tl.constexpr, AFTER_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds up a row of ``[STRETCHES, rows, width]``, and adds the sum (or the sum's norm) to the residual. Optionally, also writes the norm
-    of the new residual."""
+    """Adds up a row of ``[STRETCHES, rows, width]``, and adds the sum, or the sum's norm, to the residual. If AFTER, also writes the
+    norm of the new residual."""
     place = tl.arange(0, BLOCK)
     here, first = place < width, tl.program_id(0).to(tl.int64) * width
     total = _summed(parts, first + place, here, rows.to(tl.int64) * width, STRETCHES)
@@ -173,7 +173,7 @@ def _three(biases: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...]:
 
 
 def added(parts: Tensor, biases: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, kind: int = -1) -> Tensor:
-    """The sum of `parts` plus biases, ``[rows, outputs]``; with an activation (`kind`) ``activation(gate) * up``, ``[rows, outputs / 2]``."""
+    """The sum of `parts` plus biases, ``[rows, outputs]``. An activation gives ``activation(gate) * up``, ``[rows, outputs / 2]``."""
     stretches, rows, outputs = parts.shape
     inner = outputs if kind < 0 else outputs // 2
     out = parts.new_empty((rows, inner), dtype=dtype)
@@ -211,7 +211,7 @@ def rotated_to_cache(
     parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
     keys: Tensor, values: Tensor, size: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes keys and values to `slots` (None: the first slots) of `keys` and `values` ``[B, h, L, d]``. Returns queries ``[B, N, H, d]``.
+    """Writes keys and values to `slots` (None: the first slots) of the buffers ``[B, h, L, d]``; returns queries ``[B, N, H, d]``.
 
     size: B and N.
     """

@@ -4,8 +4,8 @@ Up to three matrices with the same input (queries, keys and values; gate and up)
 same on both devices: C++ kernels on the CPU (:mod:`.cpu`), Triton kernels on CUDA (:mod:`.products_triton`).
 
 A product may have an epilogue: activations, residuals and norms, rotary positions, or writes to the cache. On CUDA, the kernel that
-adds up a product's partial sums also computes the epilogue (:mod:`.epilogues_triton`), which saves most of a step's launches. On the CPU,
-one call computes the product and the epilogue, which saves most of a step's time outside the products.
+adds up a product's partial sums also computes the epilogue (:mod:`.epilogues_triton`), which saves most of a step's launches. On the
+CPU, one call computes the product and the epilogue, which saves most of a step's time outside the products.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor
 def linear_to_residual(
     x: Tensor, by: Operands, residual: Tensor, before: Norm = Norm(), after: Norm = Norm()
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual + before(x @ matrix.T + bias)``, and the norm `after` of this sum, both ``[…, H]``. Without `after`, the second is empty.
+    """``residual + before(x @ matrix.T + bias)``, and the norm `after` of this sum (empty without that norm), both ``[…, H]``.
 
     None if no kernel computes them.
 
@@ -187,8 +187,8 @@ def linear_rotated(
 
 
 def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:
-    """Computes whole layers by the CPU's operator (``elementwise.cpp``), which also writes to the cache. Returns each layer's result, and
-    the norm of the last; None if the operator does not compute these layers.
+    """Computes whole layers by the CPU's operator (``elementwise.cpp``), which also writes to the cache. Returns the layers' results
+    and the norm of the last result; None if the operator does not compute these layers.
     """
     return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layers", x, *given)
 

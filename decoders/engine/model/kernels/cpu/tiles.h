@@ -1,6 +1,6 @@
-// y = x @ W.T in bfloat16 with AMX. A tile of 16 outputs and 32 inputs of W is an operand as it lies in memory. Rows of x are rearranged
-// once: by groups of up to 16 rows, then steps of 32 inputs, then 16 pairs of inputs, then rows. A sum adds its steps in order, in any
-// tile and for any number of rows.
+// y = x @ W.T in bfloat16 with AMX. AMX reads tiles of 16 outputs and 32 inputs of W as W lies in memory. Rows of x are rearranged once, to
+// [groups of up to 16 rows, steps of 32 inputs, 16 pairs of inputs, rows of a group]. A sum adds its steps in order, in any tile and for
+// any number of rows.
 #pragma once
 #include "parallel.h"
 #include "vectors.h"
