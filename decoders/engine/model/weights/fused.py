@@ -77,7 +77,7 @@ def outputs_of(layer: nn.Module) -> int:
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
     """Yields the parts of groups that can be one product: layers whose `kind` is equal and not None.
 
-    Other layers may run between the layers of a part, for example the first layer of an adapter. A part ends before the next one begins.
+    Other layers may run between the layers of a part, for example the first layer of an adapter. Parts do not overlap.
     """
     for group in groups:
         parts: dict[object, list[int]] = {}

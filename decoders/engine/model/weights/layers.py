@@ -103,7 +103,7 @@ class FewRows(Joint):
     """Base of linear layers that multiply with the kernels for few rows.
 
     Attributes:
-        decoders_narrow: a 16-bit copy of a float32 weight with equal numbers and strides; kernels read it instead of the weight. Or None.
+        decoders_narrow: None, or a 16-bit copy of a float32 weight with equal numbers and strides. Kernels then read the copy.
     """
 
     decoders_narrow: Tensor | None = None
