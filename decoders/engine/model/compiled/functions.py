@@ -65,7 +65,7 @@ class CompiledFunction:
             result = self._run(kind, args)
         else:
             self._known.add(kind)
-            # Lets Dynamo tell apart sizes that happen to be equal. Only new kinds need it, and entering it takes longer than many calls.
+            # Lets Dynamo tell apart sizes that happen to be equal. Only new kinds need this, which takes longer than many calls.
             with torch_compat.sizes_of_their_own():
                 result = self._run(kind, args)
         if torch_compat.graphs_compiled() > before:
