@@ -49,7 +49,7 @@ class AcceptanceRates:
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
         self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter: number that its declared rates predicted
+        self._graded_expected: dict[int, float] = {}  # by drafter: number of right tokens by its declared rates
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability of a draft token. sources: bits of the drafters that propose it."""
@@ -147,7 +147,7 @@ class Proposals:
             grades: grades of nodes 1, 2, …, 0 or more.
 
         Returns:
-            a dict from each node of the merged tree that this drafter proposes to the first index of the node in `tokens`.
+            for each node of the merged tree that this drafter proposes, the first index of the node's token in `tokens`.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -251,7 +251,8 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: A row whose remaining steps are fewer than the longest row's, by this share of the longest row's, is e times less likely to end last.
+#: If the steps left of a row are fewer than those of the longest row, by this share of the longest row's steps, then the row is e times
+#: less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 

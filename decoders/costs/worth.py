@@ -117,7 +117,7 @@ def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
 
 #: The bit of the only drafter.
 SOURCE = 1
-#: Greatest number of steps between two drafts.
+#: Upper bound of the mean number of steps between two drafts.
 LONGEST_WAIT = 64
 #: Weight of the newest draft in the mean duration of drafts.
 DRAFT_WEIGHT = 1 / 8
@@ -126,7 +126,7 @@ DRAFT_WEIGHT = 1 / 8
 class DraftWorth:
     """Decides how many first nodes of a draft are worth their time in a step.
 
-    All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step runs 8 B nodes.
+    All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step has 8 B draft nodes.
 
     Args:
         costs: returns the batch's present costs.

@@ -1,4 +1,4 @@
-"""Finds the tokens that the processors keep after each node, and draws among them. If few are kept, the others cost little time."""
+"""Finds the tokens that the processors keep after each node, and draws one. If few tokens are kept, few scores are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .selection import NEVER, Operations, Selection, by_reference, select
 
 #: Up to this vocabulary size, the noise of every token is computed.
 _FEW = 4096
-#: Numbers per pass, chosen to fit the cache of a CPU core.
+#: Number of scores that are processed at once, chosen to fit the cache of a CPU core.
 _CHUNK = 1 << 17
 
 
@@ -44,8 +44,9 @@ class Candidates:
         scores: ``[B, N, K]`` float32, ``-inf`` for removed tokens.
         tokens: ``[B, N, K]`` int64, without duplicates; -1 in unused columns; None for the whole vocabulary.
         vocab: ``V``, the size of the vocabulary.
-        selection: the same tokens as ``[B * N, K]``, with marks of the tokens that rounding may keep or remove; None without marks.
-        reference: a function of row indices, which computes these rows of `selection` by the reference operations, without marks.
+        selection: the same tokens as ``[B * N, K]``, with marks of uncertain tokens, which rounding may keep or remove; None if all are
+            certain.
+        reference: takes indices of rows, and computes these rows of `selection` by the reference operations, without uncertain tokens.
     """
 
     scores: Tensor

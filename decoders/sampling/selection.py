@@ -280,8 +280,8 @@ def _typical(
     scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
     value: Tensor,
 ) -> Selection:  # fmt: skip
-    """Selects the tokens that typical_p keeps, given the tokens ``[R, K]`` with the least `surprise` in ascending order: tokens up to the
-    border token, at which the sum of probabilities reaches `value`, and all tokens with the border token's surprise.
+    """Selects the tokens that typical_p keeps, given the tokens ``[R, K]`` with the least `surprise`, in ascending order: tokens up to
+    the border token, at which the sum of probabilities reaches `value`, and all tokens with the border token's surprise.
 
     Args:
         surprise: ``[R, K]``, ``abs(-log(p) - entropy)`` of each token, with an error of at most `blur` ``[R, 1]``.

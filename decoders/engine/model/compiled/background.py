@@ -91,7 +91,7 @@ class BackgroundCompile:
 
     def _run(self) -> None:
         inference, threads = self._modes
-        # Graphs have guards on inference mode and are compiled for a number of threads, and a new thread starts with torch's defaults.
+        # Graphs have guards on inference mode, and are compiled for a number of threads. A new thread has torch's defaults for both.
         torch.set_num_threads(threads)
         started = time.perf_counter()
         try:

@@ -118,7 +118,7 @@ class ForwardPass:
         return copied(result) if copy else result
 
     def runs_single(self, rows: int) -> bool:
-        """Whether the next pass may have a single node in each of its rows: if it runs uncompiled, or single nodes have a graph.
+        """Whether the next pass may have a single node in each of its rows: it runs uncompiled, or there is a graph for single nodes.
 
         The graph with dynamic sizes is for three nodes and more.
         """
@@ -157,7 +157,7 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Counts the seconds of an uncompiled pass. A long pass counts in part: compiling saves no more time than in a short pass."""
+        """Counts the seconds of an uncompiled pass. A long pass counts in part: compiling saves as much time in it as in a short pass."""
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

@@ -73,7 +73,7 @@ class CompiledFunction:
         return result
 
     def static_parts(self) -> SameObject:
-        """All calls share this object: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """This function as an object that all calls share, see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
         return SameObject(self)
 
     def _run(self, kind: tuple, args: tuple) -> Any:
@@ -157,7 +157,7 @@ class TieredFunction:
         return frozenset(kind for kind in self._jobs if self.is_ready(kind))
 
     def static_parts(self) -> SameObject:
-        """All calls share this object: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """This function as an object that all calls share, see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
         return SameObject(self)
 
 

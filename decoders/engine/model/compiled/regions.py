@@ -49,7 +49,7 @@ def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
 
 
 def _region(function: Callable) -> Callable:
-    return torch_compat.compiled_region(private(function))  # of a copy, because marking writes to the function
+    return torch_compat.compiled_region(private(function))  # a copy, because marking a region writes to it
 
 
 class RegionalForward:
@@ -101,7 +101,7 @@ class RegionalForward:
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Declares which dimensions of tensors are constant, such as heads and widths of the cache. sizes: tensors and dimensions."""
+    """Declares which dimensions of tensors are constant, such as heads and widths of the cache. sizes: tensors with dimensions."""
     for tensor, dims in sizes:
         for dim in dims:
             torch_compat.mark_static(tensor, dim)

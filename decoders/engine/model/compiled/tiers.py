@@ -155,7 +155,7 @@ class Tiers:
         return kinds | self.beside.ready(plan)
 
     def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
-        """Whether more was compiled since :meth:`steady_tiers` returned `tiers`."""
+        """Whether more passes or draws are compiled now than when :meth:`steady_tiers` returned `tiers`."""
         return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:

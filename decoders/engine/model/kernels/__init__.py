@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-#: A joint product has at most MOST_MATRICES matrices. On CUDA, each matrix has a multiple of LARGEST_BLOCK outputs there, so that a
-#: block of outputs belongs to one matrix.
+#: A joint product has at most MOST_MATRICES matrices. In a joint product on CUDA, the number of outputs of each matrix is a multiple of
+#: LARGEST_BLOCK, so that a block of outputs belongs to one matrix.
 MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm: weight ``[H]`` (None: no norm), and fields of :class:`~decoders.engine.model.weights.layers.Formula`."""
+    """A root-mean-square norm: weight ``[H]`` (None: no norm), and the :class:`~decoders.engine.model.weights.layers.Formula`."""
 
     weight: Tensor | None = None
     epsilon: float = 0.0
@@ -53,7 +53,7 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: on CUDA if Triton is installed (torch's CUDA builds for Linux install it)."""
+    """Whether Triton kernels run on `device`: Triton is installed, as with torch's CUDA builds for Linux, and `device` is CUDA."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
@@ -84,7 +84,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
 
 
 def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its first argument's device as the current device, because Triton launches kernels on the current device."""
+    """A wrapper that makes the first argument's device the current device, because Triton launches kernels on the current device."""
 
     def guarded(first: Tensor, *more: Any) -> Any:
         with torch.cuda.device(first.device):
@@ -94,7 +94,7 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_bfloat16(function: Callable[..., Any], written: int) -> Callable[..., Any]:
-    """`function` with float32 copies of bfloat16 arguments, because Triton's interpreter multiplies bfloat16 numbers as integers.
+    """A wrapper that turns bfloat16 arguments into float32, because Triton's interpreter multiplies bfloat16 numbers as integers.
 
     written: how many of the last arguments `function` writes.
     """

@@ -1,8 +1,8 @@
 """Epilogues of products on CUDA: activations, residuals, norms and rotary positions, in the kernel that adds up stretches.
 
-The input `parts` has the sums of a product's stretches, ``[stretches, rows, outputs]`` in float32, or is a whole product,
-``[1, rows, outputs]``. Without epilogues, a step of a small model would have about a hundred more launches, of two microseconds each.
-Sums are rounded where the model rounds them.
+The input `parts` has the sums of a product's stretches (:mod:`.products_triton`), ``[stretches, rows, outputs]`` in float32, or is a
+whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have about a hundred more launches, of two
+microseconds each. Sums are rounded where the model rounds them.
 
 How PyTorch's mean distributes a row to threads depends on the number of rows, and inductor chooses the loops of a sum by timing. Here
 one program computes the norm of a row (or head), and the order of the norm's sum depends only on the width.

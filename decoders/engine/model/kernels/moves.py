@@ -1,4 +1,4 @@
-"""Moves the keys and values of an accepted path to successive slots. On CUDA, one launch with a table of addresses does all layers."""
+"""Moves the keys and values of an accepted path to successive slots. On CUDA, one launch with a table of addresses moves all layers."""
 
 from __future__ import annotations
 

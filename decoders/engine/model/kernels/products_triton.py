@@ -84,7 +84,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Multiplies ``TILES * TILE`` rows by a block of outputs, over a stretch of the sums. WHOLE: whether there is only one stretch. If
-    KIND is not negative, the result is ``activation(first) * second``, with the outputs of two matrices of `outputs` outputs each."""
+    KIND is not negative, the matrices are gate and up with `outputs` outputs each, and the result is ``activation(gate) * up``."""
     block, part = tl.program_id(1), tl.program_id(2)
     output = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILE)

@@ -23,7 +23,7 @@ from .noted_calls import Name
 
 
 class Step(NamedTuple):
-    """Half of a decoder layer: a module, the norm of its result (`before` the residual is added), and the norm of the sum (`after`)."""
+    """Half of a decoder layer: a module, the norm of its result (`before`), and the norm of the residual plus that result (`after`)."""
 
     module: nn.Module
     before: NormOf
@@ -262,7 +262,7 @@ def layer_class(plain: Any) -> type[nn.Module]:
         if torch.compiler.is_dynamo_compiling():
             out = compute(self.decoders_block, x, *rest)
         elif (out := _ahead.of(self, x, rest)) is None:
-            if hooks_of(self)[1]:  # they may have changed the input in place
+            if hooks_of(self)[1]:  # pre-hooks may have changed the input in place
                 _normed.forget()
             out = compute(self.decoders_block, x, *rest, own=self)
         return plain.forward(self, *given, **options) if out is None else out

@@ -29,7 +29,7 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
     chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
     join(modules, groups, lambda path: _product_kind(chosen[path]) if path in chosen else None)
     for module in chosen.values():
-        module.__class__ = KINDS.get(type(module), type(module))  # a module may have two names
+        module.__class__ = KINDS.get(type(module), type(module))  # a module with two paths occurs twice
     return len(chosen)
 
 

@@ -20,7 +20,7 @@ from .layers import Joint, gated_class
 
 #: Trials are repeated with inputs larger by this factor, to detect layers that clamp values.
 LOUD = 64
-#: The activations that the kernels know. Their indices are the numbers by which the kernels know them.
+#: The activations that the kernels compute. The index of an activation is the argument `kind` of the kernels.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
 
 

@@ -110,7 +110,7 @@ class FewRows(Joint):
 
     def matrix(self) -> Tensor:
         """The matrix ``[out, in]``, with any strides."""
-        narrow = getattr(self, "decoders_narrow", None)  # layers that do not have this class yet lack it
+        narrow = getattr(self, "decoders_narrow", None)  # this also runs for plain layers, which lack this attribute
         return own_parameters(self)["weight"] if narrow is None else narrow  # type: ignore[arg-type, return-value]
 
     @staticmethod

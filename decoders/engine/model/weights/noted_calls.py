@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def noted_calls(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable
 ) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """Yields the calls of each module in `layers` during `run`, and for each attention module the arguments of its kernel and cache."""
+    """Yields the calls of each module in `layers` during `run`, and for each attention module what its kernel and the cache got."""
     calls: dict[nn.Module, list[Call]] = {}
     attended: dict[nn.Module, tuple] = {}
     order: list[Call] = []

@@ -194,7 +194,7 @@ def quantize(
         if weight is None:
             continue
         quantized.layers[path] = (module, weight)
-        if id(module) not in by_module:  # a module may have two names
+        if id(module) not in by_module:  # a module with two paths occurs twice
             by_module[id(module)] = weight
             module.__dict__.update(weight.made)
             if "levels" in weight.made:
