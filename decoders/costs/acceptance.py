@@ -251,8 +251,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: If the steps left of a row are fewer than those of the longest row, by this share of the longest row's steps, then the row is e times
-#: less likely to end last.
+#: A row that is shorter than the longest row, by this share of the longest row's remaining steps, is e times less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 

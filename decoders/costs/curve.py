@@ -98,7 +98,7 @@ class CostCurve(_Stored):
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
         """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the last two.
 
-        For another number of rows, takes the nearest measured number, at the same total of nodes. For a tier that was not measured,
+        If `rows` was not measured, takes the nearest measured number of rows, at the same total of nodes. If the tier was not measured,
         takes the other tier.
 
         Raises:

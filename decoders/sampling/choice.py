@@ -147,7 +147,7 @@ def candidates(
 ) -> Candidates:  # fmt: skip
     """The tokens that the plan's operations keep after every node. logits: ``[B, N, V]``, positions: ``[B, N]``.
 
-    The scores equal those of :func:`~decoders.sampling.processors.process`, which computes them on devices such as CUDA.
+    The scores equal the scores of :func:`~decoders.sampling.processors.process`, which runs on devices such as CUDA and in traced code.
 
     Args:
         at_least: least number of entries per node; if fewer tokens are kept, removed tokens fill the other entries.

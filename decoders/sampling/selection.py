@@ -1,8 +1,8 @@
 """Finds, without sorting the vocabulary, the tokens that processors keep, on devices whose values Python can read at no cost.
 
 The result must equal the reference, :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may
-be kept, then applies the same rules to them. A token is unsure if the way in which the reference rounds a sum or orders equal scores
-(torch's sort is not stable) decides about it. If the result depends on an unsure token, the reference processes the row.
+be kept, then applies the same rules to them. A token is unsure if the reference keeps or drops it depending on the rounding of a sum or
+on the order of equal scores (torch's sort is not stable). If the result depends on an unsure token, the reference processes the row.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _sure(scores: Tensor, tokens: Tensor) -> Selection:
 def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
     """The tokens that the operations keep, given ``[R, V]`` scores. At least one operation must be other than ``temperature``.
 
-    at_least: least number of columns ``K``, as far as the vocabulary has enough tokens.
+    at_least: least number of columns ``K``; the size of the vocabulary if that is smaller.
     """
     first = next(i for i, (name, _) in enumerate(operations) if name != "temperature")
     scale, (name, value) = [value for _, value in operations[:first]], operations[first]
@@ -117,7 +117,7 @@ def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Sel
         values, tokens = largest(scores, count)
         values = _scaled(values, scale)
         kth = values[:, k - 1 : k]
-        # If the last column equals the k-th score, there may be more ties outside. Scores of -inf are never kept.
+        # If the last column equals the k-th score, tokens outside of the columns may equal it, too. Scores of -inf are never kept.
         if count >= vocab or bool(((values[:, -1:] < kth) | (kth == NEVER)).all()):
             return _sure(values.masked_fill(values < kth, NEVER), tokens)
         count *= 4
@@ -136,7 +136,7 @@ def _enough(
     """Selects among the tokens with the largest `order` ``[R, V]``: first among a few, then among more for rows that stay open.
 
     Args:
-        wanted: total probability of the tokens that are enough to decide a row.
+        wanted: tokens with this total probability are enough to decide a row.
         decide: returns the selection for some rows. It takes their scores and tokens ``[Q, K]``, the rows' indices ``[Q, 1]``, and
             whether ``K`` is the whole vocabulary. Unused columns have the score ``-inf`` and the token -1.
     """

@@ -98,7 +98,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
     Args:
         ranks: ``[B, N, V]`` int32, from :func:`rank_of`.
-        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integers, because CUDA adds in varying order.
+        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums do not depend on CUDA's varying order.
         wanted: ``[B, N, 1]`` int64; if it exceeds the sum of all weights, the border is the lowest rank.
     """
     place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES

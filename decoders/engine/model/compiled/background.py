@@ -65,7 +65,7 @@ class BackgroundCompile:
         if threads_may_compile():
             try:
                 self._thread.start()
-            except BaseException:  # the system has too many threads
+            except BaseException:  # for example, the system has too many threads
                 _running.discard(self)
                 raise
         else:

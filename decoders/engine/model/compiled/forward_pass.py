@@ -157,7 +157,7 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Counts the seconds of an uncompiled pass. A long pass counts in part: compiling saves as much time in it as in a short pass."""
+        """Counts the seconds of an uncompiled pass. A long pass counts in part: compiling saves no more than in a short pass."""
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

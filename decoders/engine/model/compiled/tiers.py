@@ -25,7 +25,7 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: Passes whose layers are single operators run uncompiled this many times as long, because compiling saves only a few percent of them.
+#: Passes whose layers are single operators run uncompiled this many times as long: compiling saves only a few percent of their time.
 PATIENCE = 10.0
 
 

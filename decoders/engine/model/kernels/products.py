@@ -105,7 +105,7 @@ def are_one_product(matrices: Sequence[Tensor]) -> bool:
 
 
 def rms_norm_for(weight: Tensor) -> Callable[..., Tensor] | None:
-    """The operator of norms with `weight` ``[H]`` on the weight's device; None if there is none, so that the model's module computes.
+    """The operator of norms with `weight` ``[H]`` on the weight's device; None if there is no operator for it.
 
     The operator takes x ``[…, H]`` of the weight's dtype, the weight, and the fields of a
     :class:`~decoders.engine.model.weights.layers.Formula`. It computes in float32.

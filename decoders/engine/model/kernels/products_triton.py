@@ -147,7 +147,7 @@ def parts_of(
     kind: the activation. It is applied here if there is a single stretch; the result then has half as many outputs.
     """
     sizes, inputs = [matrix.shape[0] for matrix in matrices], x.shape[-1]
-    # The number of nodes per row of the batch decides who multiplies, so that a node's bits do not depend on other rows.
+    # The number of nodes per row of the batch decides whether torch multiplies, so that a node's bits do not depend on other rows.
     if not 0 < x.shape[-2:].numel() <= MOST_ROWS * inputs or not x.numel():
         return _many_rows_linear(x, matrices, biases).reshape(1, -1, sum(sizes)), ()
     flat, outputs = x.reshape(-1, inputs).contiguous(), sum(sizes)

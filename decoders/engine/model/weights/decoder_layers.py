@@ -159,7 +159,7 @@ class Ahead(threading.local):
     """Results of layers that are called later: the operator has computed them in the call of a layer in front of these layers.
 
     Attributes:
-        source, rest: the next layer's input, and the other arguments, with which all layers were computed.
+        source, rest: the input of the layer that is called next, and the other arguments, which are the same for all layers.
         results: the layers with their results; the layer that is called next comes last.
     """
 

@@ -93,7 +93,7 @@ class Format:
         return numbers.flatten(-2).movedim(-1, dim)
 
 
-#: The formats of GPTQ, of older GPTQ files (where zeros are stored less one), of AWQ, and of compressed-tensors.
+#: The formats of GPTQ, of older GPTQ files (which store zeros minus one), of AWQ, and of compressed-tensors.
 FORMATS = (
     Format("qweight", "scales", "qzeros", True, 0, 1),
     Format("qweight", "scales", "qzeros", True, 0, 1, less=1),
@@ -105,7 +105,7 @@ FORMATS = (
 def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
     """The format of a layer's matrix and the bits per level; None for a layer in none of the formats.
 
-    hooks: the model's pre-hooks. If the layer does not run without them, they run on a copy first: compressed-tensors unpacks in one.
+    hooks: the model's pre-hooks. If the layer fails without them, they run on a copy first: compressed-tensors unpacks in such a hook.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):

@@ -42,7 +42,7 @@ class _Quantized(Joint):
         levels: ``[out, in]`` int8, or ``[out, in / 2]`` uint8 from :func:`~decoders.engine.model.kernels.cpu.four_bits.packed`.
         scales: ``[out, groups]`` float32 for int8, ``[out, 2, groups]`` float32 or bfloat16 for 4 bits.
         after: ``[out]``, scales that multiply the product after it is rounded to the dtype of the activations, as in torchao; or None.
-        digits: how many 16-bit numbers represent an activation: two for a library's float32 results, else one.
+        digits: how many 16-bit numbers represent an activation: two if a library's layer returns float32, else one.
     """
 
     levels: Tensor

@@ -45,7 +45,7 @@ struct Tiles {
         _tile_loadconfig(&tiles);
     }
 
-    // Tells the compiler that `memory` is read, because it does not know that tiles are loaded from it.
+    // Tells the compiler that `memory` is read, because the compiler does not know that tiles are loaded from there.
     static void written(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
 
     // Multiplies up to 16 outputs by N groups of rows. y: [rows, 16].

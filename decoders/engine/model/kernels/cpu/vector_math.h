@@ -82,8 +82,8 @@ inline Vec power_of_two(Vec x) {
 }
 inline float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
-// e^x for x <= 0, with an error of at most two units in the last place; 0 for x < -86. log2(e) has two parts, so that the rest of the
-// exponent is that of the exact product.
+// e^x for x <= 0, with an error of at most two units in the last place; 0 for x < -86. log2(e) is the sum of two constants, so that
+// `rest` is more precise than with a single constant.
 inline Vec exponential(Vec x) {
     Vec shifted = multiply_add(x, broadcast(LOG2_E), broadcast(MAGIC)), rest = multiply_add(x, broadcast(LOG2_E), MAGIC - shifted);
     rest = multiply_add(x, broadcast(1.92596303e-8f), rest);
