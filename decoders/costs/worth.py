@@ -21,7 +21,7 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
         costs: :attr:`Context.costs`.
         chosen: the user's choice; returned unless None.
         otherwise: returned if nothing was measured.
-        most: upper bound of a result from costs. That result is a power of two from 4 up, so that calls of different lengths share graphs.
+        most: upper bound of a result from costs. It is a power of two from 4 up, so that calls of different lengths share graphs.
     """
     if chosen is not None:
         return chosen
