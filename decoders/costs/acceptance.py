@@ -26,8 +26,8 @@ OUTLOOK_WEIGHT = 1 / 8
 #: seem to pay are overestimates on average.
 CAUTION = 1.15
 
-#: The kind of a draft token: the bits of the drafters that propose it (negative: the bit of a drafter, whether or not others propose
-#: the token), its depth, its rank among the drafter's siblings, and the drafter's grade (-1 for any).
+#: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among the drafter's siblings, and the
+#: drafter's grade (-1 for any). A negative bit stands for one drafter's tokens, whether or not others propose them, too.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
