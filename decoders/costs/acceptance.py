@@ -1,7 +1,7 @@
 """Acceptance rates of draft tokens, by drafter and by place in the draft.
 
-The tokens that a row writes do not depend on its drafts. So these tokens judge every draft, verified or not: trying a drafter costs
-its drafting time and no forward pass.
+A row writes the same tokens whatever its drafts are. So every draft, verified or not, is compared with these tokens: trying a drafter
+costs drafting time, but no forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEEP, KEEP_DEEPEST = 0.85, 0.98
 #: The prior acceptance rate of a first token, ``PRIOR``, counts like ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
 #: because judging drafts is free.
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
-#: Greater depths and ranks are clipped to these.
+#: Greater depths and ranks are clipped to these values.
 DEEPEST, LOWEST_RANK = 4, 3
 #: A drafter's declared rates (`Strategy.grade_rates`) count like this many judged tokens.
 GRADES_WEIGHT = 4.0
@@ -26,8 +26,8 @@ OUTLOOK_WEIGHT = 1 / 8
 #: seem to pay are overestimates on average.
 CAUTION = 1.15
 
-#: The kind of a draft token: the bits of the drafters that propose it (negative: the bit of a drafter, whether or not others propose
-#: the token), its depth, its rank among the drafter's siblings, and the drafter's grade (-1 for any).
+#: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among the drafter's siblings, and the
+#: drafter's grade (-1 for any). A negative bit stands for one drafter's tokens, whether or not others propose them, too.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
@@ -36,9 +36,9 @@ class AcceptanceRates:
     """Probability that a draft token is right if its parent is, by kind; recent tokens count more.
 
     Args:
-        common: for the rates of one row, the rates of all rows, as their prior; None for the rates of all rows themselves.
+        common: the rates of all rows, which are the prior of a single row's rates; None if these are the rates of all rows.
         grade_rates: by drafter's bit, its declared rates (:attr:`Strategy.grade_rates`), which are the prior of grades not seen yet.
-            They are scaled by the ratio of observed to declared rates of the drafter's other tokens.
+            The prior is scaled by the ratio of observed to declared rates of the drafter's graded tokens.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AcceptanceRates:
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
         self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter: number that its declared rates predicted
+        self._graded_expected: dict[int, float] = {}  # by drafter: number of right tokens by its declared rates
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability of a draft token. sources: bits of the drafters that propose it."""
@@ -108,7 +108,7 @@ class AcceptanceRates:
         return declared
 
     def _holds(self, drafter: int) -> float:
-        """The ratio of a drafter's observed to its declared rates."""
+        """The ratio of a drafter's observed rates to its declared rates."""
         right, expected = self._graded_right.get(drafter, 0.0), self._graded_expected.get(drafter, 0.0)
         return (right + GRADES_WEIGHT) / (expected + GRADES_WEIGHT)
 
@@ -120,7 +120,7 @@ class Proposals:
         tokens: tokens of the nodes; node 0 is the row's last token.
         parents, depths: parents and depths of the nodes.
         sources: bits of the drafters that propose the node.
-        ranks: place among the siblings of the drafter that ranks the node highest.
+        ranks: the best rank that a drafter gives the node among the node's siblings; 0 is the first.
         grades: the best grade that a drafter gives the node.
         children: the children by token.
     """
@@ -147,7 +147,7 @@ class Proposals:
             grades: grades of nodes 1, 2, …, 0 or more.
 
         Returns:
-            the merged tree's node → index of its token in `tokens` (the first of equal tokens), for every node of this drafter.
+            for each node of the merged tree that this drafter proposes, the first index of the node's token in `tokens`.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -251,7 +251,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: If a row has fewer steps to go than the longest row, by this share of the longest row's, it is e times less likely to end last.
+#: A row that is shorter than the longest row, by this share of the longest row's remaining steps, is e times less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 

@@ -54,7 +54,7 @@ class CostPoint(_Stored):
 
     Attributes:
         rows: number of rows.
-        context: tokens per row that attention looks back at.
+        context: number of tokens per row that attention looks back at.
         nodes: nodes of the block per row, root included.
         compiled: whether the step ran compiled.
         seconds: median of several steps: forward, verification and commit.
@@ -98,7 +98,7 @@ class CostCurve(_Stored):
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
         """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the last two.
 
-        For another number of rows, takes the nearest measured number, at the same total of nodes. For a tier that was not measured,
+        If `rows` was not measured, takes the nearest measured number of rows, at the same total of nodes. If the tier was not measured,
         takes the other tier.
 
         Raises:
@@ -119,7 +119,7 @@ class CostCurve(_Stored):
         return max(max(p.nodes * p.rows // rows for p in self._nearest(rows, compiled)), 1)
 
     def _nearest(self, rows: int, compiled: bool) -> list[CostPoint]:
-        """The points at the measured number of rows nearest to `rows`; of the other tier if this tier has none."""
+        """The points at the measured number of rows nearest to `rows`; points of the other tier if this tier has none."""
         points = [p for p in self.points if p.compiled == compiled] or list(self.points)
         if not points:
             raise ValueError("this cost curve holds no points: measure some with decoders.calibrate")

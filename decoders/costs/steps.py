@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weight of the newest step in the mean ratios of observed to expected seconds: in the ratio of all sizes, and the least weight in the
-#: ratio of the step's size.
+#: Weight of the newest step in the running mean of observed to expected seconds over all sizes, and its least weight in the running
+#: mean for the step's size.
 QUICK, SLOW = 1 / 8, 1 / 32
 #: The curve weighs as much as this many observed steps of a size.
 TRUST = 8
@@ -27,10 +27,10 @@ class StepLine:
 
     #: Every new step multiplies the weights of earlier steps by this.
     DECAY = 0.97
-    #: A node's share of a step's cost, before steps of several sizes were observed.
+    #: The assumed cost of a node, relative to a step's fixed cost, before steps of several sizes were observed.
     GUESS = 0.03
-    #: Steps between trials, before and after steps of several sizes were observed. A trial is a step without a draft if all steps
-    #: had a draft, else a step that assumes a lower cost of nodes.
+    #: Number of steps from trial to trial, before and after steps of several sizes were observed. If all steps so far had a draft, a
+    #: trial is a step without a draft; else it is a step that assumes a lower cost of nodes.
     TRIAL, LATER_TRIAL = 4, 128
     #: A trial divides a node's cost by this.
     HOPE = 4
@@ -90,7 +90,7 @@ class StepCosts:
         rows: rows of the batch.
         context: tokens per row at the start.
         size: returns the nodes of the padded block for the nodes of a draft, root included.
-        ratios: returns, for a context, by tier, the ratios of earlier calls' steps to the curve; they are updated in place.
+        ratios: returns, for a context, each tier's ratios of observed to expected seconds in earlier calls; they are updated in place.
         line: the line that earlier calls fitted without a curve; it is updated in place.
     """
 
@@ -153,9 +153,9 @@ class StepCosts:
 
         Args:
             nodes: nodes per row of the padded block.
-            seconds: duration of its core.
+            seconds: duration of the step's core.
             context: tokens of the longest row.
-            compiled: whether it ran compiled.
+            compiled: whether the step ran compiled.
         """
         self.observed += 1
         if self.curve is None:

@@ -21,7 +21,7 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
         costs: :attr:`Context.costs`.
         chosen: the user's choice; returned unless None.
         otherwise: returned if nothing was measured.
-        most: upper bound of an answer from costs, which is a power of two from 4 up, so that calls of different lengths share graphs.
+        most: upper bound of a result from costs. It is a power of two from 4 up, so that calls of different lengths share graphs.
     """
     if chosen is not None:
         return chosen
@@ -32,7 +32,7 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
 
 def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 255) -> int:
-    """:func:`node_budget` in draft tokens: no number includes the root."""
+    """:func:`node_budget` counted in draft tokens: the result and the arguments do not include the root."""
     return node_budget(costs, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1
 
 
@@ -57,7 +57,7 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Share of a call's time that may be spent on trying a drafter whose drafts do not pay: one of several, and an only one.
+#: Share of a call's time for trying a drafter whose drafts do not pay: for one of several drafters, and for the only drafter.
 LOOKING, LOOKING_ALONE = 0.005, 0.02
 #: Weight of the newest draft in the mean net gain.
 LOOK_WEIGHT = 1 / 8
@@ -94,14 +94,14 @@ class Looks:
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:
-        """Learns the gain of a draft minus its price, in tokens. longest: greatest wait in steps."""
+        """Learns a draft's gain minus its price, in tokens. longest: upper bound of the mean wait, in steps."""
         self.count += 1
         self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
 def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
-    """The number of steps between drafts at which drafting takes the share `looking` of the time, at most `longest`.
+    """The number of steps between drafts (at most `longest`) at which drafting takes the share `looking` of the time.
 
     share: duration of a draft relative to a step.
     """
@@ -109,15 +109,15 @@ def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
-    """Adds a measurement to the running mean `known` (None or 0 before the first). Clips it to four times the mean: a longer
-    duration is an interruption.
+    """The running mean `known` (None or 0 before the first measurement) after the measurement `seconds`, which is clipped to four times
+    the mean, because a longer duration is an interruption.
     """
     return seconds if not known else known + weight * (min(seconds, 4 * known) - known)
 
 
 #: The bit of the only drafter.
 SOURCE = 1
-#: Greatest number of steps between two drafts.
+#: Upper bound of the mean number of steps between two drafts.
 LONGEST_WAIT = 64
 #: Weight of the newest draft in the mean duration of drafts.
 DRAFT_WEIGHT = 1 / 8
@@ -126,11 +126,11 @@ DRAFT_WEIGHT = 1 / 8
 class DraftWorth:
     """Decides how many first nodes of a draft are worth their time in a step.
 
-    All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step runs 8 B nodes.
+    All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step has 8 B draft nodes.
 
     Args:
         costs: returns the batch's present costs.
-        ends: greatest length of each row, if all rows begin together and the call ends with the slowest; else None.
+        ends: greatest length of each row, if all rows begin together and the call ends with the slowest row; else None.
         grade_rates: the strategy's declared rates by grade (:attr:`Strategy.grade_rates`).
     """
 

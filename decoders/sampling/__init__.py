@@ -1,8 +1,8 @@
-"""Choosing a token: processed scores plus noise, a function of the seed, the row, the position and the token.
+"""Choosing a token: the largest sum of processed score and noise. The noise is a function of seed, row, position and token.
 
 Strategies that compute their own scores use these functions: ``process`` applies the call's processors, ``candidates`` and ``largest``
-find the best tokens without sorting the vocabulary, ``gumbel_noise`` computes the target's sampling noise, and ``in_64_bits`` moves a
-tensor to a device that can sort it stably.
+find the best tokens without sorting the vocabulary, ``gumbel_noise`` computes the target's sampling noise, and ``in_64_bits`` copies a
+tensor to the host if its device does not compute in 64 bits.
 """
 
 from ..common.devices import in_64_bits

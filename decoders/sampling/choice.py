@@ -1,4 +1,4 @@
-"""The tokens that the processors keep after each node, and the draw of a token. If they keep few tokens, few are computed."""
+"""Finds the tokens that the processors keep after each node, and draws one. If few tokens are kept, few scores are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .selection import NEVER, Operations, Selection, by_reference, select
 
 #: Up to this vocabulary size, the noise of every token is computed.
 _FEW = 4096
-#: Numbers per pass, chosen to fit the cache of a CPU core.
+#: Number of scores that are processed at once, chosen to fit the cache of a CPU core.
 _CHUNK = 1 << 17
 
 
@@ -44,8 +44,9 @@ class Candidates:
         scores: ``[B, N, K]`` float32, ``-inf`` for removed tokens.
         tokens: ``[B, N, K]`` int64, without duplicates; -1 in unused columns; None for the whole vocabulary.
         vocab: ``V``, the size of the vocabulary.
-        selection: the same tokens as ``[B * N, K]``, with marks of tokens that rounding may keep or remove; None if there are none.
-        reference: computes given rows of `selection` as the reference operations do, without uncertain tokens.
+        selection: the same tokens as ``[B * N, K]``, with marks of uncertain tokens, which rounding may keep or remove; None if all are
+            certain.
+        reference: takes indices of rows, and computes these rows of `selection` by the reference operations, without uncertain tokens.
     """
 
     scores: Tensor
@@ -79,7 +80,7 @@ class Candidates:
         return torch.where(best[..., 0] > NEVER, token, 0)
 
     def best(self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` best tokens by ``softmax(scores + noise)``, ``[B, N, C]`` int64, and log-probabilities; greedy: noise is 0."""
+        """The `count` best tokens ``[B, N, C]`` by ``softmax(scores + noise)``, and their log-probabilities; greedy: noise is 0."""
         settled = self.settled()
         if settled.tokens is None:
             noisy = settled.scores.float()
@@ -123,7 +124,7 @@ class Candidates:
         return dense.scatter_(-1, tokens.clamp(min=0), torch.where(out, best.values, scores))
 
     def settled(self) -> Candidates:
-        """These candidates without uncertain tokens: `reference` computes the rows that have some."""
+        """These candidates without uncertain tokens: `reference` computes the rows that have uncertain tokens."""
         if self.selection is None:
             return self
         doubtful = ~self.selection.settled
@@ -146,7 +147,7 @@ def candidates(
 ) -> Candidates:  # fmt: skip
     """The tokens that the plan's operations keep after every node. logits: ``[B, N, V]``, positions: ``[B, N]``.
 
-    The result equals :func:`~decoders.sampling.processors.process`, which runs on devices such as CUDA, and in traced code.
+    The scores equal the scores of :func:`~decoders.sampling.processors.process`, which runs on devices such as CUDA and in traced code.
 
     Args:
         at_least: least number of entries per node; if fewer tokens are kept, removed tokens fill the other entries.
@@ -240,7 +241,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. It computes the noise of few tokens only.
 
     The noise is ``-log E`` with ``E >= u``, where ``u`` is the hash's upper bits divided by 2^32. Let `bound` be the best noisy score
-    of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win, so for most tokens only the bits are computed.
+    of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win. For most tokens, only the hash's bits are computed.
     """
     vocab = scores.shape[-1]
     if vocab <= _FEW:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.devices import host_reads
 
 NEVER = float("-inf")
-# Three kinds of places without a token have different values, so that they never match each other.
+# Places without a token are of three kinds. Their values differ, so that places of different kinds never match.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 
@@ -41,9 +41,9 @@ class Prefixes:
     padding: Tensor
 
     def text(self, begin: Tensor | int | None = None, end: Tensor | None = None) -> Tensor:
-        """Committed tokens from `begin` to before `end` (``[B, 1]``), ``[B, P + L]``, -1 elsewhere.
+        """The padding and the committed tokens, ``[B, P + L]``; -1 for tokens before `begin` or from `end` on (``[B, 1]`` each).
 
-        If `begin` is None, the padding is included; if `end` is None, the text ends at the row's length.
+        If `begin` is given, the padding is -1, too. If `end` is None, the text ends at the row's length.
         """
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         counts = index < (self.length[:, None] if end is None else end)
@@ -129,7 +129,7 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Changes the scores of generated tokens. change: takes old scores and each token's count up to the node; returns new scores."""
+    """`scores` with new scores of generated tokens. change: takes old scores and each token's count up to a node; returns new ones."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])
@@ -156,7 +156,7 @@ def presence_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: obj
 def no_repeat_ngram(
     scores: Tensor, value: Tensor, prefixes: Prefixes, sequences: BiasedSequences, **_: object
 ) -> Tensor:
-    """Removes tokens that would repeat an n-gram. value: n, at most the length ``S`` of `sequences`."""
+    """Removes tokens that would complete an n-gram that the text has already. value: n, at most the length ``S`` of `sequences`."""
     size = sequences.tokens.shape[-1]
     last, text = prefixes.last(size), prefixes.text()
     back = torch.arange(size - 1, device=scores.device)

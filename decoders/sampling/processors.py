@@ -1,4 +1,4 @@
-"""Choosing a token: logits, processed by operations equal to transformers' processors, plus noise."""
+"""Choosing a token: operations equal to transformers' processors turn logits into scores, and noise draws a token by its score."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The processors that run inside the step, in order. It is hashable: a new plan needs a new graph, and new values do not.
+    """The processors that run inside the step, in order. It is hashable: a new plan needs a new graph, but new values do not.
 
     Attributes:
         operations: names of :data:`OPERATIONS`; each operation takes one entry of the tensor `values` of :class:`SamplingInputs`.
@@ -81,7 +81,7 @@ class SamplingInputs:
         """The inputs of `rows`."""
 
         def of_rows(tensor: Tensor | None, shared: int) -> Any:
-            """`tensor` for `rows`. shared: the number of its dimensions if all rows share it."""
+            """`tensor` for `rows`. shared: how many dimensions the tensor has if all rows share it."""
             return tensor if tensor is None or tensor.dim() == shared else tensor[rows]
 
         return replace(
@@ -169,8 +169,8 @@ def mix64(z: Tensor) -> Tensor:
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
     """splitmix64's state `steps` draws after `start`: ``start + steps * GOLDEN``.
 
-    It is computed as a product of a sum, because inductor gives ``arange`` and its product with a constant 32 bits in Triton, and
-    ``GOLDEN`` needs 64. A sum with a value from memory has 64 bits.
+    It is computed as ``sum * GOLDEN``, because ``GOLDEN`` needs 64 bits, and inductor gives ``arange`` and ``arange * constant`` only
+    32 bits in Triton. A sum that contains a value from memory has 64 bits.
     """
     return (start * GOLDEN_INVERSE + steps) * GOLDEN
 
@@ -215,8 +215,8 @@ def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
     return mix64(advanced(keys[:, None], positions))
 
 
-#: Scores up to 2^17 stay finite when divided by this. A lower temperature would leave only the best token, and infinite scores;
-#: transformers raises an error for it.
+#: Scores up to 2^17 stay finite when divided by this. A lower temperature would leave only the best token, but with infinite scores,
+#: for which transformers raises an error.
 LEAST_TEMPERATURE = 2.0**-111
 
 
@@ -273,7 +273,8 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
     return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: Operations inside the step, by name. Each takes scores ``[B, N, V]`` and a value ``[]`` or ``[B, 1, 1]``, and equals transformers'.
+#: Operations inside the step, equal to transformers' processors, by name. They take scores ``[B, N, V]`` and a value, ``[]`` or
+#: ``[B, 1, 1]``.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **READ_TEXT,
     "min_new_tokens": _min_new_tokens,
@@ -286,7 +287,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 }
 #: Operations that transformers runs before temperature and truncation. They may forbid a token that a grammar requires.
 FIRST = frozenset({*READ_TEXT, "min_new_tokens"})
-#: Variants for devices where sorting a large vocabulary takes longer than reading it several times.
+#: Variants of operations for devices on which sorting a large vocabulary takes longer than reading it several times.
 WITHOUT_SORT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "large_top_k": kth_without_sort,
     "top_p": top_p_without_sort,
@@ -324,7 +325,7 @@ def process(
 def first_of(
     scores: Tensor, operation: int, name: str, inputs: SamplingInputs, positions: Tensor, prefixes: Prefixes | None
 ) -> Tensor:
-    """`scores` after an operation of :data:`FIRST`."""
+    """The scores after an operation of :data:`FIRST`, given the `scores` before it."""
     value = inputs.value(operation)
     if name not in READ_TEXT:
         return OPERATIONS[name](scores, value, positions=positions, stop_tokens=inputs.stop_tokens)
@@ -335,7 +336,7 @@ def first_of(
 
 
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`; at nodes without any token left, `legal` instead, because the grammar takes precedence over the operations."""
+    """`scores`; at nodes where the operations kept no token, `legal` instead, because the grammar takes precedence over them."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 

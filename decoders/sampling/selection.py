@@ -1,8 +1,8 @@
-"""Finds the tokens that processors keep without sorting the vocabulary, on devices whose values Python can read at no cost.
+"""Finds, without sorting the vocabulary, the tokens that processors keep, on devices whose values Python can read at no cost.
 
 The result must equal the reference, :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may
-be kept, then applies the same rules to them. A token is unsure if it depends on how the reference rounds a sum or orders equal scores
-(torch's sort is not stable). If the result depends on an unsure token, the reference processes the row.
+be kept, then applies the same rules to them. A token is unsure if the reference keeps or drops it depending on the rounding of a sum or
+on the order of equal scores (torch's sort is not stable). If the result depends on an unsure token, the reference processes the row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUNDING = 2.0**-24
 _LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NEVER = float("-inf")
 
-#: Names of operations that are not in :data:`~decoders.sampling.processors.FIRST`, with their values ``[]``.
+#: Pairs of an operation's name and its value ``[]``. The operations are not in :data:`~decoders.sampling.processors.FIRST`.
 Operations = list[tuple[str, Tensor]]
 
 
@@ -46,7 +46,7 @@ class Selection:
 
     @property
     def settled(self) -> Tensor:
-        """``[R]`` bool: the rows whose kept tokens are certainly those of the reference, the exact operations."""
+        """``[R]`` bool: the rows whose kept tokens are certainly the tokens that the reference keeps."""
         return ~(self.open | self.unsure.any(-1))
 
     def put(self, index: Tensor, better: Selection) -> Selection:
@@ -70,7 +70,7 @@ def _sure(scores: Tensor, tokens: Tensor) -> Selection:
 def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
     """The tokens that the operations keep, given ``[R, V]`` scores. At least one operation must be other than ``temperature``.
 
-    at_least: least number of columns ``K``, as far as the vocabulary has enough tokens.
+    at_least: least number of columns ``K``; the size of the vocabulary if that is smaller.
     """
     first = next(i for i, (name, _) in enumerate(operations) if name != "temperature")
     scale, (name, value) = [value for _, value in operations[:first]], operations[first]
@@ -117,7 +117,7 @@ def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Sel
         values, tokens = largest(scores, count)
         values = _scaled(values, scale)
         kth = values[:, k - 1 : k]
-        # If the last column equals the k-th score, there may be more ties outside. Scores of -inf are never kept.
+        # If the last column equals the k-th score, tokens outside of the columns may equal it, too. Scores of -inf are never kept.
         if count >= vocab or bool(((values[:, -1:] < kth) | (kth == NEVER)).all()):
             return _sure(values.masked_fill(values < kth, NEVER), tokens)
         count *= 4
@@ -136,9 +136,9 @@ def _enough(
     """Selects among the tokens with the largest `order` ``[R, V]``: first among a few, then among more for rows that stay open.
 
     Args:
-        wanted: total probability of the tokens that are enough to decide a row.
-        decide: returns the selection for some rows. It takes their scores and tokens ``[Q, K]``, their numbers ``[Q, 1]``, and whether
-            these are all tokens. Unused columns have the score ``-inf`` and the token -1.
+        wanted: tokens with this total probability are enough to decide a row.
+        decide: returns the selection for some rows. It takes their scores and tokens ``[Q, K]``, the rows' indices ``[Q, 1]``, and
+            whether ``K`` is the whole vocabulary. Unused columns have the score ``-inf`` and the token -1.
     """
     vocab = whole.shape[-1]
     count = min(max(FIRST, at_least), vocab)
@@ -155,7 +155,7 @@ def _enough(
 
 
 def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
-    """The tokens ``[K]`` with the largest `order` ``[V]``, sorted, as many as have a total probability of at least `wanted`."""
+    """The tokens ``[K]`` with the largest `order` ``[V]``, sorted, enough for a total probability of at least `wanted`."""
     bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
     mass = torch.bincount(bins, weights=probabilities, minlength=1024)
     last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
@@ -194,7 +194,7 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
 
     Args:
         share: ``[R, K]`` float64, probabilities.
-        outside: greatest number of tokens that are not among the K.
+        outside: upper bound of the number of tokens that are not among the K tokens.
     """
     count = scores.shape[1]
     cumulative = share.cumsum(-1)
@@ -210,8 +210,8 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     left_open = torch.zeros(len(scores), dtype=torch.bool)
     if outside:
         left_open = ~dropped[:, -1]
-    # If equal scores lie on both sides of a border, the reference's sort decides which are dropped. The borders are at the last certain
-    # token and at the last token that is not dropped.
+    # If equal scores lie on both sides of a border, the reference's sort decides which of them are dropped. There are two borders: the
+    # last certain token, and the last token that is not dropped.
     ends = certain.sum(-1, keepdim=True).clamp(max=count - 1), (~dropped).sum(-1, keepdim=True) - 1
     for border in [scores.gather(1, end) for end in ends]:
         equal = (scores == border) & (border > NEVER)
@@ -280,11 +280,11 @@ def _typical(
     scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
     value: Tensor,
 ) -> Selection:  # fmt: skip
-    """Selects the tokens that typical_p keeps, given the least surprising tokens ``[R, K]`` in ascending order: up to the border token,
-    at which the sum of probabilities reaches `value`, and all tokens that are as surprising as the border token.
+    """Selects the tokens that typical_p keeps, given the tokens ``[R, K]`` with the least `surprise`, in ascending order: tokens up to
+    the border token, at which the sum of probabilities reaches `value`, and all tokens with the border token's surprise.
 
     Args:
-        surprise: ``[R, K]``, the distance of each token's surprise from the entropy, with an error of at most `blur` ``[R, 1]``.
+        surprise: ``[R, K]``, ``abs(-log(p) - entropy)`` of each token, with an error of at most `blur` ``[R, 1]``.
         share: ``[R, K]`` float64 probabilities; their sums have an error of at most `margin`.
         everything: whether the K tokens include every token that may be kept.
     """

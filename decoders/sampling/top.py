@@ -31,9 +31,9 @@ def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
 def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     """The ``[B, N, V]`` scores that ``top_k`` and then ``top_p`` keep.
 
-    top_k keeps the tokens above the k-th score, which are fewer than `k` and found among the best, and all tokens that equal it, which
-    are counted. Among equal scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64.
-    transformers sums in float32, so its border may differ if the sum equals `value` up to rounding.
+    top_k keeps all scores above the k-th score, which are fewer than `k`, and all scores equal to it, which are only counted. Among
+    equal scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64. transformers sums in
+    float32, so its border may differ if the sum equals `value` up to rounding.
 
     k, value: ``[]`` or ``[B, 1, 1]``; value is ``1 - top_p``.
     """
@@ -46,7 +46,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     sums = weights.cumsum(-1)
     total = sums[..., -1:] + torch.where(weight > 0, weight * equals, 0.0)
     limit = value.double() * total
-    # Tokens are dropped from the worst score up: first those that equal the k-th score, then better tokens. The best token stays.
+    # Tokens are dropped from the worst score up: first tokens with the k-th score, then better tokens. The best token stays.
     gone = torch.where(weight > 0, torch.minimum((limit / weight).floor(), equals.double()), equals.double()).long()
     gone = torch.where(better.any(-1, keepdim=True), gone, torch.minimum(gone, equals - 1))
     left = (better & (total - (sums - weights) > limit)).sum(-1, keepdim=True).clamp(min=1)
@@ -98,7 +98,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
     Args:
         ranks: ``[B, N, V]`` int32, from :func:`rank_of`.
-        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integers, because CUDA adds in varying order.
+        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums do not depend on CUDA's varying order.
         wanted: ``[B, N, 1]`` int64; if it exceeds the sum of all weights, the border is the lowest rank.
     """
     place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES

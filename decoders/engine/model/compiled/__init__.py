@@ -1,1 +1,1 @@
-"""Compiling passes and functions: in the background, by region, in tiers."""
+"""Compiles forward passes and tensor functions: in a background thread, layer by layer, and only once compiling pays."""

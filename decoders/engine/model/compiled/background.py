@@ -56,7 +56,7 @@ class BackgroundCompile:
         self._work = work
         self._error: BaseException | None = None
         self._modes = torch.is_inference_mode_enabled(), torchs_own()
-        # The work uses the caller's tensors. On the caller's stream they are used and freed in the order of the caller's work.
+        # The work uses the caller's tensors. On the caller's stream, it uses and frees them in order with the caller's own work.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._over = threading.Event()
         self._warned = False
@@ -65,7 +65,7 @@ class BackgroundCompile:
         if threads_may_compile():
             try:
                 self._thread.start()
-            except BaseException:  # the system has too many threads
+            except BaseException:  # for example, the system has too many threads
                 _running.discard(self)
                 raise
         else:
@@ -91,7 +91,7 @@ class BackgroundCompile:
 
     def _run(self) -> None:
         inference, threads = self._modes
-        # Graphs have guards on inference mode and are compiled for a number of threads, and a new thread starts with torch's defaults.
+        # Graphs have guards on inference mode, and are compiled for a number of threads. A new thread has torch's defaults for both.
         torch.set_num_threads(threads)
         started = time.perf_counter()
         try:
@@ -119,15 +119,15 @@ class BackgroundCompile:
 def threads_may_compile() -> bool:
     """Whether background threads may compile: not with torch built for CUDA on a machine without a GPU.
 
-    There tracing replaces CUDA's device guard. With torch 2.11 the process then crashes when another thread traces, or calls its first
-    ``backward``; a few lines of torch reproduce the crash. torch 2.13 built for the CPU is not affected.
+    On such a machine, tracing replaces CUDA's device guard. With torch 2.11 the process then crashes when another thread traces, or
+    calls its first ``backward``; a few lines of torch reproduce the crash. torch 2.13 built for the CPU is not affected.
     """
     return not torch.backends.cuda.is_built() or torch.cuda.is_available()
 
 
 @contextmanager
 def compiling() -> Iterator[float]:
-    """Waits for this thread's turn to compile, and yields the start time. The interpreter's switch interval is short meanwhile."""
+    """Waits for this thread's turn to compile, and yields the start time. Within this context, the switch interval is short."""
     spare_compiler_warnings()
     with _turn:
         usual = sys.getswitchinterval()
@@ -140,8 +140,8 @@ def compiling() -> Iterator[float]:
 
 
 def worth_compiling(spent: float, expected: float) -> bool:
-    """Whether to begin compiling: once uncompiled steps have `spent` as many seconds as compiling is `expected` to take. So processes
-    that end early do not compile.
+    """Whether uncompiled steps have `spent` as many seconds as compiling is `expected` to take. Compiling begins only then, so that
+    processes that end early do not compile.
     """
     return spent >= expected
 

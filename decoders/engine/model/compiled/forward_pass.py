@@ -39,10 +39,10 @@ class ForwardPass:
         self.compiled_passes = 0
 
     def __call__(self, given: PassInput) -> ForwardResult:
-        """One pass over a block of nodes, compiled or not, with the results of :meth:`Target.forward`.
+        """Runs one pass over a block of nodes, compiled or not, and returns the results of :meth:`Target.forward`.
 
-        A prompt piece is prefilled in the same pass if :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes`, else in a separate
-        pass. A pass with a root embedding always runs uncompiled; a call has at most one such pass.
+        A prompt piece is prefilled in the same pass if :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes` allows it, else in a
+        separate pass. A pass with a root embedding always runs uncompiled; a call has at most one pass with a root embedding.
         """
         nodes = given.nodes
         if given.piece is not None and given.root is None:
@@ -63,9 +63,9 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
         recordings: Recordings | None = None,
     ) -> None:  # fmt: skip
-        """:meth:`Target.prefill`, compiled or replayed if possible. recordings: the recordings of the rows' session, or None."""
+        """Runs :meth:`Target.prefill`, compiled or replayed if possible. recordings: the recordings of the rows' session, or None."""
         if recordings is not None:
-            # A recording fixes the number of slots that attention reads, so it reads all of them.
+            # A recording fixes the number of slots that attention reads, so attention reads all slots.
             key = "prefill", buffers.place, len(view)
             read = lambda tokens, start: self.prefill(tokens, start, buffers, view, buffers.slots)  # noqa: E731
             self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=False)
@@ -82,7 +82,7 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None, recordings: Recordings | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """:meth:`Target.features`, compiled or replayed if possible. Without `logits`, the result has logits of a few tokens only."""
+        """Runs :meth:`Target.features`, compiled or replayed if possible. Without `logits`, the result has logits of a few tokens."""
         if recordings is not None:
             key = "features", buffers.place, len(view), logits
 
@@ -101,11 +101,11 @@ class ForwardPass:
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """The result of ``function(*given)``, which runs this pass over `rows` rows; from a replay once the function is recorded.
+        """The result of ``function(*given)``, or of its replay once it is recorded. The function runs this pass over `rows` rows.
 
         Args:
             key, given: see :meth:`~decoders.engine.model.recordings.Recordings.run`.
-            plan: the plan that the function draws tokens with; None if it draws none.
+            plan: the sampling plan with which the function draws tokens; None if it draws no tokens.
             copy: whether to copy the result of a replay, so that the next replay does not overwrite it.
         """
         if recordings is None:
@@ -118,7 +118,7 @@ class ForwardPass:
         return copied(result) if copy else result
 
     def runs_single(self, rows: int) -> bool:
-        """Whether the next pass may have a single node in each of its rows: if it runs uncompiled, or single nodes have a graph.
+        """Whether the next pass may have a single node in each of its rows: it runs uncompiled, or there is a graph for single nodes.
 
         The graph with dynamic sizes is for three nodes and more.
         """
@@ -127,7 +127,7 @@ class ForwardPass:
         return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets how `blocks` of `rows` rows are padded, by the tier of the next pass."""
+        """Sets how `blocks` of `rows` rows are padded. That depends on the tier of the next pass."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 
@@ -157,7 +157,7 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Counts the seconds of an uncompiled pass. A long pass counts only in part, because compiling saves it no more time."""
+        """Counts the seconds of an uncompiled pass. A long pass counts in part: compiling saves no more than in a short pass."""
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

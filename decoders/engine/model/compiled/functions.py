@@ -1,4 +1,4 @@
-"""Tensor functions that run uncompiled at first, and compiled once that is worth the time of compiling."""
+"""Tensor functions that run uncompiled at first, and compiled once compiling is worth its time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CompiledFunction:
             result = self._run(kind, args)
         else:
             self._known.add(kind)
-            # Lets Dynamo tell apart sizes that happen to be equal. It is entered only here, as that takes longer than many functions.
+            # Lets Dynamo tell apart sizes that happen to be equal. Only new kinds need this, which takes longer than many calls.
             with torch_compat.sizes_of_their_own():
                 result = self._run(kind, args)
         if torch_compat.graphs_compiled() > before:
@@ -73,7 +73,7 @@ class CompiledFunction:
         return result
 
     def static_parts(self) -> SameObject:
-        """All calls share this object: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """This function as an object that all calls share, see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
         return SameObject(self)
 
     def _run(self, kind: tuple, args: tuple) -> Any:
@@ -110,7 +110,7 @@ class TieredFunction:
     Each kind of arguments (:func:`kind_of`) is compiled separately, so that a call does not wait when one row becomes several.
 
     Args:
-        due: returns whether to compile regardless of the time taken, because the step that the function belongs to is compiled.
+        due: returns whether to compile at once, however long calls have taken, because the step with this function is compiled.
     """
 
     def __init__(self, function: Callable, compiled: CompiledFunction, due: Callable[[], bool] = lambda: False) -> None:
@@ -133,7 +133,7 @@ class TieredFunction:
         return result
 
     def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
-        """Compiles the function for arguments of `kind` if it is not, passes the seconds to `book`, and runs it."""
+        """Compiles the function for arguments of `kind` if that has not begun, passes the seconds to `book`, and returns the result."""
         if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
             started = time.perf_counter()
             self._begin(kind, args).wait()
@@ -157,7 +157,7 @@ class TieredFunction:
         return frozenset(kind for kind in self._jobs if self.is_ready(kind))
 
     def static_parts(self) -> SameObject:
-        """All calls share this object: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """This function as an object that all calls share, see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
         return SameObject(self)
 
 

@@ -49,7 +49,7 @@ def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
 
 
 def _region(function: Callable) -> Callable:
-    return torch_compat.compiled_region(private(function))  # of a copy, because marking writes to the function
+    return torch_compat.compiled_region(private(function))  # a copy, because marking a region writes to it
 
 
 class RegionalForward:
@@ -57,7 +57,7 @@ class RegionalForward:
 
     Layers are regions. If that fails, the pass is compiled as a whole, with the same inputs and results. Declare constant sizes with
     :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic. Dynamo takes sizes
-    that are equal in the arguments for the same size, so sizes that may differ later must differ there.
+    that are equal in the arguments of :meth:`compile` for one size, so sizes that may differ later must differ in these arguments.
 
     Attributes:
         regional: whether layers are regions; None before the first compilation.
@@ -101,7 +101,7 @@ class RegionalForward:
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Declares which dimensions of tensors are constant, such as heads and widths of the cache. sizes: tensors and dimensions."""
+    """Declares constant dimensions of tensors, such as heads and widths of the cache. sizes: tensors, each with its dimensions."""
     for tensor, dims in sizes:
         for dim in dims:
             torch_compat.mark_static(tensor, dim)
@@ -117,7 +117,7 @@ def copied_whole(tensor: Tensor) -> Tensor:
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target` for compilation, on a copy of the modules, because the target uses its own meanwhile."""
+    """The forward pass of `target` for compilation, on a copy of the modules, because the target runs its own modules meanwhile."""
     twin = target.sibling()
 
     def forward(

@@ -1,4 +1,4 @@
-"""The two tiers of a pass: uncompiled at first, compiled once that is worth the time of compiling."""
+"""The two tiers of a pass: uncompiled at first, compiled once compiling is worth its time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: How many times as long passes whose layers are single operators run uncompiled, since compiling saves only a few percent of them.
+#: Passes whose layers are single operators run uncompiled this many times as long: compiling saves only a few percent of their time.
 PATIENCE = 10.0
 
 
@@ -48,7 +48,7 @@ class Tier(NamedTuple):
 
     Attributes:
         compiled: whether the forward pass runs compiled.
-        draws: the sampling plans, each with a kind of arguments, for which drawing runs compiled.
+        draws: pairs of a sampling plan and a kind of arguments, for which drawing runs compiled.
     """
 
     compiled: bool
@@ -77,23 +77,23 @@ class Beside:
         """Drops compiled code."""
 
     def compiling(self, target: Target) -> Callable[[int, int], object]:
-        """Returns a function that compiles these functions for a number of rows and a number of nodes, its arguments."""
+        """Returns a function that takes a number of rows and a number of nodes, and compiles this object's functions for them."""
         return lambda rows, count: None
 
     def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
-        """The sampling plans (or only `plan`), each with a kind of arguments, for which drawing is compiled."""
+        """Pairs of a sampling plan (or only `plan`) and a kind of arguments, for which drawing is compiled."""
         return frozenset()
 
 
 class Tiers:
-    """Decides which passes of a model run compiled: none at first, those of a kind once they have taken long enough.
+    """Decides which passes of a model run compiled: at first no pass; passes of a kind once uncompiled passes have taken long enough.
 
     Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and its tokens do not depend on
     when the compiler is ready.
 
     Attributes:
         kinds: for each kind of pass, its compilation and the seconds of its uncompiled passes.
-        regional: the compiled pass; None before compiling begins. `regional_mixed` is the compiled mixed pass.
+        regional, regional_mixed: the compiled pass, and the compiled mixed pass; None before their compilation begins.
         mode: the setting ``compile`` of the present call.
         report: the present call's report.
         beside: the functions that are compiled together with the pass.
@@ -118,7 +118,8 @@ class Tiers:
         """Within this context, passes compile as `mode` says, and `report` counts their compilations.
 
         Args:
-            allowed: the result of :meth:`steady_tiers` at the beginning of the call; by default of now, or of an enclosing call.
+            allowed: the result of :meth:`steady_tiers` at the beginning of the call. None: the result of an enclosing context with the
+                same mode, else the present result.
 
         Raises:
             UnsupportedError: `mode` is True, and the model cannot be compiled.
@@ -142,9 +143,9 @@ class Tiers:
         """The kinds of passes and draws that a call beginning now may run compiled. None for no limit, if `mode` is True or False.
 
         Args:
-            plan: leave out draws by other plans.
-            joined: whether requests join and leave. The passes of a request are then over one row or several, so either both kinds
-                run compiled or none (:meth:`compile_both`).
+            plan: if given, draws by other plans are left out.
+            joined: whether requests join and leave. A request is then part of passes over one row and over several rows, so either both
+                kinds of passes run compiled or none (:meth:`compile_both`).
         """
         if mode != "auto":
             return None
@@ -154,7 +155,7 @@ class Tiers:
         return kinds | self.beside.ready(plan)
 
     def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
-        """Whether more was compiled since :meth:`steady_tiers` returned `tiers`."""
+        """Whether more passes or draws are compiled now than when :meth:`steady_tiers` returned `tiers`."""
         return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
@@ -224,7 +225,9 @@ class Tiers:
             self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def book_single(self, seconds: float, rows: int) -> None:
-        """Books a step without a draft. Once such steps have taken long enough, passes with a single node per row get a graph."""
+        """Adds the seconds of a step without a draft. Once these steps have taken long enough, passes with a single node per row get a
+        graph.
+        """
         kind = PassKind(rows > 1, single_node=True)
         if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
@@ -233,17 +236,17 @@ class Tiers:
         self._spend(kind, seconds)
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
-        """Books a prefill pass that could have been part of a mixed pass. After enough seconds, mixed passes get a graph."""
+        """Adds the seconds of a prefill pass that a mixed pass could have contained. After enough seconds, mixed passes get a graph."""
         if rows >= 2 and self._can_mix and self.compiles(several=True):
             self._spend(PassKind(True, single, mixed=True), seconds)
 
     def book_replay(self, seconds: float, rows: int) -> None:
-        """Books the seconds of a replayed pass over `rows` rows, if it is uncompiled."""
+        """Adds the seconds of a replayed pass over `rows` rows, if the pass is uncompiled."""
         if not self.runs_compiled(rows > 1):
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Books seconds that a graph for `kind` would save in part, and begins to compile it when that is due."""
+        """Adds seconds that a graph for `kind` would save in part, and begins to compile that graph when it is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):
@@ -252,14 +255,14 @@ class Tiers:
             self._book(tier)
 
     def _book(self, tier: _Tier) -> None:
-        """Books a compilation that ended in the background in the report, once."""
+        """Adds a compilation that ended in the background to the report, once."""
         if tier.job is not None and not tier.booked:
             tier.booked = True
             self.report.timings.background += tier.job.seconds
             self.report.compilations += 1
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
-        """Waits for the compilation of `tier`, books it, and returns whether it succeeded."""
+        """Waits for the compilation of `tier`, adds it to the report, and returns whether it succeeded."""
         assert tier.job is not None
         started = time.perf_counter()
         ready = tier.job.wait()

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-#: Most matrices in a product. On CUDA the size of each is a multiple of LARGEST_BLOCK, so that a block belongs to one matrix.
+#: A joint product has at most MOST_MATRICES matrices. In a joint product on CUDA, the number of outputs of each matrix is a multiple of
+#: LARGEST_BLOCK, so that a block of outputs belongs to one matrix.
 MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm: its weight ``[H]`` (None: no norm) and :class:`~decoders.engine.model.weights.layers.Formula`."""
+    """A root-mean-square norm: weight ``[H]`` (None: no norm), and the :class:`~decoders.engine.model.weights.layers.Formula`."""
 
     weight: Tensor | None = None
     epsilon: float = 0.0
@@ -31,7 +32,7 @@ class Operands(NamedTuple):
         matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` with the same input, or their quantized levels.
         scales: the scales of quantized matrices; empty for other matrices.
         biases: a bias ``[O]`` for each matrix; or empty.
-        digits: numbers per activation in quantized products (:mod:`~decoders.engine.model.weights.quantized`).
+        digits: how many integers represent an activation in a quantized product (:mod:`~decoders.engine.model.weights.quantized`).
     """
 
     matrices: list[Tensor]
@@ -52,7 +53,7 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: on CUDA if Triton is installed, as it is with CUDA builds of torch on Linux."""
+    """Whether Triton kernels run on `device`: Triton is installed, as with torch's CUDA builds for Linux, and `device` is CUDA."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
@@ -62,28 +63,28 @@ _library = torch.library.Library("decoders", "FRAGMENT")
 
 
 def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers `function`, which launches CUDA kernels, as an operator of torch.
+    """Registers `function`, which launches CUDA kernels, as an operator of torch, and returns the operator.
 
     The operator is opaque to compilers: compiled code calls it, and CUDA graphs record its kernels. If compilers saw the launches, they
-    would compile a graph for each size with another launch.
+    would compile another graph for every size that changes a launch.
 
     Args:
         schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes come last.
-        fake: returns a result without values.
+        fake: returns empty tensors of the result's sizes, for tracing.
     """
     name = schema.partition("(")[0]
     LAUNCHERS[name] = function
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
-        computes = not schema.endswith("-> ()")  # operators without a result only copy numbers, of any type
+        computes = not schema.endswith("-> ()")  # operators without a result only copy numbers, in any dtype
         _library.impl(name, _without_bfloat16(function, schema.count("!")) if computes else function, "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Any], getattr(torch.ops.decoders, name).default)
 
 
 def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called with its first argument's device as the current device, because Triton launches on the current device."""
+    """A wrapper that makes the first argument's device the current device, because Triton launches kernels on the current device."""
 
     def guarded(first: Tensor, *more: Any) -> Any:
         with torch.cuda.device(first.device):
@@ -93,7 +94,7 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_bfloat16(function: Callable[..., Any], written: int) -> Callable[..., Any]:
-    """`function`, called in float32 instead of bfloat16, because Triton's interpreter multiplies bfloat16 numbers as integers.
+    """A wrapper that turns bfloat16 arguments into float32, because Triton's interpreter multiplies bfloat16 numbers as integers.
 
     written: how many of the last arguments `function` writes.
     """

@@ -1,7 +1,7 @@
-"""Compiles the CUDA kernels in parallel before a model's first pass, because one after the other takes more than ten seconds.
+"""Compiles the CUDA kernels in parallel before a model's first pass. One after the other, they would take more than ten seconds.
 
-Passes over tensors without memory find the kernels that calls will launch. Then the launching code runs with tensors without memory: it
-compiles the kernels, but does not run them. Triton keeps the results on disk for later processes.
+First, passes over fake tensors, which have no memory, note the operators that calls will use. Then each operator's launching code runs
+with "meta" tensors: Triton compiles the kernels, but does not run them. It keeps compiled kernels on disk for later processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Noted(TorchDispatchMode):
     """Notes calls of this package's operators, one call per combination of sizes, strides and dtypes of the arguments.
 
     Attributes:
-        calls: the operators' names, with the arguments on the "meta" device.
+        calls: by combination, the operator's name and its arguments, with tensors on the "meta" device.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def _kind(value: Any) -> Hashable:
 
 
 def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
-    """The calls of this package's operators in `passes` up to its first exception. It runs on fake tensors, and must not keep them."""
+    """Runs `passes` on fake tensors, which it must not keep. Returns calls of this package's operators up to the first exception."""
     noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
     uncached = Topology.tensors.__wrapped__  # its cache would keep fake tensors for later calls
     # `noted` is entered last, so it gets calls before FakeTensorMode, which answers them.
@@ -71,7 +71,7 @@ def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
     ):
         try:
             passes()
-        except Exception as error:  # a module reads values, which fake tensors lack; earlier calls are noted
+        except Exception as error:  # a module reads values, which fake tensors lack; the calls before are noted
             _log.info("some kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
     return list(noted.calls.values())
 

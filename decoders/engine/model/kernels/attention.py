@@ -1,10 +1,10 @@
-"""Attention of a block of nodes to the slot cache, by kernels. Its cost depends on each row's length. It needs no mask over all slots.
+"""Kernels for attention of a block of nodes to the slot cache. Their cost depends on each row's length. They read no mask of all slots.
 
 A small 4-D tensor takes the place of the mask and describes the block (:func:`pack_mask`); model code passes it on unchanged. The
 operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
 
-On CUDA, programs split the keys at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/; longer splits for text) and
-add the parts in a fixed order. So a query's result depends neither on the number of queries or rows nor on the size of the cache.
+On CUDA, the keys are split at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/). One program computes one split,
+and the splits' results are added in order. So a query's result depends neither on the number of queries or rows nor on the cache size.
 On the CPU (:mod:`.cpu`), keys are added in the order of the query's path, so the result does not depend on the path's slots either: a
 branch of a tree has the same bits as the same tokens in a chain or in text.
 """
@@ -31,12 +31,13 @@ Kernel = Literal["triton", "cpu"]
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """``[B, 1, K, words + 2]`` int64, per node of a block: words with a bit for each node that it sees, its offset, and its row's base.
+    """Describes a block by ``[B, 1, K, words + 2]`` int64: per node, words with a bit for each visible node, the offset and the base.
 
     Args:
-        base: ``[B]`` int64, slot and position of node 0. It may be negative.
+        base: ``[B]`` int64, slot and position of each row's node 0; may be negative.
         offsets: ``[B, K]`` int64, positions of the nodes relative to `base`.
-        visible: ``[B, N, K]`` bool, which nodes the last ``N`` nodes see. None for text, where a token sees all before it: no words.
+        visible: ``[B, N, K]`` bool, which nodes each of the last ``N`` nodes sees. None for text, where a token sees all tokens before
+            it; then there are no words.
     """
     rows, nodes = offsets.shape
     columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]
@@ -60,7 +61,7 @@ def attend(
         key: ``[B, Hkv, view, D]``, including the block's own keys in their slots. On the CPU, keys and values may be quantized.
         value: ``[B, Hkv, view, Dv]``.
         mask: the result of :func:`pack_mask`.
-        sinks: ``[Hq]``, an additional score per head without a value.
+        sinks: ``[Hq]``, an additional score per head, which belongs to no key and no value.
         kind: how far the layer looks back.
         scale: factor of the scores; by default ``D ** -0.5``.
         softcap: if given, scores are ``softcap · tanh(scores / softcap)``.
@@ -74,7 +75,7 @@ def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     kernel: Kernel = "triton", **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """:func:`decoders.engine.model.attention.tree_attention` by a kernel, with a mask of :func:`pack_mask`."""
+    """Computes :func:`decoders.engine.model.attention.tree_attention` by a kernel. The mask is a result of :func:`pack_mask`."""
     if given.get("position_bias") is not None:
         refuse_position_bias(module)
     sinks, softcap, kind = given.get("s_aux"), given.get("softcap"), getattr(module, KIND_ATTRIBUTE, LayerKind())
@@ -82,7 +83,7 @@ def kernel_attention(
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *_: int) -> Tensor:
         return attend(query, key, value, mask, sinks, kind, scaling, softcap, kernel)
 
-    shape = getattr(attention_mask, "decoders_shape", None)  # the mask of a mixed pass
+    shape = getattr(attention_mask, "decoders_shape", None)  # only the mask of a mixed pass has this attribute
     if shape is not None:
         return shape.attend(query, key, value, attention_mask, 0, compute), None
     return compute(query, key, value, attention_mask), None

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from . import operator
 
-#: Number of bits in a word of visibility.
+#: Number of bits in a word of the mask. A bit says whether a node is visible.
 WORD = 64
-#: Slots per split at first, and splits per octave; from the third octave on each doubles the slots per split, to 1,024 at 32,768 slots.
+#: OCTAVE splits are an octave. The splits of the first two octaves have FIRST_SPLIT slots, and each later octave doubles the slots per
+#: split: the splits that end at slot 32,768 have 1,024 slots.
 FIRST_SPLIT, OCTAVE = 128, 16
-#: FIRST_SPLIT for text: with many queries, adding the parts of shorter splits would take longer than it saves.
+#: FIRST_SPLIT for text: with many queries, adding up the results of shorter splits would take longer than it saves.
 FIRST_TEXT_SPLIT = 1024
-#: Rows of a tile. A tensor-core instruction has as many rows, so a query's products use the same instructions in every block.
+#: Rows of a tile. A tensor-core instruction also has 16 rows, so a query's products use the same instructions in every block.
 ROWS = 16
-#: Most bytes for the parts of one launch; if the rows need more, there are several launches.
+#: Most bytes for the results of a launch's splits; if the rows need more, there are several launches.
 MOST_SCRATCH = 256 << 20
 
 
@@ -50,13 +51,13 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(width: int, value_width: int, dtype: torch.dtype, *, text: bool) -> Tiles:
-    """The tiles for heads of these widths. Products in float32 are unrolled loops, which compile slowly for large tiles."""
+    """The tiles for heads of these widths. They are small in float32, whose products are unrolled loops, which compile slowly."""
     wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
     narrow = max(wide, value_wide) <= 128
     if dtype == torch.float32:
         rows, keys = (32, 16) if text else (ROWS, 32 if narrow else 16)
         return Tiles(rows, keys, 2, 4, wide, value_wide)
-    if text and not narrow:  # three stages would exceed 99 KB, and sums the registers of four warps
+    if text and not narrow:  # three stages would exceed 99 KB, and the sums would exceed the registers of four warps
         return Tiles(64, 32, 2, 8, wide, value_wide)
     return Tiles(64 if text else ROWS, WORD if narrow else 32, 3, 4, wide, value_wide)
 
@@ -65,7 +66,7 @@ def launch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, window: int, chunk: int, scale: float,
     softcap: float,
 ) -> Tensor:  # fmt: skip
-    """The result of :data:`tree_attention`, whose arguments these are."""
+    """Launches the kernels of :data:`tree_attention`; returns attention ``[B, N, Hq, Dv]``."""
     from .attention_triton import attend_kernel, merge_kernel
 
     query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))

@@ -1,8 +1,8 @@
-"""The device code of :mod:`.attention`: a kernel with a program per tile of queries and split of the keys; a kernel that adds splits.
+"""The Triton kernels of :mod:`.attention`. One has a program per tile of queries and split of the keys. The other adds up the splits.
 
-The queries of a GQA group are rows of a tile: row ``r`` is query ``r // G`` of head ``h * G + r % G``. A tile of keys begins at a
-multiple of ``BN`` slots, and a split at a fixed slot, so that the order of a query's sums does not depend on its block or batch. Tiles
-that a query does not see change nothing, because their probabilities are zero.
+The queries of a GQA group (``G`` query heads per key head ``h``) are rows of a tile: row ``r`` is query ``r // G`` of head
+``h * G + r % G``. A tile of keys begins at a multiple of ``BN`` slots, and a split at a fixed slot, so that the order of a query's sums
+depends neither on the block nor on the batch. Tiles that a query does not see change nothing, because their probabilities are zero.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def merge_kernel(
     BN: tl.constexpr, FIRST: tl.constexpr, OCTAVE: tl.constexpr, TEXT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the results of a row's splits, octave by octave, from the first slots to the last."""
+    """Adds up the results of all splits for one row of a tile, octave by octave, from the first slots to the last."""
     row, pair = tl.program_id(0), tl.program_id(1)
     b, h = (pair // HEADS).to(tl.int64), pair % HEADS
     base = tl.load(MASK + b * smb + WORDS + 1).to(tl.int32)

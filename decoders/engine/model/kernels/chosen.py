@@ -13,7 +13,7 @@ from . import runs_kernels
 from .attention import Kernel
 from .products import take_cpu_kernels
 
-#: The widest heads that the kernel supports. Heads narrower than 16 are padded.
+#: The widest heads that the Triton kernel supports. It pads heads narrower than 16.
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,7 +28,7 @@ def preferred(device: torch.device) -> Kernel | None:
 def unfit(kernel: Kernel, layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
     """Why a kernel cannot run a model whose cache has this `layout`; None if it can.
 
-    own_layers: number of layers that call the attention function in their config.
+    own_layers: number of layers that call the attention function that their config names.
     """
     with_keys = [spec for spec in layout if spec.key_heads]
     if kernel == "triton" and not runs_kernels(device):

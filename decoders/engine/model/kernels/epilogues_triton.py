@@ -1,10 +1,11 @@
 """Epilogues of products on CUDA: activations, residuals, norms and rotary positions, in the kernel that adds up stretches.
 
-The input is a product's parts, ``[stretches, rows, outputs]`` in float32, or a whole product, ``[1, rows, outputs]``. Without epilogues
-a step of a small model would have some hundred more launches, of two microseconds each. Sums are rounded where the model rounds them.
+The input `parts` has the sums of a product's stretches (:mod:`.products_triton`), ``[stretches, rows, outputs]`` in float32, or is a
+whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have about a hundred more launches, of two
+microseconds each. Sums are rounded where the model rounds them.
 
-PyTorch's mean distributes a norm's row to threads depending on the number of rows, and inductor chooses the loops of a sum by timing.
-Here each row, or head, has its own program, and the order of its sum depends only on its width.
+How PyTorch's mean distributes a row to threads depends on the number of rows, and inductor chooses the loops of a sum by timing. Here
+one program computes the norm of a row (or head), and the order of the norm's sum depends only on the width.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 256
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arguments are Triton's
-    """silu of `x` if KIND is 0; gelu by tanh if KIND is 1, which is ``x sigmoid(2 u)``."""
+    """silu of `x` if KIND is 0, gelu approximated by tanh if KIND is 1. Both are ``x sigmoid(u)``."""
     u = x
     if KIND == 1:
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -33,7 +34,7 @@ def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arg
 
 @triton.jit
 def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm of `values`, which are a row or a part of it. squares: the squares of all values of the row."""
+    """The norm of `values`, a row or a part of a row. squares: the squares of all values of the row."""
     values *= tl.rsqrt(tl.sum(squares) / width + epsilon)
     if ROUNDED:
         values = values.to(weight.dtype.element_ty).to(tl.float32)
@@ -45,7 +46,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the parts at `place`, in order. size: entries of a part, a multiple of the outputs, which allows wide loads."""
+    """The sum of all parts' entries at `place`, in order. size: entries per part, a multiple of the outputs to allow wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)
@@ -54,7 +55,7 @@ def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _biases(bias, second_bias, third_bias, own, here, first_outputs, second_outputs, MATRICES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The biases of the outputs `own` of up to three matrices in a product."""
+    """The biases of the outputs with the indices `own`, in a product with up to three matrices."""
     of = bias + own
     if MATRICES > 1:
         of = tl.where(own < first_outputs, of, second_bias + (own - first_outputs))
@@ -69,7 +70,7 @@ def _add_stretches(  # type: ignore[no-untyped-def]
     parts, bias, second_bias, third_bias, out, rows, outputs, inner, first_outputs, second_outputs,
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Adds parts: ``[STRETCHES, rows, outputs]`` → ``[rows, outputs]``; with an activation of two matrices, ``[rows, inner]``."""
+    """Adds up ``[STRETCHES, rows, outputs]`` to ``[rows, outputs]``; if KIND >= 0, to ``activation(gate) * up``, ``[rows, inner]``."""
     own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here, row, size = own < inner, tl.program_id(0).to(tl.int64), rows.to(tl.int64) * outputs
     total = _summed(parts, row * outputs + own, here, size, STRETCHES)
@@ -90,7 +91,8 @@ def _add_to_residual(  # type: ignore[no-untyped-def]
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_ADDED: tl.constexpr,
     BEFORE_ROUNDED: tl.constexpr, AFTER: tl.constexpr, AFTER_ADDED: tl.constexpr, AFTER_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """For a row of ``[STRETCHES, rows, width]``, adds the sum, or its norm, to the residual; then an optional norm of the result."""
+    """Adds up a row of ``[STRETCHES, rows, width]``, and adds the sum, or the sum's norm, to the residual. If AFTER, also writes the
+    norm of the new residual."""
     place = tl.arange(0, BLOCK)
     here, first = place < width, tl.program_id(0).to(tl.int64) * width
     total = _summed(parts, first + place, here, rows.to(tl.int64) * width, STRETCHES)
@@ -115,8 +117,8 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """For a head of a node, the sum; for queries and keys, then its norm and rotary position. Keys and values go to the cache or to new
-    tensors."""
+    """Adds up the parts for one head of one node; for a query or key, then computes the norm and the rotary position. Writes keys and
+    values to the cache or to new tensors."""
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     here, outputs = d < D, (HEADS + 2 * KEY_HEADS) * D
@@ -132,7 +134,7 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + row)
         slot = tl.where(slot < 0, slot + slots_length, slot)
     if head < HEADS + KEY_HEADS:
-        # The sums of the head's other half are computed again here, because they are in other threads.
+        # The sums of the head's other half are computed again here, because other threads hold them.
         turned = tl.where(d < D // 2, d + D // 2, d - D // 2)
         other = _summed(parts, first + head * D + turned, here, size, STRETCHES)
         if BIAS:
@@ -171,7 +173,7 @@ def _three(biases: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...]:
 
 
 def added(parts: Tensor, biases: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, kind: int = -1) -> Tensor:
-    """The sum of `parts`, ``[rows, outputs]``. With an activation (`kind`) of gates, followed by factors: ``[rows, outputs / 2]``."""
+    """The sum of `parts` plus biases, ``[rows, outputs]``. An activation gives ``activation(gate) * up``, ``[rows, outputs / 2]``."""
     stretches, rows, outputs = parts.shape
     inner = outputs if kind < 0 else outputs // 2
     out = parts.new_empty((rows, inner), dtype=dtype)
@@ -209,7 +211,10 @@ def rotated_to_cache(
     parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
     keys: Tensor, values: Tensor, size: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes `slots`, or the first slots, of `keys` and `values` ``[B, h, L, d]``; returns queries ``[B, N, H, d]``. size: B, N."""
+    """Writes keys and values to `slots` (None: the first slots) of the buffers ``[B, h, L, d]``; returns queries ``[B, N, H, d]``.
+
+    size: B and N.
+    """
     (stretches, rows, outputs), (_, key_heads, _, width) = parts.shape, keys.shape
     heads = outputs // width - 2 * key_heads
     query = parts.new_empty((*size, heads, width), dtype=dtype)
@@ -226,7 +231,7 @@ def rotated_to_cache(
 
 
 def normalized(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_first: bool) -> Tensor:
-    """The norm of each row of ``[…, H]``."""
+    """The norm of each row of `x` ``[…, H]``, in the shape of `x`."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     out, block = torch.empty_like(flat), triton.next_power_of_2(x.shape[-1])
     _normalize[(len(flat),)](

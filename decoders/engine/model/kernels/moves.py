@@ -1,4 +1,4 @@
-"""Moves the keys and values of an accepted path into place: on CUDA for all layers in one launch, with a table of their addresses."""
+"""Moves the keys and values of an accepted path to successive slots. On CUDA, one launch with a table of addresses moves all layers."""
 
 from __future__ import annotations
 

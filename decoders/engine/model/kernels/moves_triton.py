@@ -24,7 +24,7 @@ def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WOR
         source, target = begin + node, begin + place
         source, target = tl.where(source < 0, source + slots, source), tl.where(target < 0, target + slots, target)
         values = tl.load(first_slot + source[:, None] * words + word[None, :], mask=here)
-        tl.debug_barrier()  # all threads must have read before any writes, because targets may be others' sources
+        tl.debug_barrier()  # all threads must read before any thread writes, because a slot may be source and target
         tl.store(first_slot + target[:, None] * words + word[None, :], values, mask=here)
 
 
@@ -32,7 +32,7 @@ def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WOR
 def _move_slots(
     places, base, path, nodes, slots, WORD: tl.constexpr, SMALL: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Moves the slots of one head of one row, or up to ``WORDS`` words of these slots."""
+    """Moves up to ``WORDS`` words of each slot of a path, for one head of a buffer and one row."""
     place, row = places + tl.program_id(0) * 3, tl.program_id(1).to(tl.int64)
     begin, own = tl.load(base + row), path + row * nodes
     address, size = tl.load(place) + row * tl.load(place + 1), tl.load(place + 2)
@@ -52,7 +52,7 @@ def move(places: Tensor, base: Tensor, path: Tensor, slots: int, sizes: Collecti
     Args:
         places: the result of :func:`~decoders.engine.model.kernels.moves.places_of`.
         slots: number of slots of every buffer; negative indices count from the end.
-        sizes: all sizes of slots that occur, in bytes.
+        sizes: the sizes of the buffers' slots, in bytes.
     """
     odd = [size & -size for size in sizes if size % WORD]  # for example the scales of quantized keys
     small = min(odd, default=0)

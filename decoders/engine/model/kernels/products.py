@@ -4,8 +4,8 @@ Up to three matrices with the same input (queries, keys and values; gate and up)
 same on both devices: C++ kernels on the CPU (:mod:`.cpu`), Triton kernels on CUDA (:mod:`.products_triton`).
 
 A product may have an epilogue: activations, residuals and norms, rotary positions, or writes to the cache. On CUDA, the kernel that
-adds a product's stretches computes it (:mod:`.epilogues_triton`), which saves most of a step's launches. On the CPU, one call computes
-the product and the epilogue, which saves most of a step's time outside the products.
+adds up a product's partial sums also computes the epilogue (:mod:`.epilogues_triton`), which saves most of a step's launches. On the
+CPU, one call computes the product and the epilogue, which saves most of a step's time outside the products.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from . import LARGEST_BLOCK, Norm, Operands, cpu, runs_kernels
 from .products_cuda import few_rows_on_cuda, gated, rms_norm_on_cuda, rotated, to_cache, to_residual
 
-#: By type of device, the operator that multiplies; :func:`take_cpu_kernels` sets the CPU's.
+#: By type of device, the operator that multiplies; :func:`take_cpu_kernels` sets the operator of the CPU.
 _operators: dict[str, Callable[..., Tensor]] = dict.fromkeys(("cuda", "cpu"), few_rows_on_cuda)
-#: The CPU's operators by name. They are kept here, because compiled code must not look for kernels.
+#: The CPU's operators by name. They are kept here, because compiled code must not call ``cpu.chosen``.
 on_cpu: dict[str, Callable[..., Any]] = {}
 
 
 def take_cpu_kernels() -> cpu.Kernels | None:
-    """Makes our kernels multiply on the CPU, and returns them; None if there are no kernels."""
+    """Makes our kernels compute the products on the CPU. Returns these kernels; None if there are none."""
     kernels = cpu.chosen().kernels
     if kernels is not None:
         _operators["cpu"] = kernels.few_rows_linear
@@ -74,8 +74,9 @@ def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool
 def multiplies(weight: Tensor, exact: bool = True) -> bool:
     """Whether a kernel of this package multiplies by `weight` ``[out, in]``.
 
-    On CUDA only in 16 bits, and if products must be `exact`: in float32 the order of a sum hardly matters, and kernels would be slow.
-    On the CPU always, because our kernels are faster than torch's.
+    On CUDA, only by 16-bit weights, and only if a row's bits must not depend on the number of rows (`exact`): in float32 the order of a
+    sum hardly matters, and our kernels would be slow. On the CPU, by all weights that our kernels support, because they are faster than
+    torch's.
     """
     if weight.device.type == "cpu":
         return cpu.takes(weight) and take_cpu_kernels() is not None
@@ -104,7 +105,7 @@ def are_one_product(matrices: Sequence[Tensor]) -> bool:
 
 
 def rms_norm_for(weight: Tensor) -> Callable[..., Tensor] | None:
-    """The operator of norms with `weight` ``[H]`` on its device; None if the model's modules compute norms.
+    """The operator of norms with `weight` ``[H]`` on the weight's device; None if there is no operator for it.
 
     The operator takes x ``[…, H]`` of the weight's dtype, the weight, and the fields of a
     :class:`~decoders.engine.model.weights.layers.Formula`. It computes in float32.
@@ -120,7 +121,7 @@ def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor
 
     Args:
         by: both matrices ``[I, K]``; the gate's matrix is the first if `gate_first`.
-        kind: the activation; 0 is silu, 1 is gelu by tanh.
+        kind: the activation; 0 is silu, 1 is gelu approximated by tanh.
     """
     if operator_for(x) is not few_rows_on_cuda:
         return _on_cpu("gated_linear", x, *by, kind, gate_first)
@@ -133,9 +134,9 @@ def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor
 def linear_to_residual(
     x: Tensor, by: Operands, residual: Tensor, before: Norm = Norm(), after: Norm = Norm()
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual + before(x @ matrix.T + bias)``, and ``after`` of that sum (an empty tensor without this norm).
+    """``residual + before(x @ matrix.T + bias)``, and the norm `after` of this sum (empty without that norm), both ``[…, H]``.
 
-    None if no kernel computes it.
+    None if no kernel computes them.
 
     Args:
         x: ``[…, K]``.
@@ -154,19 +155,19 @@ def linear_to_residual(
 def linear_rotated(
     x: Tensor, by: Operands, norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:  # fmt: skip
-    """Queries, keys and values: products with their matrices, then norms per head and rotary positions of queries and keys.
+    """Computes queries, keys and values, and the norms (per head) and rotary positions of queries and keys.
 
     Args:
         x: ``[B, N, K]``.
         by: the matrices of queries, keys and values.
-        norms: of queries and keys, with the same formula.
+        norms: the norm of query heads and the norm of key heads, with the same formula.
         cos, sin: ``[B or 1, N, D]``.
         slots: ``[B, N]`` int64; negative slots count from the end.
         keys, values: the cache, ``[B, h, L, D]``. In uncompiled code, the operator writes new keys and values to their slots.
 
     Returns:
-        queries ``[B, N, H, D]``, None and None. Regions of compiled code accept no operators that write, so there the result is
-        queries, keys and values ``[B, h, N, D]``. None if no kernel computes it.
+        In uncompiled code: queries ``[B, N, H, D]``, None and None. In compiled code, whose regions accept no operators that write:
+        queries, and keys and values ``[B, h, N, D]``. None if no kernel computes them.
     """
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     around = query_norm, key_norm, *formula, cos, sin
@@ -186,12 +187,14 @@ def linear_rotated(
 
 
 def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:
-    """Whole layers by the operator of the CPU (``elementwise.cpp``), which writes to the cache; None if it does not compute them."""
+    """Computes whole layers by the CPU's operator (``elementwise.cpp``), which also writes to the cache. Returns the layers' results
+    and the norm of the last result; None if the operator does not compute these layers.
+    """
     return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layers", x, *given)
 
 
 def _on_cpu(name: str, *given: Any) -> Any:
-    """The result of the CPU's operator `name`; None if the operator refuses its arguments, which it checks faster than Python does."""
+    """The result of the CPU's operator `name`; None if the operator rejects its arguments. It checks them faster than Python does."""
     if torch.compiler.is_dynamo_compiling():
         return on_cpu[name](*given)
     try:

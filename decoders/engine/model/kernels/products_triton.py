@@ -1,14 +1,15 @@
 """The kernels of :mod:`.products` on CUDA.
 
 cuBLAS chooses its kernel by the number of rows, and its kernels differ in the order of a sum's terms. Here the order depends only on
-the matrix: terms are cut into stretches at fixed places (:func:`plan`), tensor cores add up each stretch from beginning to end, 16 rows
-per instruction, and the stretches are added in order.
+the matrix: each sum is cut into stretches at fixed places (:func:`plan`), tensor cores add up each stretch from beginning to end, and
+the stretches are added in order.
 
 A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. The rows are read again for every
-block of outputs, mostly from the L2 cache, and 32 or 64 rows are as much data as the block's part of the matrix. So from 64 rows on,
-blocks are twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
+block of outputs, mostly from the L2 cache, and 32 or 64 rows are as much data as the block's part of the matrix. So programs of 64 or
+128 rows have blocks twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
 
-The kernel that adds stretches also computes the epilogue (:mod:`.epilogues_triton`). With a single stretch, this kernel computes it.
+The kernel that adds up stretches also computes the epilogue (:mod:`.epilogues_triton`). If there is a single stretch, the kernel of the
+product computes activations itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROGRAMS = 256
 LEAST_STRETCH = 256
 #: Bytes of a row that a program reads at once.
 STEP_BYTES = 128
-#: By number of row tiles, how many steps are read ahead; so the shared memory of a multiprocessor has room for two programs.
+#: By number of row tiles, how many steps a program reads ahead. With these numbers, a multiprocessor's shared memory fits two programs.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
 #: Most bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
 MOST_AHEAD = 96 << 10
@@ -82,8 +83,8 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``TILES * TILE`` rows by a block of outputs, over a stretch of the sums. WHOLE: whether there is one stretch. KIND: if
-    not negative, the activation of the first matrix's outputs, which multiply the second's; `outputs` then counts one matrix's."""
+    """Multiplies ``TILES * TILE`` rows by a block of outputs, over a stretch of the sums. WHOLE: whether there is only one stretch. If
+    KIND is not negative, the matrices are gate and up with `outputs` outputs each, and the result is ``activation(gate) * up``."""
     block, part = tl.program_id(1), tl.program_id(2)
     output = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILE)
@@ -141,12 +142,12 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
 def parts_of(
     x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], kind: int = -1
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """A product's parts ``[stretches, rows, outputs]``, and the biases that are not added yet.
+    """The sums of a product's stretches, ``[stretches, rows, outputs]``, and the biases that are not added yet.
 
     kind: the activation. It is applied here if there is a single stretch; the result then has half as many outputs.
     """
     sizes, inputs = [matrix.shape[0] for matrix in matrices], x.shape[-1]
-    # The nodes per row of the batch decide this, so that a node's bits do not depend on other rows.
+    # The number of nodes per row of the batch decides whether torch multiplies, so that a node's bits do not depend on other rows.
     if not 0 < x.shape[-2:].numel() <= MOST_ROWS * inputs or not x.numel():
         return _many_rows_linear(x, matrices, biases).reshape(1, -1, sum(sizes)), ()
     flat, outputs = x.reshape(-1, inputs).contiguous(), sum(sizes)
@@ -165,12 +166,12 @@ def parts_of(
     if tiles >= 4 and (kind >= 0 or len(sizes) == 1 or not any(size % (2 * block) for size in sizes)):
         block *= 2
     ahead, warps = MOST_AHEAD // ((tiles * TILE + block) * STEP_BYTES), block // 16
-    if kind >= 0:  # half of a block of each matrix
+    if kind >= 0:  # half of a block's outputs come from each matrix
         outputs, block = sizes[0], block // 2
     _multiply[(triton.cdiv(rows, tiles * TILE), triton.cdiv(outputs, block), stretches)](
         flat, first, second, third, *added_here, parts, rows, outputs, inputs, *first.stride(), stretch, *lengths,
         TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given, MATRICES=len(matrices), KIND=kind,
-        # There is a warp per 16 outputs. The number of warps does not change bits, because warps share no sum.
+        # There is a warp per 16 outputs. The number of warps does not change bits, because no sum is split between warps.
         num_warps=warps, num_stages=min(STAGES[tiles], ahead), enable_fp_fusion=True,
     )  # fmt: skip
     return parts, () if whole else biases
@@ -212,7 +213,7 @@ def linear_to_cache(
 
 
 def _many_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Products of many rows, or of no rows, by torch's kernels."""
+    """The product of many rows, or of no rows, by torch's kernels, ``[…, outputs]``."""
     if len(matrices) == 1:
         return F.linear(x, matrices[0], biases[0] if biases else None)
     out = x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))

@@ -1,4 +1,4 @@
-"""Decoder layers whose residuals, norms and products are fused, and several of them as one operator of the CPU.
+"""Decoder layers with fused residuals, norms and products. On the CPU, one operator may compute several layers.
 
 :mod:`.fused_blocks` decides which layers are replaced. The parts of a layer are in :mod:`.layers`.
 """
@@ -23,7 +23,7 @@ from .noted_calls import Name
 
 
 class Step(NamedTuple):
-    """Half of a decoder layer: a module, a norm of its result before it is added to the residual, and a norm of the sum."""
+    """Half of a decoder layer: a module, the norm of its result (`before`), and the norm of the residual plus that result (`after`)."""
 
     module: nn.Module
     before: NormOf
@@ -31,12 +31,12 @@ class Step(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """An attention module and the gated feed-forward layer behind it, as an operator of the CPU computes them.
+    """A decoder layer in the form of the CPU's operator: an attention module and the gated feed-forward layer behind it.
 
     Attributes:
         attention: the attention module; `plan` is its structure.
-        linear: the layers whose products are computed: of queries, keys and values, the attention's last, gate and up, and the last.
-        norms: of queries, keys, the attention module's result, the first sum, the feed-forward layer's result.
+        linear: the linear layers of queries, keys, values, the attention module's output, gate and up (in either order), and down.
+        norms: the norms of queries, of keys, of the attention module's result, of the first sum, of the feed-forward layer's result.
         formula: the norms' formula; None without norms.
         activation: kind and gate_first of :func:`products.gated_linear`.
     """
@@ -50,7 +50,7 @@ class Whole(NamedTuple):
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Whole | None:
-        """A layer of these `steps`; None if they are others, or their norms have several formulas."""
+        """The decoder layer with these `steps`; None if its structure is another, or its norms have several formulas."""
         if len(steps) != 2 or (plan := vars(steps[0].module).get("decoders_block")) is None or plan.kernel != "cpu":
             return None
         attention, gated = steps[0].module, vars(steps[1].module).get("decoders_gated")
@@ -69,7 +69,7 @@ class Whole(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What an operator takes once for all layers that it computes together."""
+        """A key that is equal for layers that one call of the operator can compute: what the operator takes once for all its layers."""
         normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
         return self.formula, self.activation, self.biased, normed, plan.scaling, plan.softcap, plan.sinks is None
 
@@ -78,13 +78,14 @@ def whole_layers(
     layers: Sequence[Whole], firsts: Sequence[NormOf], x: Tensor, reads: Tensor, turns: tuple[Tensor, Tensor],
     mask: Tensor, cache: Any,
 ) -> tuple[list[Tensor], Tensor] | None:  # fmt: skip
-    """The result of each of the `layers`, which follow each other and are of one :attr:`Whole.kind`, and the norm of the last result.
+    """The results of `layers`, which follow each other and are of one :attr:`Whole.kind`, and the norm of the last result.
 
     None if the operator does not compute them.
 
     Args:
-        firsts: the first norm of the layer behind each layer; the last may be :data:`NO_NORM`.
-        reads: the first norm of `x`.
+        firsts: for each layer, the first norm of the layer behind it; :data:`NO_NORM` for the last layer if that norm is not computed.
+        reads: the first layer's first norm of `x`.
+        turns: cos and sin.
     """
     one = layers[0]
     formula = one.formula or firsts[0][1] or Formula(0.0, False, False)
@@ -98,7 +99,7 @@ def whole_layers(
         [buffers[layer.plan.layer] for layer in layers] for buffers in (cache.buffers.keys, cache.buffers.values)
     )
     norms = [module for layer, first in zip(layers, firsts, strict=True) for module, _ in (*layer.norms, first)]
-    # Read now, because the self-check shortens windows.
+    # Windows are read in every call, because the self-check shortens them.
     kinds = [getattr(layer.attention, KIND_ATTRIBUTE, LayerKind()) for layer in layers]
     return products.decoder_layers(
         x,
@@ -143,7 +144,7 @@ class Layer(NamedTuple):
 
 
 class Following(NamedTuple):
-    """The decoder layer that reads another layer's result.
+    """The decoder layer that reads a layer's result.
 
     Attributes:
         layer: the decoder layer.
@@ -155,11 +156,11 @@ class Following(NamedTuple):
 
 
 class Ahead(threading.local):
-    """Results that an operator has computed together with those of a layer in front of them, in the order in which layers are called.
+    """Results of layers that are called later: the operator has computed them in the call of a layer in front of these layers.
 
     Attributes:
-        source, rest: the input of the next layer, and the other arguments that all layers were computed with.
-        results: the layers and their results, the next one last.
+        source, rest: the input of the layer that is called next, and the other arguments, which are the same for all layers.
+        results: the layers with their results; the layer that is called next comes last.
     """
 
     source: Tensor | None = None
@@ -170,7 +171,7 @@ class Ahead(threading.local):
         self.source, self.rest, self.results = (source, rest, results) if results else (None, (), ())
 
     def of(self, layer: nn.Module, x: Any, rest: Sequence[Any]) -> Tensor | None:
-        """The result of `layer` for `x` and `rest`; None if it was not computed."""
+        """The result of `layer` for `x` and `rest`; None if it was not computed ahead."""
         if not self.results:
             return None
         expected, result = self.results[-1]
@@ -179,7 +180,7 @@ class Ahead(threading.local):
         return result if fits else None
 
 
-#: Layers of more tokens than this are computed one by one: they take long themselves, and all results at once would take memory.
+#: With more tokens than this, layers are computed one by one: each takes long anyway, and the results of all layers would take memory.
 MOST_AHEAD = 64
 #: The result of a layer's first norm, which the layer before it has computed.
 _normed = Latest()
@@ -199,8 +200,8 @@ def _block(layer: nn.Module) -> Layer:
 
 
 def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
-    """The layers behind `layer` that an operator computes together with it, and the first norm behind these. A hook ends them, because
-    it may change a result in place.
+    """The layers behind `layer` that an operator computes together with it, and the first norm of the layer behind these. A hook
+    ends the list, because it may change a layer's result in place.
     """
     layers = [layer]
     while True:
@@ -221,7 +222,7 @@ def layer_class(plain: Any) -> type[nn.Module]:
 
         Args:
             rest: cos and sin, the mask and the cache.
-            own: the layer, if layers behind it may be computed, too, so that they have their results when they are called.
+            own: the layer, if this call may also compute the layers behind it; None to compute only this layer.
         """
         if x is None or rest[0] is None or rest[1] is None:
             return None
@@ -261,7 +262,7 @@ def layer_class(plain: Any) -> type[nn.Module]:
         if torch.compiler.is_dynamo_compiling():
             out = compute(self.decoders_block, x, *rest)
         elif (out := _ahead.of(self, x, rest)) is None:
-            if hooks_of(self)[1]:  # they may have changed the input in place
+            if hooks_of(self)[1]:  # pre-hooks may have changed the input in place
                 _normed.forget()
             out = compute(self.decoders_block, x, *rest, own=self)
         return plain.forward(self, *given, **options) if out is None else out

@@ -22,14 +22,14 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
 
     Args:
         groups: layers with the same input. Layers of a group that are stored alike become one product.
-        exact_products: whether to do this on CUDA, so that a row has the same bits for any number of rows.
+        exact_products: whether a row must have the same bits for any number of rows. On CUDA, our kernels multiply only then.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     weights = {path: plain_weight(module) for path, module in modules.items()}
     chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
     join(modules, groups, lambda path: _product_kind(chosen[path]) if path in chosen else None)
     for module in chosen.values():
-        module.__class__ = KINDS.get(type(module), type(module))  # a module may have two names
+        module.__class__ = KINDS.get(type(module), type(module))  # a module with two paths occurs twice
     return len(chosen)
 
 

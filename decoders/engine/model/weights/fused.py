@@ -23,7 +23,7 @@ Group = tuple[str, ...]
 
 
 class SharedInputs:
-    """A context in which linear layers return zeros without computing, and their inputs are noted. layers: by path."""
+    """A context in which linear layers return zeros without computing, and which notes the layers' inputs. layers: by path."""
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
         self._layers = layers
@@ -43,7 +43,7 @@ class SharedInputs:
         return x.new_zeros((*x.shape[:-1], outputs))
 
     def groups(self) -> list[Group]:
-        """Groups of layers with the same input tensor. Layers that ran twice are in no group, and one group ends before the next."""
+        """Groups of layers with the same input tensor. No layer of a group ran twice, and a group ends before the next group begins."""
         times = Counter(path for path, _ in self._calls)
         readers: dict[int, list[int]] = {}
         for place, (_, x) in enumerate(self._calls):
@@ -75,9 +75,9 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
-    """Yields the parts of groups that can be multiplied as one product: layers whose `kind` is equal and not None.
+    """Yields the parts of groups that can be one product: layers whose `kind` is equal and not None.
 
-    Other layers may run between the layers of a part, for example the first layer of an adapter. One part ends before the next begins.
+    Other layers may run between the layers of a part, for example the first layer of an adapter. Parts do not overlap.
     """
     for group in groups:
         parts: dict[object, list[int]] = {}

@@ -1,7 +1,7 @@
 """Chooses the decoder layers that are fused: their products also compute residuals, norms, rotary positions and writes to the cache.
 
 A pass over a few tokens shows what a layer computes: which module reads another module's result, and that a residual is the sum of two
-results, bit for bit. Then the fused layer runs on trial. If the layer computes more than that, results differ, and it stays unfused.
+results, bit for bit. Then the fused layer runs on trial. If its result differs from the layer's own result, the layer stays unfused.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fuse_blocks(
         fused.append(call if computes else None)
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
-            # Stored separately, because a compiled region would take another layer's values as inputs.
+            # This is no part of the `Layer`, because a compiled region would take the following layer's values as inputs.
             vars(one.module)["decoders_following"] = Following(other.module, _alike(one, other))
     return sum(call is not None for call in fused)
 
@@ -91,12 +91,12 @@ def is_whole(layer: nn.Module) -> bool:
 
 
 def _tried(function: Callable[..., Result], *given: Any) -> Result | None:
-    """``function(*given)``; None if it fails, since a part that stays unfused is only slower."""
+    """``function(*given)``; None if that raises an error, because an unfused part of a layer is only slower."""
     try:
         return function(*given)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # the design is another, or a kernel needs more than the GPU has
+    except Exception as error:  # the layer has another structure, or a kernel needs more resources than the GPU has
         _log.info("part of a layer runs unfused: %s: %s", type(error).__name__, error)
         return None
 
@@ -129,7 +129,7 @@ def _attention(
     names = tuple(map(call.name_of, (reads, turns, mask, cache)))
     same = key_states.shape[3] == value_states.shape[3] == width and key_states.shape[1] == value_states.shape[1]
     sizes = list(map(outputs_of, group))
-    # A module with further tensor arguments (positions) stays unfused: it may use them only beyond the length of the trial.
+    # A module with further tensor arguments (positions) stays unfused: it may use them only in texts longer than the trial's.
     named = inspect.signature(type(module).forward).parameters
     more = [value for name, value in call.options.items() if name in named and name not in names]
     if any(isinstance(value, Tensor) for value in (*more, *(v for i, v in enumerate(call.given) if i not in names))):

@@ -1,7 +1,7 @@
 """Chooses the gated feed-forward layers that are fused.
 
 In a small layer, the operators around the products cost as much as the products, mostly because of the calls. A layer is recognized by
-its results: the kernel runs on random numbers, and if the results differ by more than rounding, the layer stays unfused.
+its results: the layer and the kernel run on random numbers. If their results differ by more than rounding, the layer stays unfused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .layers import Joint, gated_class
 
 #: Trials are repeated with inputs larger by this factor, to detect layers that clamp values.
 LOUD = 64
-#: Activations in the order of the numbers that the kernel has for them.
+#: The activations that the kernels compute. The index of an activation is the argument `kind` of the kernels.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
 
 
@@ -33,7 +33,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
-    """The class of the fused form of a gated layer ``down(activation(gate(x)) * up(x))``, and its linear layers; None for others."""
+    """The class that fuses a gated layer ``down(activation(gate(x)) * up(x))``, and its linear layers; None for other modules."""
     children = list(module.children())
     linear: list[Any] = [child for child in children if isinstance(child, Joint)]
     others = [child for child in children if not isinstance(child, Joint)]

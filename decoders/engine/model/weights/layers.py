@@ -36,7 +36,7 @@ class Latest(threading.local):
     result: Any = None
 
     def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
-        """``compute(x)``; or the last result, if `x` and `by` are the same objects as then and `x` was not written since."""
+        """``compute(x)``; or the last result, if `x` and `by` are still the same objects and `x` was not written since."""
         if self.source is not x or self.by is not by or self.writes != writes_counted(x):
             self.keep(x, by, compute(x))
         return self.result
@@ -94,23 +94,23 @@ def bias_of(layer: Any) -> Tensor | None:
 
 
 def biases_of(layers: Sequence[Any]) -> list[Tensor]:
-    """The biases of those `layers` that have one."""
+    """The biases of the `layers` that have a bias."""
     biases = [bias_of(layer) for layer in layers]
     return [bias for bias in biases if bias is not None]
 
 
 class FewRows(Joint):
-    """Base of the layers below.
+    """Base of linear layers that multiply with the kernels for few rows.
 
     Attributes:
-        decoders_narrow: a 16-bit copy of a float32 weight, with equal numbers and strides, which is read instead of it; or None.
+        decoders_narrow: None, or a 16-bit copy of a float32 weight with equal numbers and strides. Kernels then read the copy.
     """
 
     decoders_narrow: Tensor | None = None
 
     def matrix(self) -> Tensor:
         """The matrix ``[out, in]``, with any strides."""
-        narrow = getattr(self, "decoders_narrow", None)  # asked of layers before they get this class, too
+        narrow = getattr(self, "decoders_narrow", None)  # this also runs for plain layers, which lack this attribute
         return own_parameters(self)["weight"] if narrow is None else narrow  # type: ignore[arg-type, return-value]
 
     @staticmethod
@@ -121,13 +121,13 @@ class FewRows(Joint):
         out = self.product(x, product_of)
         if out is None and self.group is not None:
             out = product_of(x, (self,))
-        return super().forward(x) if out is None else out  # type: ignore[misc]  # of the layer that it replaces
+        return super().forward(x) if out is None else out  # type: ignore[misc]  # the forward of the replaced class
 
 
 def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     """The product ``[…, out]`` of `x` and all `layers`; None if no kernel computes it as one product.
 
-    The kernel checks that in every call, because a weight may get data of another dtype or with other strides.
+    The kernel checks the weights in every call, because a weight may get data of another dtype or with other strides.
     """
     by = FewRows.operands(layers)
     return product_or_none(x, by.matrices, by.biases)
@@ -187,7 +187,7 @@ NO_NORM: NormOf = (None, None)
 
 
 def as_norm(norm: NormOf) -> Norm:
-    """What a kernel takes for `norm`."""
+    """`norm` in the form that kernels take."""
     module, formula = norm
     return Norm() if module is None or formula is None else Norm(own_parameters(module)["weight"], *formula)
 
@@ -197,7 +197,7 @@ def as_norm(norm: NormOf) -> Norm:
 
 @functools.cache
 def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
-    """The class that replaces a gated feed-forward layer's. kind, gate_first: as of :func:`products.gated_linear`."""
+    """The class that replaces the class `plain` of a gated feed-forward layer. kind, gate_first: see :func:`products.gated_linear`."""
 
     def inner(parts: tuple, x: Tensor) -> Tensor | None:
         by = parts[0][0].operands(parts[0])
@@ -208,7 +208,7 @@ def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
         return None if middle is None else parts[1](middle)
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-        # This skips the calls of the parts, and so their hooks. A layer whose parts have hooks is therefore not fused.
+        # This does not call the layer's parts, so their hooks do not run. A layer whose parts have hooks is therefore not fused.
         out = None if more or options else compute(self.decoders_gated, x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
@@ -267,7 +267,7 @@ def attend(
 
 
 def taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[Any]:
-    """The arguments with the names `names`; None for an absent argument."""
+    """A call's arguments with the names `names`; None for an absent argument."""
     return [
         options.get(name) if isinstance(name, str) else given[name] if name < len(given) else None
         for name in cast(Any, names)

@@ -27,7 +27,7 @@ class Call(NamedTuple):
     result: Any
 
     def name_of(self, value: Any) -> Name:
-        """The name of the argument that is the object `value`; None if none is."""
+        """The name of the argument that is the object `value`; None if no argument is."""
         named: list[tuple[int | str, Any]] = [*enumerate(self.given), *self.options.items()]
         return next((name for name, own in named if own is value and value is not None), None)
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def noted_calls(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable
 ) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """Yields the calls of all modules in `layers` during `run`; and by attention module, the arguments of its kernel and cache."""
+    """Yields the calls of each module in `layers` during `run`, and for each attention module what its kernel and the cache got."""
     calls: dict[nn.Module, list[Call]] = {}
     attended: dict[nn.Module, tuple] = {}
     order: list[Call] = []
@@ -80,7 +80,7 @@ def noted_calls(
     yield calls, attended
 
 
-#: The key of the list of all modules' calls, in order.
+#: Under this key, :func:`noted_calls` lists the calls of all modules in order.
 ORDER = nn.Module()
 
 

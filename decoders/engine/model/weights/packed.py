@@ -1,7 +1,7 @@
 """Formats in which other libraries pack matrices of 4 and 8 bits into words of 32 bits. A layer's tensors show its format.
 
-An entry of :data:`FORMATS` describes where levels, scales and zeros are, and how they are packed. It is used for a layer if the layer's
-own output for a random input agrees with it.
+An entry of :data:`FORMATS` describes where levels, scales and zeros are, and how they are packed. A format is used for a layer if the
+matrix that it reads gives the layer's own output for a random input.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Format:
     """How a library packs a matrix.
 
     Attributes:
-        levels, scales, zeros: names of the layer's tensors. If there are no zeros, the middle level stands for zero.
+        levels, scales, zeros: names of the layer's tensors. If a layer has no zeros, the middle level stands for zero.
         inputs_first: whether shapes are ``[in, out]`` and ``[groups, out]``, not ``[out, in]`` and ``[out, groups]``.
-        packed, zeros_packed: the dimension along which a word holds several levels, and several zeros.
-        order: the order of the numbers in a word, from the lowest bits on.
-        less: the number that was subtracted from zeros before they were stored.
+        packed, zeros_packed: the dimensions along which a word holds several levels, and several zeros.
+        order: the order of the numbers in a word, from the lowest bits on; empty for ascending order.
+        less: the number that was subtracted from the zeros before they were stored.
     """
 
     levels: str
@@ -93,7 +93,7 @@ class Format:
         return numbers.flatten(-2).movedim(-1, dim)
 
 
-#: The formats of GPTQ, of older GPTQ files (where zeros are stored less one), of AWQ, and of compressed-tensors.
+#: The formats of GPTQ, of older GPTQ files (which store zeros minus one), of AWQ, and of compressed-tensors.
 FORMATS = (
     Format("qweight", "scales", "qzeros", True, 0, 1),
     Format("qweight", "scales", "qzeros", True, 0, 1, less=1),
@@ -105,7 +105,7 @@ FORMATS = (
 def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
     """The format of a layer's matrix and the bits per level; None for a layer in none of the formats.
 
-    hooks: the model's pre-hooks. They are run on a copy of the layer if it needs them: compressed-tensors unpacks in such a hook.
+    hooks: the model's pre-hooks. If the layer fails without them, they run on a copy first: compressed-tensors unpacks in such a hook.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):

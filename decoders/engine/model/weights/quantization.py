@@ -1,4 +1,4 @@
-"""Chooses the matrices that are multiplied in a quantized form: those that a library has quantized, and others if the setting asks."""
+"""Chooses the matrices that run quantized: matrices that a library has quantized, and dense matrices if the setting `weights` asks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class QuantizedWeight:
 
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized.
-        made: attributes for the layer. Their tensors are always the same objects, because graphs hold them.
+        made: attributes for the layer. Their tensors always stay the same objects, because graphs hold them.
         of: the state of the sources (:func:`values_of`) when the copy was made.
     """
 
@@ -97,7 +97,7 @@ class QuantizedWeight:
         """If the sources have changed, copies them again to the same tensors. Raises LossyError."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-                if own.data_ptr() != new.data_ptr():  # equal if a library's levels are used without a copy
+                if own.data_ptr() != new.data_ptr():  # they are equal if a library's levels are used without a copy
                     own.copy_(new)
             self.of = present
 
@@ -130,7 +130,7 @@ class Quantized:
 @torch.no_grad()
 def take_packed(model: nn.Module) -> Quantized:
     """Makes layers of `model`, our copy of a model, multiply with the levels that a library has packed (:mod:`.packed`), if there is a
-    kernel. Call it before the first pass, in which a library may unpack its weights.
+    kernel; returns these layers. Call it before the first pass, in which a library may unpack its weights.
     """
     quantized = Quantized()
     for path, module, form, bits in packed_layers(model) if has_kernels() else ():
@@ -145,7 +145,7 @@ def take_packed(model: nn.Module) -> Quantized:
 
 
 def _packed(module: nn.Module, form: Format, bits: int) -> QuantizedWeight | None:
-    """The weight of a layer in another library's packed format, if there is a kernel for its levels."""
+    """The quantized weight of a layer in another library's packed format; None if there is no kernel for its levels."""
     sources = form.sources(module)
     scales, rest = sources[1], sources[2] if len(sources) > 2 else None
     groups = scales.shape[0 if form.inputs_first else 1]
@@ -194,7 +194,7 @@ def quantize(
         if weight is None:
             continue
         quantized.layers[path] = (module, weight)
-        if id(module) not in by_module:  # a module may have two names
+        if id(module) not in by_module:  # a module with two paths occurs twice
             by_module[id(module)] = weight
             module.__dict__.update(weight.made)
             if "levels" in weight.made:
@@ -232,7 +232,7 @@ def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]
 
 
 def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWeight | None:
-    """The quantized weight of a plain dense layer; None for other layers."""
+    """The quantized weight of a plain dense layer by `scheme`; None for layers that `scheme` does not quantize."""
     weight = plain_weight(module)
     if (
         weight is None

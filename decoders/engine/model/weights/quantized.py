@@ -3,7 +3,7 @@
 ========  ======================================================  ==================================================
 weights   levels                                                  scales
 ========  ======================================================  ==================================================
-``int8``  int8, as they lie                                       one per output, or per output and group of inputs
+``int8``  int8, in the order of the matrix                        one per output, or per output and group of inputs
 ``int4``  0 … 15, two per byte, in the order that a kernel reads  a step and an offset per output and group of inputs
 ========  ======================================================  ==================================================
 
@@ -36,13 +36,13 @@ def has_kernels() -> bool:
 
 
 class _Quantized(Joint):
-    """Base of the layers below.
+    """Base of linear layers with quantized weights.
 
     Attributes:
-        levels: ``[out, in]`` int8, or ``[out, …]`` uint8 of :func:`~decoders.engine.model.kernels.cpu.four_bits.packed`.
+        levels: ``[out, in]`` int8, or ``[out, in / 2]`` uint8 from :func:`~decoders.engine.model.kernels.cpu.four_bits.packed`.
         scales: ``[out, groups]`` float32 for int8, ``[out, 2, groups]`` float32 or bfloat16 for 4 bits.
-        after: ``[out]`` in the dtype of the activations, scales that are applied after rounding to that dtype, as in torchao; or None.
-        digits: how many 16-bit numbers represent an activation: two for a library's float32 results, else one.
+        after: ``[out]``, scales that multiply the product after it is rounded to the dtype of the activations, as in torchao; or None.
+        digits: how many 16-bit numbers represent an activation: two if a library's layer returns float32, else one.
     """
 
     levels: Tensor
@@ -76,7 +76,7 @@ def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor:
 
 
 def product_kind(layer: Any) -> Hashable:
-    """A key that is equal for layers that can share a product, if they have the same input."""
+    """A key that is equal for layers that can share a product if they have the same input."""
     inputs, bias = layer.levels.shape[1], None if layer.bias is None else layer.bias.dtype
     scales = layer.scales.dtype, layer.scales.shape[1:]
     return type(layer), inputs, layer.levels.dtype, scales, layer.digits, layer.after is None, bias
@@ -102,8 +102,8 @@ def rounded_to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """`matrix` ``[out, in]`` as levels 0 … 15, uint8, and scales ``[out, 2, in / group]`` bfloat16: the steps of groups, and the values
-    of level 8. The range of a group's levels is chosen for the least squared error; it may cut off outliers.
+    """`matrix` ``[out, in]`` as levels 0 … 15, uint8, and scales ``[out, 2, in / group]`` bfloat16: each group's step from level to
+    level, and its value of level 8. The range of a group's levels is chosen for the least squared error; it may cut off outliers.
     """
     kernels = cpu.chosen().kernels
     assert kernels is not None

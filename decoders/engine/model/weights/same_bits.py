@@ -1,4 +1,4 @@
-"""Replaces norms and activations by others that give a row the same bits in every block."""
+"""Replaces norms and activations by variants that give a row the same bits in every block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .twin import share_weights
 GRAIN, TWO_VECTORS = 32768, 64
 #: torch's elementwise activations whose vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
-#: Names of the attribute with epsilon, in norms of transformers and torch.
+#: Names of the attribute that holds epsilon, in norms of transformers and of torch.
 EPSILONS = ("variance_epsilon", "eps")
 
 
@@ -78,7 +78,7 @@ def align_activations(model: nn.Module) -> None:
 
 @functools.cache
 def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that replaces `plain`: it pads its input so that every thread has whole vectors."""
+    """The class that replaces the class `plain`. It pads its input so that every thread has whole vectors."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():

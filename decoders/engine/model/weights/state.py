@@ -53,7 +53,7 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
-        # Some rotary modules write a table for the length of each text. Our copies have other tables, so this is no change.
+        # Some rotary modules write a table for the length of each text. This is no change, because our copies have separate tables.
         fixed = [part for part in parts if not has_varying_table(part)]
         tensors: list[Tensor] = [*parameters_in(parts), *buffers_in(fixed)]
         kinds: dict[Any, None] = dict.fromkeys(map(type, parts))
@@ -95,7 +95,7 @@ class WeightState:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor, for which code is compiled."""
+    """The strides of a dense tensor, on which compiled code depends; () for other tensors."""
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
@@ -127,7 +127,7 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
 
 #: Devices whose memory the host reads directly.
 _READABLE = {"cpu"}
-#: Dtypes by size, in which bits are compared instead of numbers, so that NaNs equal themselves and signed zeros differ.
+#: By size of an entry, the integer dtype in which entries are compared, so that NaNs equal themselves and signed zeros differ.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -151,7 +151,7 @@ _PLAIN = frozenset(PLAIN)
 
 
 def content(value: Any, depth: int = _DEPTH) -> object:
-    """A key that changes with the entries of containers and the values of configs, in `value` and inside it.
+    """A key that changes with the entries of containers and the values of configs, for `value` and everything inside it.
 
     It is computed before every call, so it makes no copies and does not call ``to_dict``.
     """

@@ -25,7 +25,7 @@ OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_confi
 OURS = "decoders_"
 #: Types of values that hold no other objects.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-#: How deep containers are searched, and how deep the helper objects in a closure.
+#: How many levels of nested containers are searched, and how many levels of helper objects in a closure.
 DEPTH, HELPERS = 6, 3
 
 Tree = TypeVar("Tree", bound=nn.Module)
@@ -171,7 +171,8 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """A twin with the first `count` decoder layers of `model`, followed by the model's last norm and output head.
 
     Raises:
-        UnsupportedError: the model's decoder layers were not found. SettingsError: the model does not have more than `count` layers.
+        UnsupportedError: the model's decoder layers were not found.
+        SettingsError: the model does not have more than `count` layers.
     """
     name, twin = type(model).__name__, share_weights(model)
     layers = decoder_layers(twin)

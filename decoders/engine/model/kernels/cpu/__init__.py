@@ -1,7 +1,7 @@
 """CPU kernels in C++: products without copies of matrices, attention over the slot cache, norms, activations, rotary positions.
 
-There is a variant for each kind of processor, a shared object. It comes from the package if a wheel has it, else from the cache folder,
-where the first process on a machine compiles it in 10 to 20 seconds. Without a compiler there are no kernels, and torch multiplies.
+Each kind of processor has a variant of the kernels, which is a shared object. A wheel may contain it. Otherwise, the first process on a
+machine compiles it into the cache folder in 10 to 20 seconds. Without a compiler there are no kernels, and torch multiplies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kernels:
         path: the shared object.
         few_rows_linear, rms_norm, gated_linear, linear_to_residual, linear_rotated, linear_to_cache: see
             :mod:`~decoders.engine.model.kernels.products`.
-        decoder_layers: layers as a whole, which write to the cache; used where layers are not traced.
+        decoder_layers: computes whole decoder layers and writes to the cache; only uncompiled code calls it.
         write_to_cache: writes keys and values to their slots.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
@@ -78,7 +78,7 @@ def _product(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in matrices)))
 
 
-#: For each operator, in the order of :class:`Kernels`, a function that returns a result without values.
+#: For each operator, in the order of :class:`Kernels`, a function that returns empty tensors of the result's sizes, for tracing.
 _FAKES: dict[str, Callable[..., Any]] = {
     "few_rows_linear": lambda x, matrices, *_: _product(x, matrices),
     "rms_norm": lambda x, *_: x.new_empty(x.shape),
@@ -96,7 +96,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
         (*x.shape[:2], len(matrices[0]) // more[-1].shape[3], more[-1].shape[3])
     ),
     "decoder_layers": lambda x, reads, *more: (
-        [x.new_empty(x.shape) for _ in more[13]],  # the layers' keys
+        [x.new_empty(x.shape) for _ in more[13]],  # the keys, one tensor per layer
         reads.new_empty(reads.shape),
     ),
     "write_to_cache": lambda *_: None,
@@ -113,7 +113,7 @@ class Choice:
 
     Attributes:
         kernels: the kernels in use; None if torch multiplies.
-        refused: by rejected variant, the reason; or the reason why no variant was tried.
+        refused: the reason for each rejected variant, by variant; or the reason why no variant was tried.
     """
 
     kernels: Kernels | None
@@ -128,7 +128,7 @@ _lock = threading.RLock()
 
 
 def chosen() -> Choice:
-    """The kernels of this process; the first call may compile them.
+    """Returns the kernels of this process; the first call may compile them.
 
     Raises:
         SettingsError: the environment variable does not name a variant of this machine.
@@ -166,7 +166,7 @@ def _chosen() -> Choice:
 
 @functools.cache
 def loaded(variant: str) -> Kernels:
-    """Loads a variant without checking it; compiles it first if necessary. Raises OSError if that fails."""
+    """Loads and returns a variant without checking it; compiles it first if necessary. Raises OSError if that fails."""
     name, kept = build.file_name(variant), cache_folder() / "kernels"
     path = kept / name
     if (build.FOLDER / name).exists():
@@ -258,7 +258,7 @@ def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
 
 
 def _check_attention(kernels: Kernels) -> str | None:
-    """Checks two branches after 70 tokens, ``70 71 72`` and ``70 73 74 75``, for two key heads and six query heads."""
+    """Checks a tree after 70 committed tokens, with branches in slots ``70 71 72`` and ``70 73 74 75``; six query and two key heads."""
     generator = torch.Generator().manual_seed(0)
     committed, parents, window, softcap = 70, (-1, 0, 1, 0, 3, 4), 40, 3.0
     paths: list[list[int]] = []

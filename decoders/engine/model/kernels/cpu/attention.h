@@ -1,10 +1,10 @@
 // Attention of a block of nodes to the slot cache. Keys and values are read once for the queries of all heads of a group. Slots that no
 // query sees are not read.
 //
-// Sums over keys are ordered by place. A committed slot s, before the block, has place s; the k-th visible node of the block has place
-// base + k. So on a path, a token's place is its position, whatever slots the path is in, and it has the same bits on a branch of a
-// tree, in a chain, and in text. Within a block of places, lane l of a vector adds places l, l + LANES, …; blocks, and stretches of
-// blocks, are added in order. Tiles and threads never change this order.
+// Sums over keys are ordered by place. A slot s before the block of nodes has place s; the k-th node that a query sees has place base + k.
+// So a token's place is its position on the query's path, whatever its slot is, and a query's result has the same bits on a branch of a
+// tree, in a chain, and in text. Places are cut into blocks, and blocks are grouped in stretches. Within a block, lane l of a vector adds
+// places l, l + LANES, …; blocks and stretches are added in order. Tiles and threads never change this order.
 #pragma once
 #include <atomic>
 #include <bit>
@@ -32,8 +32,8 @@ struct Attention {
     float scale, softcap;
 };
 
-// The slots that a query sees. Slots first … straight - 1 have their own numbers as places; then come slots gathered[i], at places
-// straight + i. A gathered slot is -1 if it is beyond the window or chunk.
+// The slots that a query sees. The places of slots first … straight - 1 equal their numbers. The other `count` slots are gathered:
+// slots[gathered + i] has place straight + i. A gathered slot is -1 if it is outside of the window, the chunk or the view.
 struct Seen {
     long first, straight, count, gathered;
     long end() const { return straight + count; }
@@ -41,7 +41,7 @@ struct Seen {
 
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
-// Returns what the query sees, and appends the slots of its branch to `slots`. in_order: how many first nodes have their index as depth.
+// Returns what a query sees, and appends its gathered slots to `slots`. in_order: how many first nodes have a depth equal to their index.
 inline Seen seen_by(const Attention& a, long row, long query, long in_order, std::vector<int>& slots) {
     const int64_t *nodes = a.mask + row * a.mask_of_row, *own = nodes + (a.nodes - a.queries + query) * a.mask_of_node;
     const long words = a.columns - 2, base = own[words + 1], depth = own[words], position = base + depth;
@@ -78,7 +78,7 @@ inline Seen seen_by(const Attention& a, long row, long query, long in_order, std
 template <class C>
 struct Queries {
     const Attention& a;
-    const Seen* seen;  // of each node of the row
+    const Seen* seen;  // what each node of the row sees
     const int* slots;
     long row, head, begin, count;
     float* space;
@@ -169,7 +169,7 @@ struct Queries {
         }
     }
 
-    // The scores of a node's queries for gathered slots.
+    // Computes the scores of a node's queries for the gathered slots of a block of places.
     void score_branch(long block, long tile, long n, int size) {
         const Seen& s = of(n);
         long from = std::max(s.straight, block), to = std::min(s.end(), block + PLACES);
@@ -242,7 +242,7 @@ struct Queries {
     }
 };
 
-// Calls `body(thread, number)` for every number below `count`, from the last down. A thread that is ready takes the next number.
+// Calls `body(thread, number)` for every number below `count`, from the largest down. A thread that is ready takes the next number.
 template <class Body>
 inline void take_turns(long count, int threads, Body body) {
     std::atomic<long> left = count;

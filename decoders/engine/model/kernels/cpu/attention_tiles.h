@@ -86,14 +86,14 @@ inline void score_tile(const float* queries, long width, const float* keys, floa
     });
 }
 
-// Prefetches numbers. Keys and values are prefetched a block ahead: without it, reading them takes twice as long on a Zen 5.
+// Prefetches `count` numbers. Callers prefetch keys and values a block ahead: otherwise reading takes twice as long on a Zen 5.
 template <class C>
 inline void prefetch_all(const C* from, long count) {
     for (const char* line = (const char*)from; line < (const char*)(from + count); line += 64) prefetch<false>(line);
 }
 
-// Adds the values of `count` places, times their weights [N, PLACES], to V vectors of the sums of N queries. slots: null for slots in a
-// row.
+// Adds the values of `count` places, times their weights [N, PLACES], to V vectors of the sums of N queries. slots: null for successive
+// slots.
 template <int N, int V, class C>
 [[gnu::noinline]] void value_tile(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide) {
     Vec own[N][V];
@@ -146,7 +146,7 @@ struct Transposed {
     long first_scale;
     float* rows;  // [LANES, width rounded up to 4]
 
-    // Transposes `count` keys, at most LANES. slots: null for slots in a row from `slot` on; a slot of -1 has no key.
+    // Transposes `count` keys, at most LANES. slots: null for successive slots from `slot` on; a slot of -1 gives zeros.
     [[gnu::noinline]] void some(long slot, const int* slots, long count, float* to) const {
         const float* from = rows;
         long length = (width + 3) / 4 * 4, ld = length;
@@ -199,7 +199,7 @@ struct Transposed {
         }
     }
 
-    // Transposes slots begin … end - 1, whose places are their numbers, of the block that begins at place `block`.
+    // Transposes the keys of slots begin … end - 1, whose places equal their numbers, in the block that begins at place `block`.
     void straight(long block, long begin, long end, float* to) const {
         for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
             if (long before = begin - block - i; before > 0) {
@@ -213,7 +213,7 @@ struct Transposed {
         }
     }
 
-    // Transposes the gathered slots at places begin … end - 1 of that block.
+    // Transposes the keys of the gathered slots `from`, at places begin … end - 1 of the block that begins at place `block`.
     void gathered(long block, long begin, long end, const int* from, float* to) const {
         for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
             int slots[LANES];
@@ -223,10 +223,10 @@ struct Transposed {
     }
 };
 
-// A weighted mean to which blocks are added.
+// Running weighted means of values, one per query. Blocks are added one after another.
 struct Mean {
     float* sums;    // [queries, wide], the sums of weighted values
-    float* totals;  // [queries, LANES], the sums of weights by place modulo LANES; [queries, 1] once `closed`
+    float* totals;  // [queries, LANES], the sums of weights by place modulo LANES; over all stretches, the whole sum in lane 0
     float* tops;    // [queries], the largest score so far, which is subtracted before exp
 };
 
@@ -240,7 +240,7 @@ inline void multiply_all(float* numbers, long count, float factor) {
     for (long i = 0; i < count; i += LANES) store(numbers + i, load(numbers + i) * broadcast(factor));
 }
 
-// Turns the scores of a query for places begin … end - 1 of a block into weights, relative to its largest score so far.
+// Turns the scores of a query for places begin … end - 1 of a block into weights, relative to the query's largest score so far.
 inline void weigh(float* scores, long begin, long end, float* sums, long wide, float* total, float& top) {
     const float none = -INFINITY;
     long first = begin / LANES * LANES, last = (end + LANES - 1) / LANES * LANES;

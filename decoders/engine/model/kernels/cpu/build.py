@@ -1,6 +1,6 @@
-"""Compiles the CPU kernels, a shared object per kind of processor, for torch's stable ABI (2.11 or newer).
+"""Compiles the CPU kernels for torch's stable ABI (2.11 or newer), to one shared object per kind of processor.
 
-This needs a C++ compiler and torch's headers.
+Compiling needs a C++ compiler and torch's headers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def compiler() -> str | None:
-    """The C++ compiler: the one that CXX names, else the first of g++, clang++ and c++ that is installed; None without any."""
+    """The path of the C++ compiler that CXX names, else of the first installed one of g++, clang++ and c++; None if there is none."""
     named = os.environ.get("CXX")
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
@@ -83,7 +83,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def compile_into(folder: Path, variant: str, more: tuple[str, ...] = ()) -> Path:
-    """Compiles a variant, and returns its file. Other processes never see a half-written file. more: further compiler options.
+    """Compiles a variant, and returns the shared object. Other processes never see a half-written file. more: further compiler options.
 
     Raises:
         OSError: there is no compiler, the folder cannot be written, or the compiler failed.

@@ -46,7 +46,7 @@ Norm<T> norm_of(const std::optional<Tensor>& weight, const Tensor& x, int64_t wi
     return {data<T>(*weight), float(epsilon), one_added, rounded_first};
 }
 
-// residual + before(x @ matrix.T), and `after` of that sum, which is empty without this norm. residual: [..., H].
+// Returns residual + before(x @ matrix.T), and the norm `after` of this sum, or an empty tensor without that norm. residual: [..., H].
 std::tuple<Tensor, Tensor> linear_to_residual(
     Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, Tensor residual,
     std::optional<Tensor> before, double before_epsilon, bool before_one_added, bool before_rounded_first,
@@ -79,8 +79,8 @@ void check_slots(const Tensor& slots, const Heads& buffer, int64_t nodes) {
         STD_TORCH_CHECK(-buffer.nodes <= data<int64_t>(slots)[i] && data<int64_t>(slots)[i] < buffer.nodes, "a slot outside the cache");
 }
 
-// Computes norms and rotary positions of queries and keys. x: [B, N, (H + 2 h) d], the product for queries, keys and values; keys and
-// values: [B, h, L, d]; slots: [B, N], or null for the first N slots. Returns queries [B, N, H, d].
+// Computes norms and rotary positions of queries and keys, and writes keys and values to their slots. x: [B, N, (H + 2 h) d], the product;
+// keys and values: [B, h, L, d]; slots: [B, N], or null for the first N slots. Returns queries [B, N, H, d].
 Tensor split(const Tensor& x, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm, double epsilon, bool one_added,
              bool rounded_first, const Tensor& cos, const Tensor& sin, const int64_t* slots, const Heads& keys, const Heads& values) {
     int64_t rows = x.size(0), nodes = x.size(1), turned = cos.size(2), heads = x.size(2) / keys.width - 2 * keys.heads;
@@ -122,13 +122,13 @@ Tensor linear_to_cache(
     return split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, data<int64_t>(slots), own, others);
 }
 
-// Decoder layers, each attention over the first `view` slots of the cache and then a gated feed-forward layer. Computes with the operators
-// above. x: [B, N, H]; reads: the first norm of x. There is one tensor of keys, of values, a window and a chunk per layer, and sinks or
-// none. The other lists have a layer's tensors behind those of the layer before. matrices: of queries, keys, values, the attention's
-// output, gate and up (as in gated_linear), and down; scales: likewise, or none. `biased` has a bit for each of these seven matrices that
-// has a bias. norms: of queries and keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of the
-// second sum, which is the next layer's first norm and may be missing in the last layer; `normed` has a bit for each.
-// Returns the second sum of each layer, and the norm of the last.
+// Computes decoder layers by the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer.
+// x: [B, N, H]; reads: the first layer's first norm of x. keys, values, windows, chunks and sinks have an entry per layer; sinks may be
+// empty. The other lists have the tensors of one layer after another. matrices: seven per layer, of queries, keys, values, the attention's
+// output, gate and up (as in gated_linear), and down. scales: one per matrix, or none. Bit i of `biased`: matrix i of a layer has a bias.
+// norms: up to six per layer, of queries, of keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of
+// the second sum (the next layer's first norm; the last layer may lack it). Bit i of `normed`: a layer has norm i.
+// Returns the second sum of each layer, and the norm of the last layer's second sum.
 std::tuple<Tensors, Tensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
     double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, int64_t view,
@@ -138,7 +138,7 @@ std::tuple<Tensors, Tensor> decoder_layers(
     STD_TORCH_CHECK(matrices.size() == MATRICES * layers && (scales.empty() || scales.size() == matrices.size()), "seven matrices, and as many scales or none");
     STD_TORCH_CHECK(values.size() == layers && windows.size() == layers && chunks.size() == layers && (sinks.empty() || sinks.size() == layers),
                     "every layer has keys, values, a window and a chunk, and sinks or none");
-    size_t matrix = 0, bias = 0, norm = 0;  // the next of each list
+    size_t matrix = 0, bias = 0, norm = 0;  // the index of the next entry of each list
     auto part = [](const Tensors& from, size_t first, size_t count) {
         STD_TORCH_CHECK(first + count <= from.size(), "a tensor for every bit is needed");
         return Tensors(from.begin() + first, from.begin() + first + count);

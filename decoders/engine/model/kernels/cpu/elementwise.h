@@ -1,5 +1,5 @@
-// The operations around the products of a layer: norms, gated activations, rotary positions, and writes to the cache. Each reads its data
-// once.
+// The operations around the products of a layer: norms, gated activations, rotary positions, and writes to the cache. Each operation reads
+// its data once.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr long WORTH_THREADS = 1 << 15;  // number of elements from which on several threads are faster than one
+constexpr long WORTH_THREADS = 1 << 15;  // for at least this many elements, several threads are faster than one
 
 // Calls `body(begin, end)` for shares of `count` rows of `width` elements.
 template <class Body>
@@ -89,7 +89,7 @@ void gated(const T* x, long rows, long width, bool gate_first, T* out, int threa
     });
 }
 
-// A root-mean-square norm. Without a weight it is no norm.
+// A root-mean-square norm. A null weight means that there is no norm.
 template <class T>
 struct Norm {
     const T* weight;
@@ -99,7 +99,7 @@ struct Norm {
     void operator()(const T* x, long rows, long width, T* out) const { rms_norm(x, rows, width, weight, epsilon, one_added, rounded_first, out, 1); }
 };
 
-// residual + before(x), and `after` of that sum. Each result is rounded to T, as a tensor would be. A norm without a weight changes
+// sum = residual + before(x), normed = after(sum). Each result is rounded to T, as if a tensor stored it. A norm without a weight changes
 // nothing; `normed` is written only if `after` has a weight.
 template <class T>
 void add_with_norms(const T* x, const T* residual, long rows, long width, Norm<T> before, Norm<T> after, T* sum, T* normed, int threads) {
@@ -124,7 +124,7 @@ struct Heads {
     }
 };
 
-// Rotary positions of a head's first `turned` numbers: x cos + (-second half, first half) sin. Each term is rounded as a tensor would be.
+// Rotary positions of a head's first `turned` numbers: x cos + (-second half, first half) sin. Each term is rounded to T.
 template <class T>
 inline void rotate(const T* from, const T* cos, const T* sin, long turned, long width, T* to) {
     const long half = turned / 2;
@@ -137,8 +137,8 @@ inline void rotate(const T* from, const T* cos, const T* sin, long turned, long 
 }
 
 // Computes norms and rotary positions of queries and keys. x: [B, N, (H + 2 h) d], the heads of queries, then keys, then values. Writes
-// queries [B, N, H, d], and keys and values to their slots [B, N] of buffers [B, h, L, d]; negative slots count from the end. Without
-// slots, a token's slot is the index of its node; without a buffer, values are not written.
+// queries [B, N, H, d], and keys and values to their slots [B, N] in buffers [B, h, L, d]; negative slots count from the end. If `slots`
+// is null, a token's slot is the index of its node. If the buffer of values is null, values are not written.
 template <class T>
 void split_heads(
     const T* x, const Norm<T> (&norms)[2], const T* cos, const T* sin, long turned, long position_stride, const int64_t* slots,

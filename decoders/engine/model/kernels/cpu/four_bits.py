@@ -19,9 +19,9 @@ def packed(levels: Tensor) -> Tensor:
 
 
 def with_room(steps: Tensor, middles: Tensor) -> Tensor:
-    """Scales ``[out, 2, groups]``: the `steps` ``[out, groups]`` of groups, and the values of level 8 (`middles`, likewise).
+    """Scales ``[out, 2, groups]``: each group's step from level to level (`steps` ``[out, groups]``) and value of level 8 (`middles`).
 
-    They are float32, or bfloat16 if that loses nothing.
+    They are float32, or bfloat16 if bfloat16 holds the same numbers.
     """
     scales = torch.stack([steps, middles], 1).float()
     short = narrowed(scales, torch.bfloat16)

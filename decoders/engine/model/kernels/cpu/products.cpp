@@ -5,10 +5,10 @@
 namespace {
 
 constexpr auto FLOAT = torch::headeronly::ScalarType::Float;
-// From this many rows on, torch multiplies in float32, because it is a third faster. In 16 bits it is slower, and gives other bits.
+// From this many rows on, torch multiplies float32 rows, because it is a third faster. For 16-bit rows it is slower, and gives other bits.
 constexpr int64_t MANY_ROWS = 96;
 
-// Products by torch, only for matrices in float32. x: [R, K], out: [R, all outputs].
+// Products by torch, only for x in float32. x: [R, K], out: [R, all outputs].
 void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& biases, Tensor& out) {
     int64_t rows = x.size(0), outputs = out.size(1), first = 0;
     for (size_t m = 0; m < matrices.size(); m++) {
@@ -34,8 +34,8 @@ void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, cons
 
 }  // namespace
 
-// x: [..., K]; biases: [O] for each matrix, or none; matrices: up to three [O, K], all stored by rows or all by columns. They have the type
-// of x; if x is float32, they may also all have one 16-bit type.
+// x: [..., K]; biases: [O] for each matrix, or none; matrices: up to three [O, K], all stored by rows or all by columns. Matrices have the
+// type of x; if x is float32, they may also all have one 16-bit type.
 Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, Tensors matrices, Tensors biases) {
     constexpr size_t MOST = 3;
     int64_t count = matrices.size(), inputs = x.size(x.dim() - 1), outputs = 0;

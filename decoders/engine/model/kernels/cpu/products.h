@@ -22,8 +22,8 @@ struct Matrix {
     long groups = 0;               // number of groups of inputs with their own scale
 };
 
-// Products of rows of type X with weights of type T: STEP inputs of an output at once. `prepare` brings rows into the form that this
-// needs. Rows of float32 have the same sums for weights in 16 bits as for the same numbers in float32.
+// Products of rows of type X with weights of type T, STEP inputs at a time. `prepare` converts STEP inputs of a row to the form that `add`
+// reads. Rows in float32 have the same sums for weights in 16 bits as for the same numbers in float32.
 template <class T, class X = T>
 struct Steps {
     using Weight = T;
@@ -46,7 +46,7 @@ struct Steps {
 };
 
 #if defined(__AVX512BF16__)
-// The product of two pairs of bfloat16 is one instruction, so rows stay as they are.
+// One instruction multiplies pairs of bfloat16 and adds the products, so rows stay in bfloat16.
 template <>
 struct Steps<bfloat16, bfloat16> {
     using Weight = bfloat16;
@@ -65,8 +65,8 @@ struct Steps<bfloat16, bfloat16> {
     static inline void prepare(const bfloat16* from, bfloat16* to) { memcpy(to, from, STEP * sizeof *from); }
 };
 #else
-// In a vector of pairs, a shift widens the first numbers and a mask widens the second numbers. So in rows, too, first and second numbers
-// are separated.
+// In a vector of pairs of weights, a shift widens the first numbers and a mask widens the second numbers. So `prepare` also separates the
+// first and second numbers of a row's pairs.
 template <>
 struct Steps<bfloat16, bfloat16> {
     using Weight = bfloat16;
@@ -95,7 +95,7 @@ struct Steps<bfloat16, bfloat16> {
 
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int MOST_ROWS = 6;  // rows of x in a tile of four outputs, so that all sums are in registers
-constexpr int FEW_ROWS = 3;   // rows of x in a tile of MANY_OUTPUTS, which loads more weights at a time, and each of them once
+constexpr int FEW_ROWS = 3;   // rows of x in a tile of MANY_OUTPUTS, which loads more weights at a time, and each weight once
 constexpr int COLUMNS = 4;    // vectors of outputs in a tile of four rows
 #elif defined(__AVX2__)
 constexpr int MOST_ROWS = 3;
@@ -110,7 +110,7 @@ constexpr int MANY_OUTPUTS = 8;  // outputs in a tile of FEW_ROWS
 constexpr long MOST_ROWS_AT_ONCE = 192;
 constexpr long CACHE = 512 << 10;  // most bytes of rows of x, so that they stay in the L2 cache while all weights are read
 
-// How many outputs have their weights in the L1 cache while all rows are read.
+// How many outputs are multiplied by all rows at once, so that their weights stay in the L1 cache.
 template <class T>
 constexpr long PANEL = sizeof(T) == 4 ? 8 : 16;
 
@@ -134,8 +134,8 @@ inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
     }
 }
 
-// N rows of x times R outputs of a matrix, from `output` on. FIRST: these weights come from memory, so the next outputs' are prefetched, in
-// the order in which they lie there: in the order in which they are used, it takes a fifth longer on a Zen 5.
+// N rows of x times R outputs of a matrix, from `output` on. FIRST: the weights come from memory, so the weights of the next R outputs are
+// prefetched, in the order of their addresses: in the order of their use, this takes a fifth longer on a Zen 5.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     using T = typename S::Weight;
@@ -188,7 +188,7 @@ constexpr int most_rows() {
     else return MOST_ROWS;
 }
 
-// All rows times some outputs, R at a time. A tile's rows are used for all these outputs while the rows are in the L1 cache.
+// All rows times some outputs, R outputs at a time. A tile's rows are multiplied by all outputs while the rows are in the L1 cache.
 template <class S, int R>
 void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, long outputs, float* y, long ldy) {
     constexpr int MOST = most_rows<S>();
@@ -205,7 +205,7 @@ void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* 
     }
 }
 
-// Adds biases to the outputs of all rows, rounds them and stores them.
+// Adds biases to the sums `y` of all rows, rounds the results and stores them in `out`.
 template <class T>
 void finish(const float* y, long ldy, long outputs, const T* bias, long rows, T* out, long ldo) {
     for (long row = 0; row < rows; row++, y += ldy, out += ldo)
@@ -300,8 +300,8 @@ struct TilePanels : Tiles {
 };
 #endif
 
-// Multiplies a block of rows, and adds the products of its `parts`. rows: the rows of all parts together, at most MOST_ROWS_AT_ONCE; each
-// part has the same number.
+// Multiplies a block of rows. `parts` is 1, or 2 if each row is the sum of two rows: then adds the products of the second `rows` rows to
+// the first. rows * parts is at most MOST_ROWS_AT_ONCE.
 template <class T, class Panels>
 void multiply_block(const Panels& panels, long rows, int parts, const Matrix* matrices, int count, T* out, long ldo, int threads) {
     constexpr long WIDE = Panels::WIDE;
@@ -326,7 +326,7 @@ void multiply_block(const Panels& panels, long rows, int parts, const Matrix* ma
     });
 }
 
-// Memory that a thread keeps for the next call.
+// Returns memory for temporary results, which the calling thread keeps for its next call.
 inline void* workspace(size_t bytes) {
     thread_local std::unique_ptr<char[]> kept;
     thread_local size_t size = 0;
@@ -337,7 +337,7 @@ inline void* workspace(size_t bytes) {
     return (void*)(((uintptr_t)kept.get() + 63) & ~uintptr_t(63));
 }
 
-// Rows in the form that `prepare` gives them, padded with zeros to whole steps. Rows that already have this form are not copied.
+// Returns rows in the form that `prepare` gives them, padded with zeros to whole steps. Rows that have this form already are not copied.
 template <class Row, int STEP, bool AS_GIVEN, class T, class Prepare>
 const Row* prepare_rows(const T* x, long rows, long inputs, long& ldx, int threads, Prepare prepare) {
     ldx = (inputs + STEP - 1) / STEP * STEP;

@@ -62,7 +62,7 @@ Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, Tensors levels, Tensors sc
 
 namespace {
 
-// matrix [O, K] -> levels 0 to 15, uint8 [O, K]; and a flat tensor of the scales, bfloat16 [O, 2, K / group], and SIXTEENS zeros.
+// matrix [O, K] -> levels 0 to 15, uint8 [O, K]; and a flat bfloat16 tensor: the scales [O, 2, K / group], followed by SIXTEENS zeros.
 std::tuple<Tensor, Tensor> round_to_four_bits(Tensor matrix, int64_t group) {
     STD_TORCH_CHECK(matrix.dim() == 2 && group >= 8 && group <= 256 && group % 8 == 0 && matrix.size(1) % group == 0,
                     "a matrix of whole groups is needed, and groups of 8 to 256");

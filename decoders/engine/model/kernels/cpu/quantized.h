@@ -1,7 +1,7 @@
 // y = x @ W.T + bias, where W has 8 or 4 bits and a scale per output, or per output and group of inputs.
 //
-// Rows of x are rounded to 16-bit integers with a scale per row. Products of integers are added exactly; then the sum of a group becomes
-// float32. If a row needs more precision, a second row holds the rounding errors of the first.
+// Rows of x are rounded to 16-bit integers with a scale per row. Products of integers are added exactly; then a group's sum is converted to
+// float32. If a row needs more precision, a second row of integers holds the rounding errors of the first.
 #pragma once
 #include "products.h"
 
@@ -57,8 +57,8 @@ inline Sums add_products(Shorts a, Shorts b, Sums sums) {
 }
 
 constexpr long SHORTS = 2 * LANES;
-constexpr long HEADER = 32;   // space for a row's scale before its 16-bit integers, so large that these begin a cache line
-constexpr long SIXTEENS = 16; // numbers of groups are rounded up to multiples of this, which are whole vectors in every variant
+constexpr long HEADER = 32;   // space for a row's scale before its 16-bit integers, so large that the integers begin a cache line
+constexpr long SIXTEENS = 16; // the number of groups is rounded up to a multiple of this: whole vectors in every variant
 
 inline long rounded_up(long number, long unit) { return (number + unit - 1) / unit * unit; }
 
@@ -72,7 +72,7 @@ inline void scale_rows(const int16_t* x, long ldx, float* y, long ldy, int outpu
     }
 }
 
-// int8 weights [outputs, inputs]. Scales are float32 [outputs, groups]. Groups are whole vectors, unless there is a single group.
+// int8 weights [outputs, inputs]. Scales are float32 [outputs, groups]. A group fills whole vectors, unless it is the only group.
 struct Bytes {
     using Weight = int8_t;
     using Row = int16_t;
@@ -82,7 +82,7 @@ struct Bytes {
     static constexpr bool HAS_OFFSETS = false;
     static constexpr long MOST = 256 * LANES;  // most inputs whose products fit into sums of 32 bits: 256 in a lane
 
-    // This is a separate function, so that the sums stay in registers. inputs: whole steps; next: weights to prefetch.
+    // This is a separate function, so that the sums stay in registers. inputs: a multiple of STEP; next: weights to prefetch.
     template <int R, int N, bool FIRST>
     __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], const int8_t* next, const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
         Sums sums[R][N];
@@ -134,14 +134,14 @@ struct Bytes {
         scale_rows<N>(x, ldx, y, ldy, R);
     }
 
-    // The place of inputs 8 i … 8 i + 7 in a row.
+    // The index of inputs 8 i … 8 i + 7 in a row of 16-bit integers.
     static inline long place(long i) { return 8 * i; }
 };
 
-// Weights of 4 bits, 0 to 15. A block is 128 inputs in 64 bytes: the four places of the 16-bit word 8 g + c have inputs
-// 32 g + c, 32 g + 8 + c, 32 g + 16 + c, 32 g + 24 + c, so that a lane of the sums has inputs of one group (of at least 32 inputs).
-// The last block of a row continues into the next row, where x has zeros; behind the last row, ROOM more bytes may be read.
-// Scales are [outputs, 2, groups], float32 or bfloat16: a group's step and the value of level 8. Behind them, SIXTEENS more may be read.
+// Weights of 4 bits, 0 to 15. A block is 128 inputs in 64 bytes: the four numbers in the 16-bit word 8 g + c belong to inputs
+// 32 g + c, 32 g + 8 + c, 32 g + 16 + c, 32 g + 24 + c, so that a lane of the sums gets inputs of one group only (of at least 32 inputs).
+// A row's last block may reach into the next row: x has zeros there. Behind the last row, ROOM more bytes may be read.
+// Scales [outputs, 2, groups], float32 or bfloat16: a group's step and value of level 8. SIXTEENS numbers behind the scales may be read.
 template <class Scale>
 struct Fours {
     using Weight = uint8_t;
@@ -151,9 +151,9 @@ struct Fours {
     static constexpr int MOST_ROWS = LANES == 16 ? 6 : 2;
     static constexpr bool HAS_OFFSETS = true;
     static constexpr int PARTS = 32 / SHORTS;
-    static constexpr long ROOM = 48;  // the bytes of a block without one group
+    static constexpr long ROOM = 48;  // the bytes of a block, minus the 16 bytes of 32 inputs
 
-    // The steps of four groups of 32, each in the lanes of its inputs. `shift`: a group has 32 << shift inputs.
+    // Returns a vector with the steps of a block's groups, each in the lanes of its inputs. `shift`: a group has 32 << shift inputs.
     struct Spread {
 #if defined(__AVX512F__)
         __m512i lanes;
@@ -218,7 +218,7 @@ struct Fours {
                 }
             }
         }
-        const int16_t* of_groups = row + blocks * STEP;  // the sums of groups, then zeros
+        const int16_t* of_groups = row + blocks * STEP;  // the sums of x by group, then zeros
         for (long g = 0; g < groups; g += LANES) {
             for (int r = 0; r < R; r++) {
                 Vec zero = multiply_add(load(steps[r] + g), broadcast(-8), load(steps[r] + groups + g));  // the value of level 0
@@ -232,7 +232,7 @@ struct Fours {
     static inline long place(long i) { return i / 16 * STEP + i % 4 * 32 + i / 4 % 4 * 8; }
 };
 
-// Writes a row as 16-bit integers, with its scale in front, and behind it the sums of groups if weights have offsets. Returns the scale.
+// Writes a row's scale, the row as 16-bit integers and, if weights have offsets, the integers' sums by group. Returns the scale.
 template <class S>
 float round_row(const float* from, long inputs, long groups, int16_t* to) {
     uint32_t most = 0;
@@ -264,7 +264,7 @@ float round_row(const float* from, long inputs, long groups, int16_t* to) {
     return scale;
 }
 
-// digits: one or two integers per number of x. Two are as precise as float32.
+// digits: one or two integers per number of x. Two integers are as precise as float32.
 template <class S, class T>
 void multiply_quantized(const T* x, long rows, long inputs, int digits, const Matrix* matrices, int count, T* out, int threads) {
     long outputs = 0, padded = rounded_up(inputs, S::STEP), groups = matrices[0].groups;

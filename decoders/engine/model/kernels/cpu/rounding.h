@@ -5,8 +5,8 @@
 
 namespace {
 
-// Levels of 4 bits for a group of weights, with the step and the value of level 8 that give the least squared error. These may cut off
-// outliers of the group. Eight numbers are processed at once.
+// A group of weights is rounded to levels of 4 bits. The step and the value of level 8 are chosen for the least squared error, which may
+// cut off outliers of the group. Eight numbers are processed at once.
 constexpr int EIGHT = 8;
 
 inline float level_of(float value, float per_step, float eight) {
@@ -30,7 +30,7 @@ void round_group(const T* from, long group, uint8_t* levels, bfloat16& best_step
     }
     float low = *std::min_element(lows, lows + EIGHT), high = *std::max_element(highs, highs + EIGHT), least = 0;
     for (float cut : CUTS) {
-        bfloat16 step, middle;  // levels are computed from the rounded values
+        bfloat16 step, middle;  // levels are computed from these rounded values
         narrow(std::max((high - low) * cut / 15, 1e-20f), step);
         narrow((high + low) / 2 + widen(step) / 2, middle);
         float unit = widen(step), eight = widen(middle), per_step = 1 / unit, errors[EIGHT] = {}, error = 0;

@@ -27,7 +27,7 @@ inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) {
     return Tensor(made);
 }
 
-// The elements of `x` from its beginning on, with other sizes and strides.
+// A view of `x` from its first element on, with other sizes and strides.
 inline Tensor viewed(const Tensor& x, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
     AtenTensorHandle made;
     const int64_t from = 0;  // added to the offset of x
@@ -35,7 +35,7 @@ inline Tensor viewed(const Tensor& x, const std::vector<int64_t>& sizes, const s
     return Tensor(made);
 }
 
-// A new contiguous tensor with the sizes of `x` except the last.
+// A new contiguous tensor with the sizes of `x`, except that the last size is `last`.
 inline Tensor with_last_size(const Tensor& x, int64_t last) {
     STD_TORCH_CHECK(x.dim() > 0, "a tensor of one dimension or more is needed");
     std::vector<int64_t> sizes(x.dim());

@@ -1,6 +1,6 @@
-// y = x @ W.T in bfloat16 with AMX. A tile of 16 outputs and 32 inputs of W is an operand as it lies in memory. Rows of x are rearranged
-// once: by groups of up to 16 rows, then steps of 32 inputs, then 16 pairs of inputs, then rows. A sum adds its steps in order, in any
-// tile and for any number of rows.
+// y = x @ W.T in bfloat16 with AMX. AMX reads tiles of 16 outputs and 32 inputs of W as W lies in memory. Rows of x are rearranged once, to
+// [groups of up to 16 rows, steps of 32 inputs, 16 pairs of inputs, rows of a group]. A sum adds its steps in order, in any tile and for
+// any number of rows.
 #pragma once
 #include "parallel.h"
 #include "vectors.h"
@@ -45,7 +45,7 @@ struct Tiles {
         _tile_loadconfig(&tiles);
     }
 
-    // Tells the compiler that `memory` is read, because it does not know that tiles are loaded from it.
+    // Tells the compiler that `memory` is read, because the compiler does not know that tiles are loaded from there.
     static void written(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
 
     // Multiplies up to 16 outputs by N groups of rows. y: [rows, 16].

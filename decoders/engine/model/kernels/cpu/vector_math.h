@@ -7,7 +7,7 @@
 
 namespace {
 
-// Shuffles every four lanes of two vectors. Indices 0 to 3 are lanes of the first vector, 4 to 7 lanes of the second.
+// Shuffles every four lanes of two vectors. Indices 0 to 3 are lanes of the first vector, 4 to 7 are lanes of the second vector.
 template <int A, int B, int C, int D, size_t... LANE>
 inline Vec mixed_lanes(Vec v, Vec w, std::index_sequence<LANE...>) {
     constexpr int FROM[] = {A, B, C, D};
@@ -82,8 +82,8 @@ inline Vec power_of_two(Vec x) {
 }
 inline float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
-// e^x for x <= 0, with an error of at most two units in the last place; 0 for x < -86. The rest of the exponent comes from the exact
-// product, with log2(e) in two parts.
+// e^x for x <= 0, with an error of at most two units in the last place; 0 for x < -86. log2(e) is the sum of two constants, so that
+// `rest` is more precise than with a single constant.
 inline Vec exponential(Vec x) {
     Vec shifted = multiply_add(x, broadcast(LOG2_E), broadcast(MAGIC)), rest = multiply_add(x, broadcast(LOG2_E), MAGIC - shifted);
     rest = multiply_add(x, broadcast(1.92596303e-8f), rest);

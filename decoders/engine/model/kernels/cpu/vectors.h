@@ -132,7 +132,7 @@ inline void narrow(float value, float16& to) {
         to.bits = sign | (size != size ? 0x7e00 : 0x7c00);
         return;
     }
-    // Adding a number whose last bit is worth as much as the result's last bit rounds to that bit.
+    // Adding a number whose last bit is worth as much as the result's last bit rounds the sum to that bit.
     uint32_t exponent = as_bits(size) >> 23;
     float unit = as_float(((exponent < 113 ? 113 : exponent) + 13) << 23);
     float rounded = (size + unit) - unit;
@@ -184,7 +184,7 @@ inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
 #endif
 }
 
-// ONCE: what is there is read once, so it need not replace what the caches hold.
+// ONCE: the data is read only once, so it need not stay in the caches.
 template <bool ONCE>
 inline void prefetch(const void* address) {
 #if defined(__GNUC__)
