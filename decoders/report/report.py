@@ -40,7 +40,8 @@ class Report:
             were recorded.
         reused: per row, number of prompt tokens whose keys and values came from an earlier call.
         same_bits: in low precision, whether a token's logits have the same bits in every block, so that drafts do not change
-            near-ties; from a brief check when the model was prepared. None if not checked.
+            near-ties; from a brief check when the model was prepared. False for models with recurrent layers, which are not checked.
+            None in float32.
         checked: ISO date of the comparison of the prepared model with transformers' forward passes: today, or the date of a stored
             result.
         weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
@@ -138,7 +139,7 @@ class Report:
 
     @property
     def same_tokens(self) -> str:
-        """Says whether the tokens are the tokens of plain decoding. Low precision is not checked for models with recurrent layers."""
+        """Says whether the tokens are the tokens of plain decoding."""
         if not self.exact:
             return f"no: {self.strategy if self.verifier == 'coupled' else f'verifier {self.verifier}'} is lossy"
         if self.same_bits is None:

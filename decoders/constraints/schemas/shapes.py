@@ -155,8 +155,10 @@ def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
         distinct = [
             piece for piece in distinct if piece == all_values or getattr(piece, "evaluated", None) != nothing_evaluated
         ]
-    if len(distinct) > (limits.VALUES if isinstance(all_values, Numbers) else limits.ALTERNATIVES):
-        limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, f"{len(distinct)} alternatives of one type at one place")
+    numbers = isinstance(all_values, Numbers)
+    limit, most = ("VALUES", limits.VALUES) if numbers else ("ALTERNATIVES", limits.ALTERNATIVES)
+    if len(distinct) > most:
+        limits.exceeded(limit, most, f"{len(distinct)} alternatives of one type at one place")
     return tuple(distinct)
 
 

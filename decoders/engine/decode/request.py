@@ -18,6 +18,7 @@ from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
+from ..model.buckets import low_precision
 from ..model.given import GivenPrompts
 from ..model.own_forward import MultimodalInputs
 from ..model.target import Target
@@ -198,12 +199,15 @@ class Request:
 
 def empty_report(request: Request, target: Target) -> Report:
     """The report of a request before its first step."""
-    strategy, verifier = request.strategy, request.verifier
+    strategy, verifier, invariance = request.strategy, request.verifier, target.checks.invariance
+    if invariance is not None:
+        same_bits: bool | None = invariance.holds
+    else:
+        same_bits = False if low_precision(target.dtype, target.rounds) else None
     return Report(
         strategy=strategy.name, settings=strategy.settings_in_force(), exact=strategy.exact and verifier.exact,
         verifier=verifier.name, verifier_settings=verifier.settings_in_force(),
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
-        same_bits=target.checks.invariance.holds if target.checks.invariance is not None else None,
-        checked=target.checks.day, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        same_bits=same_bits, checked=target.checks.day, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip

@@ -59,6 +59,12 @@ def many_properties(count: int) -> dict[str, Any]:
 DISTANT = {"a pattern of many characters": (patterns, "MOVES"), "products of references": (schemas, "STEPS")}
 
 
+def test_alternatives_of_numbers_are_bounded_as_values_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "VALUES", 5)
+    with pytest.raises(GrammarError, match="the limit VALUES = 5 "):
+        JsonSchema({"anyOf": [{"const": 2 * i} for i in range(8)]}).language()
+
+
 @pytest.mark.parametrize("name", DISTANT)
 def test_a_distant_limit_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, limit = DISTANT[name]
