@@ -184,9 +184,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     for module in twin.modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:
             del module[count:]
-    config = twin.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None)
-    config.num_hidden_layers = count
-    if isinstance(kinds, list):
-        config.layer_types = kinds[:count]
+    # Only the whole model's config has the new number: by their own, modules divide tables with a part for each layer (Gemma 4).
+    twin.config = copy.deepcopy(twin.config)
+    twin.config.get_text_config(decoder=True).num_hidden_layers = count
     return twin
