@@ -625,13 +625,14 @@ def test_doctor_reports_the_namesake_broken_plugins_and_unread_variables(monkeyp
     assert ("settings", "warning", "DECODERS_NOBODY_READS_ME is set but nothing reads it") in found
 
 
-@pytest.mark.parametrize(("share", "status"), [(0.0, "ok"), (0.5, "warning")])
+@pytest.mark.parametrize(("share", "threads", "status"), [(0.0, 4, "ok"), (0.5, 4, "warning"), (0.5, 1, "warning")])
 def test_doctor_says_that_other_processes_take_the_cores(
-    share: float, status: str, monkeypatch: pytest.MonkeyPatch
+    share: float, threads: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoders.report.surroundings.busy_share", lambda seconds: share)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     finding = next(one for one in doctor.device() if one.name == "threads")
+    assert ("fewer threads" in finding.detail) == (status == "warning" and threads > 1)
     assert finding.status == status and ("waits 50%" in finding.detail) == (status == "warning")
 
 
