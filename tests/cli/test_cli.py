@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
@@ -715,6 +716,23 @@ def test_an_interrupted_training_says_so_in_one_line(
     (tmp_path / "a.txt").write_text("some text")
     result = run("train", "medusa", "--model", "mine", "--data", "a.txt")
     assert result.exit_code and result.stderr.splitlines() == [said or "interrupted"]
+
+
+@pytest.mark.parametrize("imported", ["decoders.cli", "typer", "decoders.cli.listing"])
+def test_ctrl_c_ends_the_command_line_quietly_while_it_is_imported(imported: str) -> None:
+    interrupting = (
+        "import importlib.abc, sys\n"
+        "class Interrupt(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *given):\n"
+        f"        if name == {imported!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from decoders.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", interrupting, "strategies"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["decoders"] == "decoders.__main__:main"
 
 
 @pytest.mark.parametrize("command", ["draft", "medusa", "eagle3", "dflash"])
