@@ -140,7 +140,7 @@ class Asked(Part):
 
     Attributes:
         instead: fields that are refused, with what to do instead.
-        names: this route's field names, by the chat route's names, for the fields whose names differ.
+        names: this route's field names, by those of refusals, for the fields whose names differ.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD
@@ -310,6 +310,7 @@ class ChatBody(Body):
     """``POST /v1/chat/completions``."""
 
     instead: ClassVar[dict[str, str]] = INSTEAD | {"prompt": "send it to /v1/completions, or as messages"}
+    names: ClassVar[dict[str, str]] = {"prompt": "messages"}
 
     messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -144,7 +144,10 @@ class SchedulerPool:
         given = dict(config or {})
         if strategy is None and not given:
             return self.default, self.config
-        name = resolve_strategy(strategy or self.strategy).name
+        try:
+            name = resolve_strategy(strategy or self.strategy).name
+        except SettingsError as error:  # strategies that cannot be merged
+            raise Refusal(400, str(error), param="strategy", code="invalid_value") from error
         self.client.check(name, given)
         settings = {**self.config, **given} if name == self.default else given
         try:
