@@ -179,9 +179,11 @@ def demo(
         console.print(overview(records))
         if rounds < repeats or new_tokens < max_new_tokens:
             fewer = (
-                f", texts of {new_tokens} tokens in place of {max_new_tokens}" if new_tokens < max_new_tokens else ""
+                f", texts of {amount(new_tokens, 'token')} in place of {max_new_tokens}"
+                if new_tokens < max_new_tokens
+                else ""
             )
-            console.print(f"{rounds} of {repeats} rounds for --seconds {seconds:g}{fewer}", style="dim")
+            console.print(f"{rounds} of {amount(repeats, 'round')} for --seconds {seconds:g}{fewer}", style="dim")
         for warning in filter(None, (noise(records), too_busy or facts["busy"])):
             console.print(warning, style="yellow")
         console.print(
@@ -249,7 +251,7 @@ def compilation(entries: list[Competitor]) -> str:
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
     if not graphs:
         return "nothing compiled"
-    return f"compiled {graphs} graphs in {seconds:.1f} s, once for all calls; no figure below includes it"
+    return f"compiled {amount(graphs, 'graph')} in {seconds:.1f} s, once for all calls; no figure below includes it"
 
 
 def show_order(

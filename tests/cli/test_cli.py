@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,14 +24,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from decoders import cli, demo
+from decoders import bench, cli, demo
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.cli.generate import show_report
 from decoders.constraints import library
 from decoders.engine.model.facts import Invariance
 from decoders.engine.model.kernels import cpu
-from decoders.errors import SettingsError, UnknownNameError
+from decoders.errors import SettingsError, UnknownNameError, amount
 from decoders.registry import PluginInfo, registry, reset_registry
 from decoders.report import Report
 from decoders.settings import RuntimeSettings, parse_assignments
@@ -716,6 +717,20 @@ def test_an_interrupted_training_says_so_in_one_line(
     (tmp_path / "a.txt").write_text("some text")
     result = run("train", "medusa", "--model", "mine", "--data", "a.txt")
     assert result.exit_code and result.stderr.splitlines() == [said or "interrupted"]
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    assert [amount(number, "pass", "passes") for number in (0, 1, 2)] == ["0 passes", "1 pass", "2 passes"]
+    nouns = "completions|graphs|heads|layers|nodes|prompts|requests|rounds|rows|steps|threads|tokens"
+    bare = re.compile(
+        r"\{(?!shown|dtype)[^{}]*(?<!f)\} (?:" + nouns + r")\b(?!/)"
+    )  # without texts, and amounts with a fraction
+    files = [
+        *Path(cli.__file__).parent.glob("*.py"),
+        *(Path(bench.__file__).parent / f"{n}.py" for n in ("tables", "plot")),
+    ]
+    found = [(file.name, match) for file in files for match in bare.findall(file.read_text(encoding="utf-8"))]
+    assert not found, "write amount(number, noun)"
 
 
 @pytest.mark.parametrize("imported", ["decoders.cli", "typer", "decoders.cli.listing"])

@@ -220,6 +220,9 @@ def test_a_layer_that_is_not_an_inner_one_is_refused(layer: int) -> None:
     model = decoders.enable(tiny_model("llama"))
     with pytest.raises(SettingsError, match="layer 1 … 1"):
         decode(model, prompts(), EarlyExit(exit_layer=layer), max_new_tokens=4, decoders_config=EAGER)
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1))
+    with pytest.raises(SettingsError, match="has 1 layer and cannot be left early"):
+        decode(model, prompts(), EarlyExit(exit_layer=layer), max_new_tokens=4, decoders_config=EAGER)
 
 
 def test_a_recurrent_target_cannot_draft_for_itself() -> None:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....common.transformers_compat import SET_BY_GENERATE, decoder_layers
-from ....errors import SettingsError, UnsupportedError
+from ....errors import SettingsError, UnsupportedError, amount
 
 #: Names of the attributes that every module has.
 INTERNAL = frozenset(vars(nn.Module()))
@@ -178,9 +178,12 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     if not layers:
         raise UnsupportedError(f"{name} has no list of decoder layers that could be left early")
     if not 0 < count < len(layers):
-        raise SettingsError(
-            f"{name} has {len(layers)} layers and can be left behind layer 1 … {len(layers) - 1}, not {count}"
+        way = (
+            f"can be left behind layer 1 … {len(layers) - 1}, not {count}"
+            if len(layers) > 1
+            else "cannot be left early"
         )
+        raise SettingsError(f"{name} has {amount(len(layers), 'layer')} and {way}")
     for module in twin.modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:
             del module[count:]
