@@ -1,6 +1,17 @@
-"""``python -m decoders``: the command line."""
+"""The command line, as ``decoders`` and as ``python -m decoders``."""
 
-from .cli import main
+import sys
+
+
+def main() -> None:
+    """Entry point of the console script. Ctrl-C ends it without a traceback already while the commands are imported."""
+    try:
+        from .cli import main as command_line
+
+        command_line()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

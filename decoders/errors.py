@@ -126,9 +126,9 @@ def shortened(text: str, limit: int = 60) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def amount(number: int, noun: str) -> str:
-    """``1 row``, ``2 rows``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def amount(number: int, noun: str, plural: str = "") -> str:
+    """``1 row``, ``2 rows``. plural: the plural of `noun` if it does not end in one more s."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def installing(extra: str) -> str:

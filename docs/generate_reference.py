@@ -275,7 +275,7 @@ CONSTANTS = {
     "decoders.strategies.draft_tree.Beam": "Type of a setting: nodes of a dynamic tree that are continued per level, 1 to 32.",
     "decoders.prompts.reading.Content": "The content of a prompt: a text to continue, or the messages so far, for a chat template: "
     "`str | list[dict[str, str]]`.",
-    "decoders.report.surroundings.WAITING": "The share of its time from which on `busy_share` says that parallel code waits. 0.25.",
+    "decoders.report.surroundings.WAITING": "The share of its time from which on `busy_share` says that code waits. 0.25.",
     "decoders.report.BUSY": "Share of its time, from 0 to 1, that a call may wait for a processor; above it, `Report` warns. 0.5.",
     "decoders.tree.NO_PARENT": "-1, the parent of the root in the lists of parents that `Topology` takes.",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",

@@ -49,10 +49,11 @@ def busy() -> str:
     """A warning if other processes take this machine's cores, else ""."""
     if not (waits := busy_share(0.1)):
         return ""
-    return (
-        f"Busy: other processes take the cores, parallel code waits {waits:.0%} of its time. That slows transformers more than "
-        "this loop, so ratios are too high: measure again on a quiet machine."
+    several = torch.get_num_threads() > 1
+    effect = (
+        "That slows transformers more than this loop, so ratios are too high" if several else "Speeds vary with that"
     )
+    return f"Busy: other processes take the cores, code waits {waits:.0%} of its time. {effect}: measure again on a quiet machine."
 
 
 def has_own_memory(device: torch.device) -> bool:

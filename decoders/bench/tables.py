@@ -123,7 +123,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
         members = [r for r in records if (r.group, r.kind) == (group, kind)]
         _, dtype, batch, temperature = group
         drawn = f" · T = {temperature:g}" if temperature else ""
-        tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
+        tokens = next(
+            (f" · {amount(round(r.prompt_tokens), 'token')} of prompt" for r in members if r.prompt_tokens), ""
+        )
         name = subject(members[0])
         title = f"{name + ' · ' if name else ''}{kind} · {amount(batch, 'row')} · {dtype}{drawn}{tokens}"
         result.append(speed_table(members, title + loops(members)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import SettingsError, UnknownNameError, amount
+from ..errors import SettingsError, UnknownNameError, UnsupportedError, amount
 from .console import plain_console, waiting
 from .models import Device, Threads
 
@@ -88,6 +88,11 @@ def demo(
     output writes anything else.
     """
     started = time.monotonic()
+    if not seconds and (as_json or not live):
+        raise SettingsError(
+            f"--seconds 0 shows the first text only, and {'--json' if as_json else '--no-live'} shows none: for the table, give "
+            "--seconds more than 0"
+        )
     progress = plain_console(stderr=True, quiet=as_json)
     console = plain_console(quiet=as_json)
     known = DEMO_KINDS if model == "demo" else INSTRUCTION_KINDS
@@ -114,6 +119,8 @@ def demo(
         config = {"compile": False if compile is False else "auto"}
         methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
         runnable = [method for method in methods_at_once if not method.impossible]
+        if not runnable and not seconds:
+            raise UnsupportedError("; ".join(f"{method.name}: {method.impossible}" for method in methods_at_once))
         without_draft = [method for method in runnable if "assistant_model" not in method.arguments]
         for first_method in (without_draft or runnable)[-1:]:
             name, _, content = texts[0]
@@ -172,9 +179,11 @@ def demo(
         console.print(overview(records))
         if rounds < repeats or new_tokens < max_new_tokens:
             fewer = (
-                f", texts of {new_tokens} tokens in place of {max_new_tokens}" if new_tokens < max_new_tokens else ""
+                f", texts of {amount(new_tokens, 'token')} in place of {max_new_tokens}"
+                if new_tokens < max_new_tokens
+                else ""
             )
-            console.print(f"{rounds} of {repeats} rounds for --seconds {seconds:g}{fewer}", style="dim")
+            console.print(f"{rounds} of {amount(repeats, 'round')} for --seconds {seconds:g}{fewer}", style="dim")
         for warning in filter(None, (noise(records), too_busy or facts["busy"])):
             console.print(warning, style="yellow")
         console.print(
@@ -242,7 +251,7 @@ def compilation(entries: list[Competitor]) -> str:
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
     if not graphs:
         return "nothing compiled"
-    return f"compiled {graphs} graphs in {seconds:.1f} s, once for all calls; no figure below includes it"
+    return f"compiled {amount(graphs, 'graph')} in {seconds:.1f} s, once for all calls; no figure below includes it"
 
 
 def show_order(

@@ -115,7 +115,8 @@ def device() -> Iterator[Finding]:
     number, waits = torch.get_num_threads(), busy_share(0.1)
     threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
     if waits:
-        busy = f"other processes take the cores: parallel code waits {waits:.0%} of its time. Steps take fewer threads meanwhile"
+        busy = f"other processes take the cores: code waits {waits:.0%} of its time"
+        busy += ". Steps take fewer threads meanwhile" if number > 1 else ""
         if waits > BUSY:
             busy += ", and speeds that are compared now say nothing"
         yield Finding("threads", "warning", f"{threads}; {busy}")

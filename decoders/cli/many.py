@@ -144,7 +144,7 @@ def complete_file(
             progress.update(bar, advance=1, description=speed + (f", {failed} failed" if failed else ""))
     if written != task.left:
         raise SettingsError(
-            f"{task.input} has changed during the run: {task.left} prompts were left at its start, and {written} were completed. "
+            f"{task.input} has changed during the run: {written} of {amount(task.left, 'prompt')} that were left are completed. "
             "Run the same command again"
         )
     startup = ready.prepared_since(begun)
@@ -163,7 +163,7 @@ def complete_file(
             + (f", {earlier} were before" if earlier else "")
             + (f", {task.failed} had failed and were tried again" if task.failed else "")
             + (f", {failed} failed (see their lines; the first: {shortened(first_error, 200)})" if failed else "")
-            + f": {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s; {startup:.1f} s to prepare the model",
+            + f": {amount(tokens, 'token')} in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s; {startup:.1f} s to prepare the model",
             highlight=False,
         )
     return failed
@@ -172,7 +172,7 @@ def complete_file(
 def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
     """Prints that completions cannot be written, and how to continue."""
     typer.secho(
-        f"error: {out.path} cannot be written: {error.strerror}. It contains {written} completions of this run; "
+        f"error: {out.path} cannot be written: {error.strerror}. It contains {amount(written, 'completion')} of this run; "
         "the same command continues after them",
         fg="red",
         err=True,

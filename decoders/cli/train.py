@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..common.files import write_whole
-from ..errors import SettingsError
+from ..errors import SettingsError, amount
 from .benches import check_writable
 from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
@@ -90,4 +90,4 @@ def ngram(
         typer.echo(json.dumps(figures, indent=2))
         return
     shown = ", ".join(f"{count} of {n}" for n, count in enumerate(contexts))
-    typer.echo(f"{table.tokens} tokens; contexts: {shown} tokens; {size / 1e6:.1f} MB. Written to {out}.")
+    typer.echo(f"{amount(table.tokens, 'token')}; contexts: {shown} tokens; {size / 1e6:.1f} MB. Written to {out}.")

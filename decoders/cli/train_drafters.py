@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ..errors import UnknownNameError
+from ..errors import UnknownNameError, amount
 from ..training.recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining
 from .benches import with_options_of
 from .training_options import (
@@ -274,7 +274,7 @@ def lines_of(figures: dict[str, Any]) -> Iterator[str]:
     if (trees := figures.get("trees")) is not None:
         nodes, searched = trees["nodes"], trees["searched"]
         default = f"the default's first {nodes}: {trees['default']:.3f}"
-        yield f"tree of {nodes} nodes: {searched:.3f} tokens a step; {default}"
+        yield f"tree of {amount(nodes, 'node')}: {searched:.3f} tokens a step; {default}"
 
 
 def _shares(values: Iterable[float]) -> str:

@@ -111,9 +111,9 @@ def check_file(name: str) -> None:
         return
     if name.endswith(SUFFIXES) or os.sep in name:
         folder = Path(name).parent
-        others = sorted(file.name for file in folder.glob("*") if file.suffix in SUFFIXES)
-        near = difflib.get_close_matches(Path(name).name, others, n=1)
-        hint = f" Did you mean {str(folder / near[0])!r}?" if near else ""
+        others = {file.stem: file for file in sorted(folder.glob("*")) if file.suffix in SUFFIXES}
+        near = difflib.get_close_matches(Path(name).stem, others, n=1)  # all suffixes are alike
+        hint = f" Did you mean {str(others[near[0]])!r}?" if near else ""
         raise GrammarError(
             f"there is no file {name!r}, and no grammar of this name in the library (`decoders grammars` lists them).{hint}",
             "path",

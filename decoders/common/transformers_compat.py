@@ -48,8 +48,14 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 
 
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
-    """Whether the model has a recurrent state that cannot be rolled back; transformers' assisted generation reads this attribute."""
-    return bool(getattr(model, "_is_stateful", False))
+    """Whether the model has a recurrent state that cannot be rolled back.
+
+    transformers' assisted generation reads this attribute of the class. A class that mixes recurrent layers and attention sets it for
+    all its models, also for a model whose layers are all attention.
+    """
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    attention = {"full_attention", "sliding_attention", "chunked_attention"}
+    return bool(getattr(model, "_is_stateful", False)) and not (kinds and kinds <= attention)
 
 
 def pad_token_of(config: GenerationConfig) -> int:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..common.devices import refuse_meta
 from ..engine.model.layout import context_length, embeddings_of
-from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
+from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError, amount
 from ..settings import RuntimeSettings
 
 #: Keywords of ``generate`` that this package adds.
@@ -397,7 +397,7 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
         )
     if longest + max(new_tokens - 1, 0) > context:
         raise ContextLengthError(
-            f"{longest} prompt tokens plus {new_tokens} new ones exceed the model's context of {context}: "
+            f"{amount(longest, 'prompt token')} plus {new_tokens} new ones exceed the model's context of {context}: "
             f"max_new_tokens can be {max(context + 1 - longest, 0)} at most"
         )
 

@@ -125,8 +125,8 @@ class CallCache(Beginning):
             return torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
         if input_ids.shape[1] <= self.length:
             raise ContextLengthError(
-                f"input_ids have {input_ids.shape[1]} tokens and {self.name} holds {self.length}: give the whole text, cached "
-                "part and at least one token more; or the new tokens alone, with an attention_mask over cached and new ones"
+                f"input_ids have {amount(input_ids.shape[1], 'token')} and {self.name} holds {self.length}: give the whole text, "
+                "cached part and at least one token more; or the new tokens alone, with an attention_mask over cached and new ones"
             )
         return input_ids
 

@@ -289,7 +289,7 @@ def grammar_line(use: GrammarUse, seconds: float) -> str:
 def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
     """The lines about a draft model, followed by its drafter's draft models, indented."""
     quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
-    text = f"{stage.model}{quantized}: {stage.passes} {'pass' if stage.passes == 1 else 'passes'} in {stage.forward_seconds:.2f} s"
+    text = f"{stage.model}{quantized}: {amount(stage.passes, 'pass', 'passes')} in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:
         text += (
             f", {mean_length(stage.accepted_lengths):.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} "

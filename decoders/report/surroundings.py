@@ -10,20 +10,18 @@ from ..common.devices import processor_name, waiting_share
 
 __all__ = ["WAITING", "busy_share", "processor_name"]
 
-#: Parallel code waits too long if its calling thread has no processor for more than this share of the time.
+#: Code waits too long if its calling thread has no processor for more than this share of the time.
 WAITING = 0.25
 
 
 def busy_share(seconds: float = 0.01) -> float:
-    """The share of its time, from 0 to 1, that parallel code waits on this machine now because other processes use the cores.
+    """The share of its time, from 0 to 1, that code of torch's number of threads waits now because other processes use the cores.
 
-    0.0 for a share of at most :data:`WAITING`, and with a single thread, which waits for no other thread.
+    0.0 for a share of at most :data:`WAITING`.
 
     Args:
         seconds: how long to measure.
     """
-    if torch.get_num_threads() == 1:
-        return 0.0
     numbers = torch.zeros(1 << 17)  # large enough to run on several threads
     wall = computing = 0.0
     first, end = True, time.perf_counter() + seconds

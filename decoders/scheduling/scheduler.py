@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..enabling import PreparedCall, check_arguments, enabled, refuse_misspelt
 from ..engine.model.ranks import Ranks
 from ..engine.model.threads import release_threads
-from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
+from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError, amount
 from ..strategy import Strategy
 from .arguments import check_count, check_pause, check_salt, check_turn, own_arguments, prompt_ids
 from .generation import Generation
@@ -217,8 +217,8 @@ class Scheduler:
         tokens = len(call.request.prompts[0]) + call.request.new_tokens
         if tokens > self.slots:
             raise ContextLengthError(
-                f"{len(call.request.prompts[0])} prompt tokens plus {call.request.new_tokens} new ones exceed the {self.slots} "
-                "slots of a row: ask for fewer tokens, or give the Scheduler more slots="
+                f"{amount(len(call.request.prompts[0]), 'prompt token')} plus {call.request.new_tokens} new ones exceed the "
+                f"{self.slots} slots of a row: ask for fewer tokens, or give the Scheduler more slots="
             )
         call.engine.target.check_lengths(tokens, self.rows)
         return call

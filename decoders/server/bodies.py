@@ -140,7 +140,7 @@ class Asked(Part):
 
     Attributes:
         instead: fields that the route refuses, and what the client can do instead.
-        names: maps the chat route's field names to this route's names, for fields whose names differ.
+        names: maps the field names in refusals to this route's names, for fields whose names differ.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD
@@ -310,6 +310,7 @@ class ChatBody(Body):
     """``POST /v1/chat/completions``."""
 
     instead: ClassVar[dict[str, str]] = INSTEAD | {"prompt": "send it to /v1/completions, or as messages"}
+    names: ClassVar[dict[str, str]] = {"prompt": "messages"}
 
     messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)

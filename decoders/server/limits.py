@@ -156,12 +156,14 @@ class Limits:
             message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
             raise Refusal(400, message, code="too_many_values")
 
-    def check_texts(self, count: int) -> None:
-        """Raises Refusal if a request asks for more choices than allowed, or for more choices than fit into the queue."""
+    def check_texts(self, count: int, param: str = "n") -> None:
+        """Raises Refusal if a request asks for more choices than allowed, or for more choices than fit into the queue. param: the field
+        that the refusal names.
+        """
         most = min(self.choices, self.queue + self.rows)
         if count > most:
             message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
-            raise Refusal(400, message, param="n", code="too_many_choices")
+            raise Refusal(400, message, param=param, code="too_many_choices")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
         """The refusal of a prompt with too many `tokens`. slots: tokens of a row."""
@@ -173,7 +175,7 @@ class Limits:
 
         def prompt(given: list[Any]) -> None:
             if given and not isinstance(given[0], int):
-                self.check_texts(len(given))
+                self.check_texts(len(given), "prompt")
 
         def messages(given: list[Any]) -> None:
             if len(given) > self.prompt_tokens:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingsError
+from ..errors import SettingsError, amount
 from ..registry import resolve_strategy
 from ..scheduling.generation import Generation
 from ..scheduling.scheduler import Scheduler
@@ -144,7 +144,10 @@ class SchedulerPool:
         given = dict(config or {})
         if strategy is None and not given:
             return self.default, self.config
-        name = resolve_strategy(strategy or self.strategy).name
+        try:
+            name = resolve_strategy(strategy or self.strategy).name
+        except SettingsError as error:  # strategies that cannot be merged
+            raise Refusal(400, str(error), param="strategy", code="invalid_value") from error
         self.client.check(name, given)
         settings = {**self.config, **given} if name == self.default else given
         try:
@@ -164,8 +167,8 @@ class SchedulerPool:
         if not resting or len(self._closing) >= self.most:  # a scheduler that is being closed still holds its memory
             busy = ", ".join(sorted({each.strategy for each in others}))
             message = (
-                f"{self.most} strategies beside {self.default} are busy, the most that this server runs at a time: "
-                f"{busy}. Try again later"
+                f"this server runs at most {amount(self.most, 'strategy', 'strategies')} beside {self.default} at a time; "
+                f"busy: {busy}. Try again later"
             )
             raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})
         entry = min(resting, key=lambda each: each.used)

@@ -125,7 +125,7 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
         param = "tools" if text.startswith(("tools:", "calls of functions:")) else "response_format"
         return Refusal(400, text, param=param, code="invalid_grammar")
     if isinstance(error, UnknownNameError):
-        named = "strategy" if error.kind == "strategy" else None
+        named = {"strategy": "strategy", "grammar": "response_format"}.get(error.kind)
         return Refusal(400, text, param=named, code=f"unknown_{error.kind.replace(' ', '_')}")
     if isinstance(error, DecodersError) and isinstance(error, ValueError):
         return Refusal(400, text, code="invalid_value")

@@ -162,11 +162,11 @@ class ResponseBody(Asked):
         Raises:
             Refusal: an item or a part of an item is not supported.
         """
-        try:  # the response repeats the request's fields, so JSON has to be able to hold them
-            json.dumps(self.model_dump(exclude={"input"}), allow_nan=False)
-        except (ValueError, RecursionError) as error:
-            message = "a number in the body is out of range, or something is nested too deeply"
-            raise Refusal(400, message, code="invalid_value") from error
+        for name, value in self.model_dump(exclude={"input"}).items():
+            try:  # the response repeats the request's fields, so JSON has to be able to hold them
+                json.dumps(value, allow_nan=False)
+            except (ValueError, RecursionError) as error:
+                raise _wrong(name, "a number is out of range, or something is nested too deeply") from error
         items = [*earlier, *self.items]
         messages = messages_of(items, len(earlier))
         if self.instructions is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.transformers_compat import config_value
 from ..constraints import Backend, Vocabulary, regex
 from ..enabling import OwnDefaults, compiles_grammars_with, enable
-from ..errors import QueueFull, UnsupportedError, shortened
+from ..errors import QueueFull, UnsupportedError, amount, shortened
 from ..registry import resolve_strategy
 from ..scheduling.generation import Generation
 from .arguments import Stops, callbacks, sampling, wrapped
@@ -290,7 +290,8 @@ class Service:
             message = f"{field} is {wanted}; the limit is {limits.new_tokens}"
             raise Refusal(400, message, param=field, code="invalid_value")
         if wanted > left:
-            message = f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.slots}: {field} can be {left}"
+            both = f"{amount(len(prompt), 'prompt token')} and {wanted} new ones"
+            message = f"{both} exceed the context of {self.slots}: {field} can be {left}"
             raise Refusal(400, message, param=field, code="context_length_exceeded")
         return wanted
 

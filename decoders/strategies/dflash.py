@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..drafters import DraftVocabulary, Expansion, ModulePasses
-from ..errors import SettingsError, UnsupportedError
+from ..errors import SettingsError, UnsupportedError, amount
 from ..heads.block_heads import BlockHead, DraftedBlock
 from ..heads.dflash import embedding_of
 from ..heads.dflash_files import HEADS, DFlashFiles, find_draft_model, load_draft_model, read_config
@@ -97,7 +97,7 @@ class DFlash(ReadsFeatures):
         length = levels_of(context, s.length, most)
         if length > most:
             raise SettingsError(
-                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {most} tokens"
+                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {amount(most, 'token')}"
             )
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..costs import draft_budget
-from ..errors import SettingsError, UnsupportedError
+from ..errors import SettingsError, UnsupportedError, amount
 from ..heads.medusa import DEFAULT_TREE, HeadWeights, MedusaHeads, check_fit, find_heads, head_scores, load_heads
 from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
@@ -188,7 +188,9 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
     """Raises SettingsError for a tree that has more levels than there are heads, or ranks outside the vocabulary."""
     config = heads.config
     if not picks or topology.max_depth > config.heads:
-        raise SettingsError(f"medusa: the tree is {topology.max_depth} levels deep, and there are {config.heads} heads")
+        raise SettingsError(
+            f"medusa: the tree is {topology.max_depth} levels deep, deeper than {amount(config.heads, 'head')} can draft"
+        )
     if any(not 0 <= rank < config.vocab_size for _, rank in picks):
         raise SettingsError(f"medusa: ranks in the tree must lie in 0 … {config.vocab_size - 1}")
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..costs import node_budget
-from ..errors import SettingsError, UnsupportedError
+from ..errors import SettingsError, UnsupportedError, amount
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, check_draft, finish_all, merged_traits
 from ..tree import NO_PARENT, Topology, TreeTensors
@@ -173,8 +173,8 @@ class Merged(Strategy):
             needed = max(node + 1 for node, parent in enumerate(shape.parents) if parent == NO_PARENT)
         if needed > left and self.settings.nodes is not None:
             raise SettingsError(
-                f"{part.name} needs {len(shape)} nodes, and only draft tokens among them can be left out; a budget of "
-                f"{self.settings.nodes} nodes leaves it {left}"
+                f"{part.name} needs {amount(len(shape), 'node')}, and only draft tokens among them can be left out; a budget of "
+                f"{amount(self.settings.nodes, 'node')} leaves it {left}"
             )
         return max(left, needed)
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..drafters import DraftVocabulary, ModulePasses
-from ..errors import SettingsError, UnsupportedError
+from ..errors import SettingsError, UnsupportedError, amount
 from ..strategy import Context, Sequences
 from ..tree import TreeTensors
 from .draft_tree import Beam, Children, NodeBudget, TreeForm, TreeForms, levels_of, shape_of
@@ -64,7 +64,9 @@ class Mtp(ReadsFeatures):
         layers = mtp_layers(context.model)
         depth = levels_of(context, s.length, layers.num_mtp_layers)
         if depth > layers.num_mtp_layers:
-            raise SettingsError(f"mtp: length is {depth}, and the model predicts {layers.num_mtp_layers} tokens ahead")
+            raise SettingsError(
+                f"mtp: length is {depth}, and the model predicts {amount(layers.num_mtp_layers, 'token')} ahead"
+            )
         tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)
         drafter = MtpDrafter(context, layers, depth, tree.children, tree.ahead)
         if tree.least_children > drafter.children:

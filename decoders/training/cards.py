@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..errors import amount
 from ..heads.dflash import DFlashConfig
 from ..heads.eagle3 import Eagle3Config
 from ..heads.medusa import HeadsConfig
@@ -34,9 +35,10 @@ tags: [medusa, speculative-decoding]
 ---
 # Medusa heads
 
-{config.heads} heads of {config.layers} residual block(s) for a {type(model).__name__} of hidden size {config.hidden_size} and
-{config.vocab_size:,} tokens: {parameters:,} parameters. Vocabulary projection: {projection}. Head k predicts the token k places
-after the next token. `strategy="medusa"` of hf-decoders uses the heads; they change the speed of decoding, not its output.
+{amount(config.heads, "head")} of {amount(config.layers, "residual block")} for a {type(model).__name__} of hidden size
+{config.hidden_size} and {config.vocab_size:,} tokens: {parameters:,} parameters. Vocabulary projection: {projection}.
+Head k predicts the token k places after the next token. `strategy="medusa"` of hf-decoders uses the heads; they change the speed of
+decoding, not its output.
 
 ## Training
 {_training(training, figures)}
@@ -178,16 +180,16 @@ def draft_card(
             f"layers {layers} of the target's {target.num_hidden_layers}, counted from 0, with its embedding and head"
         )
     else:
-        origin = f"from scratch: hidden size {config.hidden_size}, {config.num_attention_heads} heads"
+        origin = f"from scratch: hidden size {config.hidden_size}, {amount(config.num_attention_heads, 'head')}"
     return f"""---
 library_name: transformers
 tags: [speculative-decoding, draft-model]
 ---
 # Draft model
 
-For a {type(model).__name__} of {figures["target_parameters"]:,} parameters, {target.num_hidden_layers} layers and hidden size
-{target.hidden_size}: {figures["parameters"]:,} parameters, {config.num_hidden_layers} layers, {origin}. Same tokenizer. Pass it as
-`assistant_model=` to hf-decoders; it changes the speed of decoding, not its output.
+For a {type(model).__name__} of {figures["target_parameters"]:,} parameters, {amount(target.num_hidden_layers, "layer")} and hidden size
+{target.hidden_size}: {figures["parameters"]:,} parameters, {amount(config.num_hidden_layers, "layer")}, {origin}. Same tokenizer. Pass
+it as `assistant_model=` to hf-decoders; it changes the speed of decoding, not its output.
 
 ## Training
 Distillation: cross entropy against the target's distribution after every token. {figures["tokens"]:,} tokens in rows of

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import TrainingError
+from ..errors import TrainingError, amount
 from ..heads.medusa import DEFAULT_TREE, HeadsConfig, MedusaHeads, accepted_length, check_fit, save_heads, search_tree
 from .cards import medusa_card
 from .progress import progress_bar
@@ -138,7 +138,7 @@ class _TextSet:
         ids = self.texts.ids
         if len(ids) < 2 and name == "held":
             raise TrainingError(
-                f"{len(ids)} rows of {training.length} tokens are held out, too few to measure accuracy: "
+                f"held out: {amount(len(ids), 'row')} of {training.length} tokens, too few to measure accuracy: "
                 "give more text, or shorter rows"
             )
         dtype = torch.bfloat16 if training.bf16 else torch.float32

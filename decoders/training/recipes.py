@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import SettingsError
+from ..errors import SettingsError, amount
 
 Origin = Literal["layers", "scratch"]
 
@@ -203,7 +203,7 @@ class DraftTraining(Recipe):
             return tuple(layer % count for layer in self.keep)
         kept = self.count_of(count)
         if kept > count:
-            raise SettingsError(f"the target has {count} layers, {kept} cannot be kept")
+            raise SettingsError(f"the target has {amount(count, 'layer')}, {kept} cannot be kept")
         return tuple(round(i * (count - 1) / (kept - 1)) for i in range(kept)) if kept > 1 else (0,)
 
     def count_of(self, count: int) -> int:

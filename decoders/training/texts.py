@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import cache_of
 from ..drafters import cache_keyword
-from ..errors import SettingsError, TrainingError
+from ..errors import SettingsError, TrainingError, amount
 from .progress import progress_bar
 from .recipes import Recipe
 
@@ -111,7 +111,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
             break
     windows = min(len(stream) // length, rows)
     if windows < 1:
-        raise TrainingError(f"the text has {len(stream)} tokens, fewer than a row of {length}")
+        raise TrainingError(f"the text has {amount(len(stream), 'token')}, fewer than a row of {length}")
     ids = torch.tensor(stream[: windows * length]).view(windows, length)
     return ids[torch.randperm(windows, generator=generator)]
 
@@ -275,7 +275,7 @@ class TextStore:
         rows = self.rows("held", judged, held_out_rows(count))
         if len(rows.ids) < LEAST_ROWS:
             raise TrainingError(
-                f"{len(rows.ids)} rows of {self.recipe.length} tokens are held out, too few to measure progress: "
+                f"held out: {amount(len(rows.ids), 'row')} of {self.recipe.length} tokens, too few to measure progress: "
                 "give more text, or shorter rows"
             )
         return self.rows("train", learnt, count), rows

@@ -275,6 +275,23 @@ def test_demo_writes_its_first_text_before_anything_compiles(monkeypatch: pytest
     assert "a first text, with prompt_lookup" in done.output and "ratio" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json"], "--seconds 0 shows the first text only, and --json shows none"),
+        (["--no-live"], "and --no-live shows none: for the table, give --seconds more than 0"),
+        (["-s", "speculative"], "error: speculative: "),
+    ],
+)
+def test_demo_without_time_for_anything_to_show_is_refused(
+    arguments: list[str], said: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    done = run("demo", str(tmp_path), "-n", "6", "--seconds", "0", *arguments)
+    assert done.exit_code == 2 and not done.stdout and said in done.output, done.output
+
+
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_stops_after_the_time_it_was_given() -> None:
     done = run(*DEMO, "--seconds", "0.001", "--json")

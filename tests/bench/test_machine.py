@@ -36,8 +36,18 @@ def test_facts_are_json_safe_and_name_the_versions() -> None:
     assert found["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(("waits", "said"), [(0.5, "waits 50%"), (0.0, "")])
-def test_a_busy_machine_is_said_to_be_busy(waits: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("waits", "threads", "said"),
+    [
+        (0.5, 2, "waits 50% of its time. That slows transformers more"),
+        (0.5, 1, "of its time. Speeds vary"),
+        (0.0, 2, ""),
+    ],
+)
+def test_a_busy_machine_is_said_to_be_busy(
+    waits: float, threads: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     monkeypatch.setattr(machine, "busy_share", lambda seconds: waits)
     assert said in machine.busy() and bool(machine.busy()) == bool(said)
 

@@ -169,7 +169,7 @@ def print_training(console: Console) -> None:
 
 
 def print_findings(console: Console) -> None:
-    busy = "2 (torch.set_num_threads, OMP_NUM_THREADS); other processes take the cores: parallel code waits 51% of its time"
+    busy = "2 (torch.set_num_threads, OMP_NUM_THREADS); other processes take the cores: code waits 51% of its time"
     findings = [
         doctor.Finding("python", "ok", "3.11.7"),
         doctor.Finding("threads", "warning", busy),

@@ -6,9 +6,11 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
@@ -22,14 +24,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from decoders import cli, demo
+from decoders import bench, cli, demo
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.cli.generate import show_report
 from decoders.constraints import library
 from decoders.engine.model.facts import Invariance
 from decoders.engine.model.kernels import cpu
-from decoders.errors import SettingsError, UnknownNameError
+from decoders.errors import SettingsError, UnknownNameError, amount
 from decoders.registry import PluginInfo, registry, reset_registry
 from decoders.report import Report
 from decoders.settings import RuntimeSettings, parse_assignments
@@ -625,13 +627,14 @@ def test_doctor_reports_the_namesake_broken_plugins_and_unread_variables(monkeyp
     assert ("settings", "warning", "DECODERS_NOBODY_READS_ME is set but nothing reads it") in found
 
 
-@pytest.mark.parametrize(("share", "status"), [(0.0, "ok"), (0.5, "warning")])
+@pytest.mark.parametrize(("share", "threads", "status"), [(0.0, 4, "ok"), (0.5, 4, "warning"), (0.5, 1, "warning")])
 def test_doctor_says_that_other_processes_take_the_cores(
-    share: float, status: str, monkeypatch: pytest.MonkeyPatch
+    share: float, threads: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoders.report.surroundings.busy_share", lambda seconds: share)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     finding = next(one for one in doctor.device() if one.name == "threads")
+    assert ("fewer threads" in finding.detail) == (status == "warning" and threads > 1)
     assert finding.status == status and ("waits 50%" in finding.detail) == (status == "warning")
 
 
@@ -714,6 +717,37 @@ def test_an_interrupted_training_says_so_in_one_line(
     (tmp_path / "a.txt").write_text("some text")
     result = run("train", "medusa", "--model", "mine", "--data", "a.txt")
     assert result.exit_code and result.stderr.splitlines() == [said or "interrupted"]
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    assert [amount(number, "pass", "passes") for number in (0, 1, 2)] == ["0 passes", "1 pass", "2 passes"]
+    nouns = "completions|graphs|heads|layers|nodes|prompts|requests|rounds|rows|steps|threads|tokens"
+    bare = re.compile(
+        r"\{(?!shown|dtype)[^{}]*(?<!f)\} (?:" + nouns + r")\b(?!/)"
+    )  # without texts, and amounts with a fraction
+    files = [
+        *Path(cli.__file__).parent.glob("*.py"),
+        *(Path(bench.__file__).parent / f"{n}.py" for n in ("tables", "plot")),
+    ]
+    found = [(file.name, match) for file in files for match in bare.findall(file.read_text(encoding="utf-8"))]
+    assert not found, "write amount(number, noun)"
+
+
+@pytest.mark.parametrize("imported", ["decoders.cli", "typer", "decoders.cli.listing"])
+def test_ctrl_c_ends_the_command_line_quietly_while_it_is_imported(imported: str) -> None:
+    interrupting = (
+        "import importlib.abc, sys\n"
+        "class Interrupt(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *given):\n"
+        f"        if name == {imported!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from decoders.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", interrupting, "strategies"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["decoders"] == "decoders.__main__:main"
 
 
 @pytest.mark.parametrize("command", ["draft", "medusa", "eagle3", "dflash"])

@@ -169,7 +169,7 @@ def test_a_file_of_prompts_that_changes_meanwhile_is_no_success(
     prompts.write_text("a\nb\n")
     monkeypatch.setattr(Task, "lines", lambda task: iter([]))
     code, printed = run("--input", str(prompts), "--output", str(out))
-    assert code == 2 and "2 prompts were left at its start, and 0 were completed" in " ".join(printed.split())
+    assert code == 2 and "0 of 2 prompts that were left are completed" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_ends_the_run_with_what_it_has(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(OutputLines, "write", fails)
         code, printed = run("--input", str(prompts), "--output", str(out))
-    assert code == 1 and "No space left on device" in printed and "It contains 1 completions of this run" in printed
+    assert code == 1 and "No space left on device" in printed and "It contains 1 completion of this run" in printed
     assert run("--input", str(prompts), "--output", str(out))[0] == 0
     assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0, 1, 2]
 

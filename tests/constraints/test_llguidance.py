@@ -146,6 +146,23 @@ def test_errors_of_llguidance_come_with_its_own_message(vocabulary: Vocabulary) 
         LLGuidance().compile(Language("mine"), vocabulary)
 
 
+@pytest.mark.parametrize(
+    ("lark", "said"),
+    [
+        ('start: "a" b', "Define it (`b: …`), or write a text in quotes."),
+        ('start: "a" b\nitem: "x"', "or write a text in quotes. Choose from: item, start."),
+        ('start: itm\n?item: "x"', "Did you mean 'item'? Choose from: item, start."),
+        ("%import common.NUMBER\nstart: NUMBR", "Did you mean 'NUMBER'? Choose from: NUMBER, start."),
+        ("%import common.NUMBER -> COUNT\nstart: COUNTS", "Did you mean 'COUNT'?"),
+        ('%ignore WS\nstart: "a"', "Define it (`%import common.WS`), or"),
+    ],
+)
+def test_an_unknown_name_comes_with_those_that_may_be_meant(lark: str, said: str) -> None:
+    with pytest.raises(GrammarError, match="unknown name") as caught:
+        sources.refuse_invalid(Language("mine", lark=lark))
+    assert said in str(caught.value) and "Choose from: start." not in str(caught.value)
+
+
 def test_nothing_is_fetched_for_a_remote_reference(vocabulary: Vocabulary) -> None:
     with pytest.raises(GrammarError, match="does not fetch"):
         compiled(vocabulary, lark='start: %json {"$ref": "http://example.invalid/x"}')

@@ -389,5 +389,12 @@ def test_a_file_that_is_given_as_a_string_is_named(tmp_path: Path) -> None:
         for read in (as_spec, resolve_grammar):
             with pytest.raises(GrammarError, match=message):
                 read(name)
+    (tmp_path / "a.json").write_text("{}")
+    for wrong, near in (("nope.json", None), ("rule.json", "rules.lark"), ("rulse.lark", "rules.lark")):
+        with pytest.raises(GrammarError, match="there is no file") as refused:
+            as_spec(str(tmp_path / wrong))  # only names that are alike are suggested, whatever the suffix
+        assert str(refused.value).partition("lists them).")[2] == (
+            f" Did you mean {str(tmp_path / near)!r}?" if near else ""
+        )
     with pytest.raises(GrammarError, match="the schema 'missing' is not JSON"):
         decoders.json_schema("missing").language()

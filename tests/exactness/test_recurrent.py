@@ -193,6 +193,22 @@ def test_processors_penalties_and_scores_go_on_working():
         assert torch.allclose(own, other, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_5", dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)),
+        ("granitemoehybrid", dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)),
+        ("nemotron_h", dict(num_hidden_layers=2, layers_block_type=["attention"] * 2)),
+        ("recurrent_gemma", dict(num_hidden_layers=2, block_types=["attention"])),
+    ],
+)
+def test_models_without_recurrent_layers_of_designs_that_have_them_are_decoded(name, options):
+    model, inputs = decoders.enable(tiny_model(name, **options)), prompts(2)
+    expected = decode(model, inputs, max_new_tokens=NEW).sequences
+    out = decode(model, inputs, PromptLookup(length=5, branches=3), max_new_tokens=NEW, decoders_config=EAGER)
+    assert_same_tokens(model, inputs, expected, out.sequences, name)
+
+
 class Watching(Autoregressive):
     """Reads hidden layers, which needs a module tree of its own."""
 

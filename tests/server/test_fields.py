@@ -107,6 +107,10 @@ def failures(client: Any, chosen: list[tuple[tuple[Any, ...], str, bytes]], rout
         response = client.post(route, content=content, headers={"Content-Type": "application/json"})
         if response.status_code not in (200, 400, 404, 504):  # another model's name, a deadline of nothing
             wrong.append(f"{path} = {extreme[:40]}: {response.status_code} {response.text[:200]}")
+        elif response.status_code == 400 and not (error := response.json()["error"])["param"]:
+            # No single field is at fault in a body that is no JSON, and in values that together leave no token to draw.
+            if error["code"] != "invalid_json" and "nothing can be drawn" not in error["message"]:
+                wrong.append(f"{path} = {extreme[:40]}: no field is named: {response.text[:200]}")
         elif response.status_code == 504 and path != ("deadline",):
             wrong.append(f"{path} = {extreme[:40]}: {response.text[:200]}")
     return wrong
@@ -133,6 +137,27 @@ def test_extreme_values_of_plain_fields_are_answered_or_refused(client: Any, rou
     ]
     assert not failures(client, chosen, route)
     assert not [record for record in caplog.records if record.name == "decoders.server"]
+
+
+@pytest.mark.parametrize("route", [COMPLETE, CHAT, RESPOND])
+def test_a_refusal_names_the_field_with_the_wrong_value(client: Any, route: str) -> None:
+    from decoders.server.bodies import ChatBody, CompletionBody
+    from decoders.server.response_bodies import ResponseBody
+
+    kinds: dict[str, Any] = {COMPLETE: CompletionBody, CHAT: ChatBody, RESPOND: ResponseBody}
+    given = {COMPLETE: {"prompt": "a", "max_tokens": 1}, CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+             RESPOND: {"input": "a", "max_output_tokens": 1}}[route]  # fmt: skip
+    fields = {*kinds[route].model_fields, *kinds[route].instead, "nothing_has_this_name"}
+    named = set()
+    for name in fields:
+        for wrong in ("-1e400", "5", '"wrong"', '{"a": 1e400}'):
+            content = written({**given, name: None}, (name,), wrong)
+            response = client.post(route, content=content, headers={"Content-Type": "application/json"})
+            if response.status_code != 200:
+                error = response.json()["error"]
+                assert (error["param"] or "").partition(".")[0] == name, f"{name} = {wrong}: {error}"
+                named.add(name)
+    assert named == fields
 
 
 @pytest.mark.slow

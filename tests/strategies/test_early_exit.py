@@ -181,6 +181,34 @@ def test_the_cut_model_shares_weights_and_leaves_the_target_as_it_is() -> None:
     assert len(model.model.layers) == layers
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gemma4", {}),  # its embeddings have a part for each layer
+        ("bamba", dict(num_hidden_layers=2, attn_layer_indices=[0, 1])),  # its config computes the kinds of its layers
+        ("jamba", dict(num_hidden_layers=2, attn_layer_period=1, attn_layer_offset=0)),
+    ],
+)
+def test_designs_that_know_all_their_layers_can_be_left_early(name: str, options: dict) -> None:
+    model, inputs = tiny_model(name, **options), prompts(2)
+    hidden = []
+    layers = len(model.model.layers)
+    model.model.layers[layers - 2].register_forward_hook(
+        lambda _, args, out: hidden.append(out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        model(**inputs)
+        norm = getattr(model.model, "norm", None) or model.model.final_layernorm
+        expected = model.lm_head(norm(hidden[0]))
+        assert torch.allclose(first_layers(model, layers - 1)(**inputs).logits, expected, atol=1e-4)
+    model = decoders.enable(tiny_model(name, **options))
+    expected = decode(model, inputs, max_new_tokens=16).sequences
+    for layer in range(1, layers):
+        out = decode(model, inputs, EarlyExit(exit_layer=layer), max_new_tokens=16, decoders_config=EAGER)
+        assert_same_tokens(model, inputs, expected, out.sequences, f"{name}, {layer}")
+        assert out.report.drafted > 0
+
+
 def test_transformers_argument_says_where_to_leave() -> None:
     model = decoders.enable(tiny_model("llama"))
     out = decode(model, prompts(), "early_exit", assistant_early_exit=1, max_new_tokens=6, decoders_config=EAGER)
@@ -191,6 +219,9 @@ def test_transformers_argument_says_where_to_leave() -> None:
 def test_a_layer_that_is_not_an_inner_one_is_refused(layer: int) -> None:
     model = decoders.enable(tiny_model("llama"))
     with pytest.raises(SettingsError, match="layer 1 … 1"):
+        decode(model, prompts(), EarlyExit(exit_layer=layer), max_new_tokens=4, decoders_config=EAGER)
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1))
+    with pytest.raises(SettingsError, match="has 1 layer and cannot be left early"):
         decode(model, prompts(), EarlyExit(exit_layer=layer), max_new_tokens=4, decoders_config=EAGER)
 
 

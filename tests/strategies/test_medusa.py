@@ -168,7 +168,10 @@ def test_heads_of_another_model_are_refused_and_both_sizes_named():
 
 @pytest.mark.parametrize(
     ("tree", "reason"),
-    [(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), "4 levels deep, and there are 3"), (((128,),), "must lie in")],
+    [
+        (((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), "4 levels deep, deeper than 3 heads can draft"),
+        (((128,),), "must lie in"),
+    ],
 )
 def test_trees_that_the_heads_cannot_fill_are_refused(tree, reason):
     with pytest.raises(SettingsError, match=reason):

@@ -140,7 +140,7 @@ def test_the_card_tells_what_speculative_reports(model, tokenizer) -> None:
 def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer) -> None:
     with pytest.raises(TrainingError, match="the text has"):
         train(model, tokenizer, ["w1 w2"], tmp_path)
-    with pytest.raises(TrainingError, match="rows of 24 tokens are held out, too few to measure progress"):
+    with pytest.raises(TrainingError, match="held out: 1 row of 24 tokens, too few to measure progress"):
         train(model, tokenizer, [" ".join(f"w{i % 90 + 1}" for i in range(600))], tmp_path)
 
 

@@ -131,9 +131,22 @@ def refuse_invalid(language: Language) -> None:
 
 def _invalid(language: Language, message: str) -> GrammarError:
     unknown = re.search(r'unknown name: "(\w+)"', message)
-    rules = re.findall(r"^[?!]?(\w+)[^:\n]*:", language.lark or "", re.MULTILINE)
-    hint = f"\n{suggest(unknown[1], rules)}" if unknown else ""
+    hint = f"\n{_instead(unknown[1], language.lark or '')}" if unknown else ""
     return GrammarError(f"{language.name}: llguidance cannot compile it: {reason(message)}{hint}")
+
+
+def _instead(name: str, lark: str) -> str:
+    """What to write instead of `name`, which the grammar does not define."""
+    import llguidance
+
+    rules = re.findall(r"^[?!]?(\w+)[^:\n]*:", lark, re.MULTILINE)
+    imported = re.findall(r"^%import\b.*?(\w+)[ \t]*$", lark, re.MULTILINE)
+    choices = suggest(name, {*rules, *imported}) if {*rules, *imported} - {"start"} else ""
+    if choices.startswith("Did you mean"):
+        return choices
+    common = f"%import common.{name}"
+    known = not llguidance.LLMatcher.validate_grammar(f"{common}\nstart: {name}")
+    return f"Define it (`{common if known else f'{name}: …'}`), or write a text in quotes. {choices}".rstrip()
 
 
 def _with_room(text: str, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...common.transformers_compat import rope_parameters_of, rope_type_of, set_rope_type
-from ...errors import ContextLengthError, UnsupportedError
+from ...errors import ContextLengthError, UnsupportedError, amount
 
 #: The rope types whose tables depend on the length. True: all lengths beyond the border share a table.
 VARYING = {"longrope": True, "dynamic": False}
@@ -72,8 +72,8 @@ class Sides:
             return
         room = border + 1 - prompt
         raise ContextLengthError(
-            f"{changes} {border} tokens, and {prompt} prompt tokens plus {new_tokens} new ones exceed that length, while the loop "
-            "decodes a text with one table: "
+            f"{changes} {border} tokens, and {amount(prompt, 'prompt token')} plus {new_tokens} new ones exceed that length, while the "
+            "loop decodes a text with one table: "
             + (f"max_new_tokens can be {room} at most, or " if room > 0 else "shorten the prompt, or ")
             + otherwise
         )

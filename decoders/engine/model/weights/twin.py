@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....common.transformers_compat import SET_BY_GENERATE, decoder_layers
-from ....errors import SettingsError, UnsupportedError
+from ....errors import SettingsError, UnsupportedError, amount
 
 #: Names of the attributes that every module has.
 INTERNAL = frozenset(vars(nn.Module()))
@@ -179,15 +179,16 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     if not layers:
         raise UnsupportedError(f"{name} has no list of decoder layers that could be left early")
     if not 0 < count < len(layers):
-        raise SettingsError(
-            f"{name} has {len(layers)} layers and can be left behind layer 1 … {len(layers) - 1}, not {count}"
+        way = (
+            f"can be left behind layer 1 … {len(layers) - 1}, not {count}"
+            if len(layers) > 1
+            else "cannot be left early"
         )
+        raise SettingsError(f"{name} has {amount(len(layers), 'layer')} and {way}")
     for module in twin.modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:
             del module[count:]
-    config = twin.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None)
-    config.num_hidden_layers = count
-    if isinstance(kinds, list):
-        config.layer_types = kinds[:count]
+    # Only the whole model's config has the new number: by their own, modules divide tables with a part for each layer (Gemma 4).
+    twin.config = copy.deepcopy(twin.config)
+    twin.config.get_text_config(decoder=True).num_hidden_layers = count
     return twin
