@@ -51,7 +51,7 @@ class Auto(Strategy):
     """Verifies in every step the draft tokens that are worth their time, from all of its candidates.
 
     Trying the candidates costs about 1 % of the time of plain decoding. Candidates that bring no gain are tried less and less often.
-    A call that has fallen 2 % behind plain decoding decodes plainly until it can afford another attempt.
+    A call that has fallen 1.5 % behind plain decoding decodes plainly until it can afford another attempt.
     """
 
     name = "auto"
