@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[Any, str, str]] = {
     "properties": (lambda: decoders.json_schema(MANY), r"\$: properties: an object of 2,001 properties", "additionalProperties"),
     "values": (lambda: decoders.json_schema(WIDE), r"\$\.properties\.kind: enum: an enumeration of 20,001", "the values share"),
     "pattern": (lambda: decoders.json_schema(COPIES), r"\$\.properties\.code: pattern: the pattern '\(ab", r"repeat with \* or \+"),
-    "time": (lambda: decoders.json_schema(SLOW), r"\$: patternProperties: .*0\.05 s, the setting constraint_seconds", "strict=False"),
+    "time": (lambda: decoders.json_schema(SLOW), r"\$.*: patternProperties: .*0\.05 s, the setting constraint_seconds", "strict=False"),
     "regex": (lambda: decoders.regex("a" * 3001, backend="llguidance"), r"regex aaa.*\D3,000 that", "classes of characters"),
     "repetition": (lambda: decoders.regex("(ab){1000000}"), r"'\{1000000\}' at character 4", "the limit is 99,999"),
     "choice": (lambda: choice(["b", "a" * (CHOICES_LIMIT + 1)]), "the longest is number 1, of 5,000,001", "that they share"),
