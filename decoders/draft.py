@@ -118,7 +118,7 @@ class Draft:
 
     @property
     def in_place(self) -> bool:
-        """:attr:`~decoders.tree.topology.Topology.in_place` of the topology; False for trees per row, because it is unknown there."""
+        """:attr:`~decoders.tree.topology.Topology.in_place` of the topology; False for trees per row, for which it is unknown."""
         return isinstance(self.topology, Topology) and self.topology.in_place
 
     @property
@@ -133,7 +133,9 @@ class Draft:
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """The first `count` draft tokens of every row as a draft. They are trees, because parents come before their children."""
+        """The first `count` draft tokens of every row as a draft. The first nodes of a tree are a tree, because parents come before
+        their children.
+        """
         if count >= self.tokens.shape[1]:
             return self
         return replace(

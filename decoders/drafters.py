@@ -63,7 +63,7 @@ class Drafter(ABC):
 
     A round is :meth:`begin`, then forward passes, then a draft made of their results. For a chain, :meth:`extend` appends the draft
     model's own token to every row. With a stage (a strategy that drafts for the draft model), :meth:`advance` verifies the stage's
-    draft tokens as the shared loop does, and may append several. For a tree, :meth:`root` and :meth:`expand` return the best
+    draft tokens as the target verifies drafts, and may append several. For a tree, :meth:`root` and :meth:`expand` return the best
     continuations of nodes, level by level. All results stay on the device.
 
     Attributes:
@@ -276,7 +276,7 @@ class OpensModule(Protocol):
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """Returns the module's forward passes, with a draft model's slot cache, tree masks and kernels; compiled if the call is.
+        """Returns passes of the module that use slot cache, tree masks and kernels like a draft model's; compiled if the call is.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
@@ -307,7 +307,7 @@ class Forced(Protocol):
         """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
 
         The bytes are split into tokens by the row's tokenization history: into tokens that followed the same token, or began with the
-        same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later ones are
+        same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later bytes are
         omitted.
 
         sequences: the rows as committed, as :meth:`Strategy.propose` gets them.

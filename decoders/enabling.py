@@ -1,6 +1,7 @@
-"""Enables, disables, releases, warms up and calibrates models. ``hf`` has the replacement of ``generate``.
+"""Enables, disables, releases, warms up and calibrates models.
 
-The only module that imports ``hf``; schedulers get prepared calls from :func:`enabled`.
+This is the only module that imports ``hf``, which has the replacement of ``generate``. Schedulers get prepared calls from
+:func:`enabled`.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def compiles_grammars_with(
         config: ``decoders_config`` of the calls.
 
     Raises:
-        UnsupportedError: there is no tokenizer, its tokens have no bytes, or `stops` is empty.
+        UnsupportedError: there is no tokenizer, its tokens' bytes are unknown, or `stops` is empty.
     """
     return enabled(model).compiles_with(stops, config)
 

@@ -82,8 +82,8 @@ class Strategy(Configured, ABC):
         hints: the strategy's setting for each drafting argument of transformers, ``{"num_assistant_tokens": "length"}``. Other
             drafting arguments raise.
         auto_place: its place among the candidates of ``auto``. ``auto`` asks candidates with low numbers first, so cheap strategies
-            have low numbers: the built-in ones 10 (no work) to 50 (a second model). None: it is a candidate only if the user names it.
-            A candidate must be `exact`, and declare `rests` unless it has no `observe`.
+            have low numbers: the built-in strategies 10 (no work) to 50 (a second model). None: it is a candidate only if the user
+            names it. A candidate must be `exact`, and declare `rests` unless it has no `observe`.
         auto_settings: its settings as a candidate of ``auto``. Drafts can be longer, because ``auto`` verifies only the part that pays.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.

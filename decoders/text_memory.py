@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 __all__ = ["ChainedText", "Occurrence", "TextMemory"]
 
-#: Lengths of the chained n-grams, the longest first. If a longer n-gram matches, shorter ones are not looked up.
+#: Lengths of the chained n-grams, the longest first. If a longer n-gram matches, shorter n-grams are not looked up.
 ORDERS = (4, 2, 1)
-#: Bits per token in the key of an n-gram.
+#: Number of bits per token in the key of an n-gram.
 BITS = 22
 
 SEPARATOR = -1

@@ -202,7 +202,7 @@ def advise(
     compile = compile and seconds >= 2 * COMPILING
     first_parts = seconds - COMPILING * compile
     new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
-    #: As last measured: seconds in which a method writes all texts once, and seconds for converting weights to a number format.
+    #: Last measured seconds: in which a method writes all texts once, and for converting weights to a number format.
     each, packing = 0.0, time.monotonic() - begin
 
     def told(what: str, _: float = 0.0) -> None:

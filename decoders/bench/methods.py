@@ -26,11 +26,12 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Settings that are fixed in an engine. A model has only one engine, so other values of these settings need a twin of the model.
+#: Settings that are fixed in an engine. A model has only one engine, so other values need a second model object with the same
+#: parameters.
 OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"
-#: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
+#: Number of tokens that transformers' own prompt lookup proposes per step (the value in its documentation).
 LOOKUP_TOKENS = 10
 STATIC, COMPILED = "transformers-static", "transformers-compiled"
 LOOKUP, ASSISTED = "transformers-prompt-lookup", "transformers-assisted"
@@ -54,7 +55,7 @@ class Sampling:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``generate``, without the seed."""
-        # All three are given, even without effect, because the model's config would replace missing ones.
+        # All three are given, even without effect, because the model's config would replace missing arguments.
         return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
@@ -218,7 +219,7 @@ def strategy_methods(
 
     A name may have settings, ``speculative[length=2]``, and occur several times with different settings. ``a+b`` merges strategies,
     each with brackets of its own. Some keys in brackets are not settings of the strategy: ``verifier=…`` names a verifier;
-    ``grammar=…`` names a grammar of the library or a file; ``compile=false`` measures the uncompiled tier; with ``memory=true``,
+    ``grammar=…`` names a grammar of the library or a file; ``compile=false`` measures uncompiled steps; with ``memory=true``,
     strategies keep what they learn from one prompt of a round to the next; ``weights=int4``, ``kv_cache=int8`` and
     ``draft_weights=int8`` set number formats, on a twin of `model` that shares its parameters. Every call prefills its whole prompt,
     unless `decoders_config` says otherwise. When sampling, plain decoding comes first: the other methods are compared with it.

@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights. Their times equal those of the real models; their texts are noise.
+"""Models of well-known shapes with random weights. Their times equal the times of the real models; their texts are noise.
 
 A step's time depends on sizes alone. How often drafts are accepted depends on the weights, so it means nothing here.
 """

@@ -20,7 +20,7 @@ from ..bench import Method, Workload, decode
 from ..common.pieces import TextPieces
 
 ACCEPTED, OWN = "bold green", "white"
-#: Lines of the prompt that stay in view.
+#: Number of lines of the prompt that stay in view.
 PROMPT_LINES = 4
 #: The time for making a model ready is shown if it is at least this number of seconds.
 SHOWN_SECONDS = 0.5

@@ -57,9 +57,9 @@ class Auto(Backend):
         return self.choices[0]().restore(content, language, vocabulary, policy)
 
 
-#: Only expressions with a count of two digits or more are estimated.
+#: Only expressions with a repetition such as ``{10}`` or ``{2,10}``, of two digits or more, are estimated.
 _COUNT = re.compile(r"\{(?:\d*,)?\d{2,}")
-#: States of an automaton that reads any one character in UTF-8, besides its first state.
+#: Number of states of an automaton that reads any one character in UTF-8, besides its first state.
 _ANY = 8
 #: Least number of states of an automaton that reads a character of two bytes or more, besides its first state.
 _BEYOND_ASCII = 2
@@ -90,7 +90,7 @@ def _states(pattern: Pattern) -> int:
             return _ANY if _ALMOST_ANY.search(text) else 1 if text.isascii() else _BEYOND_ASCII
         case Cat(parts):
             return sum(map(_states, parts))
-        case Or(parts):  # single characters share all states, longer alternatives share all states, both share the last
+        case Or(parts):  # characters share states, so do longer alternatives, and all share the last state
             characters = max((_states(part) for part in parts if isinstance(part, (Chars, Class))), default=1)
             longer = max((_states(part) for part in parts if not isinstance(part, (Chars, Class))), default=1)
             return characters + longer - 1

@@ -35,7 +35,7 @@ class FunctionCalls:
         functions: Iterable[tuple[str, dict[str, Any] | None, bool | None]], format: CallFormat, *, required: bool = False,
         several: bool = True,
     ) -> FunctionCalls:  # fmt: skip
-        """The calls of some functions.
+        """Describes the function calls that an answer may have.
 
         Args:
             functions: for each function its name; the JSON schema of its parameters, or None if it has none; and whether keywords

@@ -18,7 +18,7 @@ from .vocabulary import Vocabulary
 
 #: Greatest number of entries of a table; larger grammars are walked on the host.
 ENTRIES = 1 << 24
-#: Entries of a table that are computed at a time: 32 MB of states.
+#: Number of table entries that are computed at a time: 32 MB of states.
 CHUNK = 1 << 22
 
 

@@ -186,7 +186,7 @@ class Choice(Spec):
 
 #: Greatest number of keywords left out of one schema; greatest number of steps to find them, in multiples of ``limits.STEPS``.
 _MOST_DROPPED, _MOST_ATTEMPTS = 100, 4
-#: Keywords that are never left out, because validation needs them as well.
+#: Keywords that are never left out, because validating the finished text needs them, too.
 _NEEDED = ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "type")
 _UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
 _WARNINGS = (

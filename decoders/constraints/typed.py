@@ -153,7 +153,7 @@ def _conditions(node: dict[str, Any]) -> set[str]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON can express `value` itself."""
+    """Whether `value` is None, or exactly a str, int, bool or float."""
     return value is None or type(value) in (str, int, bool, float)
 
 
@@ -241,7 +241,7 @@ class _Schemas(GenerateJsonSchema):
 
 
 def _counted(most: int | None, places: int | None) -> dict[str, Any]:
-    """Keywords for numbers with at most `most` digits, `places` of them after the point."""
+    """Keywords for numbers of limited length. most: greatest number of digits; places: greatest number of digits after the point."""
     conditions: dict[str, Any] = {}
     if places is not None and places <= _DIGITS:
         conditions["multipleOf"] = json.loads(f"1e-{places}") if places else 1

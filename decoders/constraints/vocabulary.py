@@ -155,7 +155,7 @@ class Vocabulary:
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of the longest token."""
+        """Number of bytes of the longest token."""
         return max(map(len, self.ids), default=0)
 
     @cached_property

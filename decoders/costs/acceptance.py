@@ -1,4 +1,4 @@
-"""Acceptance rates of draft tokens, by drafter and by place in the draft.
+"""Acceptance rates of draft tokens, by drafter and by place in the draft. A set of drafters is an integer with a bit per drafter.
 
 A row writes the same tokens whatever its drafts are. So every draft, verified or not, is compared with these tokens: trying a drafter
 costs drafting time, but no forward pass.

@@ -1,4 +1,4 @@
-"""Cost curves: measured seconds of a step by nodes, rows, context and tier, and the files that store them."""
+"""Cost curves: measured seconds of a step by nodes, rows, context and tier (compiled or not), and the files that store the curves."""
 
 from __future__ import annotations
 
@@ -177,7 +177,9 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
 
 
 def write(folder: Path, curve: CostCurve) -> Path | None:
-    """Stores `curve`, merged with points that another process stored meanwhile. Returns None, with a warning, if writing fails."""
+    """Stores `curve`, merged with the points in the file, to which another process may have added points. Returns None, with a warning,
+    if writing fails.
+    """
     path = path_of(folder, curve.subject)
     try:
         kept = read(folder, curve.subject) if path.exists() else None

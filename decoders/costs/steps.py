@@ -161,7 +161,7 @@ class StepCosts:
         if self.curve is None:
             self._line.observe(self.rows * nodes, seconds, compiled)
             return
-        # The curve is linear between contexts, so it is evaluated again only after the context changed by a quarter.
+        # The curve varies slowly with the context (piecewise linear), so it is evaluated again only after a change by a quarter.
         if compiled != self.compiled or not 0.8 * self.context <= context <= 1.25 * self.context:
             known = self._of_size if compiled == self.compiled else {}
             self.compiled, self.context = compiled, context

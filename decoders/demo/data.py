@@ -53,7 +53,7 @@ _SKIPPED_FILES = (
     "usercustomize.py",
 )
 
-#: Lines and characters of the functions that edit tasks are made of.
+#: Possible numbers of lines, and greatest number of characters, of the functions that edit tasks are made of.
 LINES = range(5, 41)
 MAX_CHARACTERS = 3600
 COPY_SHARE = 0.25

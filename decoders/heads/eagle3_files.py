@@ -227,7 +227,7 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
 def read_vocabulary(
     d2t: Tensor | None, t2d: Tensor | None, size: int, drafted: int, place: str, device: torch.device
 ) -> DraftVocabulary:
-    """The draft vocabulary of a checkpoint: `drafted` of the target's `size` tokens.
+    """The draft vocabulary of a checkpoint. size: number of the target's tokens. drafted: number of tokens in the draft vocabulary.
 
     Args:
         d2t, t2d: the checkpoint's tables, as :meth:`DraftVocabulary.of` takes them.
@@ -288,7 +288,9 @@ def save_head(
 
 
 def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """A checkpoint's tables d2t and t2d for the draft tokens `ids` (``[D]`` int64, ascending) of `size` tokens; empty without `ids`."""
+    """A checkpoint's tables d2t and t2d for the draft tokens `ids` (``[D]`` int64, ascending) from a vocabulary of `size` tokens; empty
+    without `ids`.
+    """
     if ids is None:
         return {}
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}

@@ -224,7 +224,7 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The drafting hints in `source`."""
+    """transformers' drafting arguments (:data:`HINTS`) in `source`."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
     if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # draft lengths are learnt per call
         hints["num_assistant_tokens_schedule"] = "heuristic"

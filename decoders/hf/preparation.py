@@ -1,4 +1,6 @@
-"""Translates the processors, criteria and generation config that transformers prepares for a call. Calls of a kind share the result."""
+"""Translates the processors, criteria and generation config that transformers prepares for a call. Calls that differ only in prompt and
+length share the result.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _INSIDE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriter
 #: Exact types of stopping criteria that decide each row independently.
 _BY_ROW = (stopping_criteria.StopStringCriteria, stopping_criteria.MaxTimeCriteria)
 
-#: Arguments of ``generate`` that differ between calls of a kind, or that transformers does not get.
+#: Arguments of ``generate`` that may differ between calls that share a preparation, or that transformers does not get.
 _OWN = frozenset(
     {"input_ids", "attention_mask", "max_new_tokens", "streamer", "tokenizer", "assistant_model", "assistant_tokenizer"}
 )

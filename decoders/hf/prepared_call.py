@@ -266,7 +266,7 @@ def prepared_by_transformers(
     arguments["stopping_criteria"] = criteria
     if arguments.get("generation_config") is not None:
         arguments["generation_config"] = _without_own_work(arguments["generation_config"])
-    # transformers fills gaps from the model's generation config, so a shallow copy of the model gets a cleaned config.
+    # transformers takes unset options from the model's generation config, so a shallow copy of the model gets one without our options.
     stand_in: Any = copy.copy(model)
     stand_in.generation_config = _without_own_work(model.generation_config)
     without_position_ids(stand_in)

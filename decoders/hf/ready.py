@@ -25,7 +25,7 @@ from .wrapper import Generate
 
 #: A periodic prompt, so that drafts of every size are proposed and accepted; ids are taken modulo the vocabulary's size.
 PROMPT = (3, 5, 7, 11) * 6
-#: New tokens of the call that times a strategy's own work.
+#: Number of new tokens of the call that times a strategy's own work.
 TOKENS = 32
 
 

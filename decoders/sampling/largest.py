@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Tokens per block in the search for the largest scores.
+#: Number of tokens per block in the search for the largest scores.
 BLOCK = 64
 #: Up to this many scores, plain ``topk`` is faster.
 FEW = 2**17

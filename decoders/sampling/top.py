@@ -11,7 +11,7 @@ from torch import Tensor
 
 #: The largest k of the operation ``top_k``; for a larger k, ``large_top_k`` sorts the vocabulary.
 MOST_OF_TOP_K = 1024
-#: Tokens per block of a running count; blocks run in parallel.
+#: Number of tokens per block of a running count; blocks run in parallel.
 _BLOCK = 1024
 
 
@@ -67,11 +67,11 @@ def counted(marked: Tensor) -> Tensor:
 
 # The functions below find borders by radix selection over the scores' bits, in a few passes of static size that can be recorded.
 
-#: Bits of a score that each pass decides, from the highest down.
+#: Number of a score's bits that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
 #: Number of copies of a pass's sums. Most scores share their upper bits, and atomic additions to one address wait for each other.
 _COPIES = 16
-#: Scores per slice, limited because a pass needs nine times their memory.
+#: Greatest number of scores per slice, because a pass needs nine times their memory.
 MOST_AT_ONCE = 2**23
 
 
@@ -97,7 +97,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
     The border is the largest rank whose weight, together with the weights of all higher ranks, is at least `wanted`.
 
     Args:
-        ranks: ``[B, N, V]`` int32, from :func:`rank_of`.
+        ranks: ``[B, N, V]`` int32, from :func:`rank_of`: the better the score, the higher the rank.
         weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums do not depend on CUDA's varying order.
         wanted: ``[B, N, 1]`` int64; if it exceeds the sum of all weights, the border is the lowest rank.
     """
@@ -120,7 +120,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
 
 def rank_of(scores: Tensor) -> Tensor:
-    """Maps float32 `scores` to int32 ranks in the same order. Equal scores have equal ranks."""
+    """Maps float32 `scores` to int32 numbers that compare as the scores do. Equal scores give equal numbers."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -33,7 +33,7 @@ class Generation:
 
     Attributes:
         submitted: time of submission, by ``time.monotonic()``.
-        waited: seconds that the request was in the queue; None while it waits there.
+        waited: seconds that the request was in the queue; None while it is in the queue.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ class Calling:
             known: see :meth:`FunctionCalls.read`.
         """
         written = self._calls.read(text, ended, known)
-        # With a format, the answer is either calls alone or text alone.
+        # With a response format, an answer with both text and calls is text.
         if self.format is not None and written.text.strip() and written.calls:
             return replace(written, text=text, calls=())
         return written

@@ -1,4 +1,4 @@
-"""Converts calls of earlier turns to the form that a chat template takes: arguments, ids, and the text and thoughts around them."""
+"""Converts function calls of earlier turns to a chat template's form: their arguments, ids, and the text and thoughts around them."""
 
 from __future__ import annotations
 

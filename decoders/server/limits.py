@@ -25,7 +25,7 @@ IDLE_SHARE, BURST = 0.1, 0.02
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at a time.
 BODIES = 64
-#: Number of commas and opening brackets that a body may have in addition to those that the longest prompt needs.
+#: Number of commas and opening brackets that a body may have in addition to the number that the longest prompt needs.
 VALUES = 40_000
 CLOSE = {"Connection": "close"}
 #: Assumed number of seconds that the event loop spends on a request, and on each byte of its body.

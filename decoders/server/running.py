@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 HEAD_BYTES = 32 << 10
 #: Length of the system's accept queue. asyncio accepts up to this many connections at a time, and each takes a descriptor.
 BACKLOG = 64
-#: Descriptors reserved for everything but connections.
+#: Number of descriptors reserved for everything but connections.
 SPARE_DESCRIPTORS = 32
 #: Seconds between two logs of the same message, for messages that unknown clients can cause.
 SELDOM = 60.0

@@ -133,7 +133,7 @@ class Service:
         """Decodes a token to make the model ready, starts the workshop, and finds out which strategies run."""
         grammar = regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
-        with suppress(UnsupportedError):  # the tokens have no bytes: requests with grammars will be refused
+        with suppress(UnsupportedError):  # the tokens' bytes are unknown: requests with grammars will be refused
             self.workshop.begin()
         _ = self.offered.names
 
@@ -185,7 +185,7 @@ class Service:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """A context that counts a slow request while it waits or is prepared. Called in the event loop.
+        """A context in which one more slow request (:meth:`takes_long`) waits or is prepared. Called in the event loop.
 
         Raises:
             QueueFull: the greatest allowed number of slow requests already waits.
@@ -204,7 +204,7 @@ class Service:
 
     def check_length(self, text: str) -> None:
         """Raises Refusal if `text` has too many characters for a prompt, however they are tokenized. This check tokenizes nothing."""
-        with suppress(UnsupportedError):  # the tokens have no bytes
+        with suppress(UnsupportedError):  # the tokens' bytes are unknown
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
                 raise self.limits.too_long(f"more than {least}", self.slots)

@@ -165,14 +165,14 @@ class Spelling:
     """The bytes of every single token.
 
     Attributes:
-        vocabulary: the bytes of all tokens; None if the tokenizer's tokens have no bytes.
+        vocabulary: the bytes of all tokens; None if the tokenizer's bytes are unknown.
     """
 
     vocabulary: Vocabulary | None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.vocabulary = tokenizer, None
-        with suppress(UnsupportedError):  # the tokenizer's tokens have no bytes
+        with suppress(UnsupportedError):  # the bytes of the tokenizer's tokens are unknown
             self.vocabulary = Vocabulary.of(tokenizer, len(tokenizer), ())
         self._tokens = self.vocabulary.tokens if self.vocabulary is not None else ()
         self._special = frozenset(special_tokens(tokenizer).values())

@@ -26,7 +26,7 @@ FIRST_DEPTH = 2
 
 @dataclass
 class Experience:
-    """Statistics of a drafter, from this call and earlier ones.
+    """Statistics of a drafter, from this call and earlier calls.
 
     Attributes:
         runs: number of drafts that the drafter was asked for. A run is one such draft.
@@ -47,7 +47,7 @@ class Candidate:
     """A drafter in a call.
 
     Args:
-        bit: the drafter's bit in masks of drafters.
+        bit: the drafter's bit in sets of drafters (:mod:`decoders.costs.acceptance`).
         strategy, state: the drafter's strategy and its state.
         depth: most tokens that the drafter proposes on a path.
         experience: the drafter's statistics, kept between calls.
@@ -158,7 +158,7 @@ class Candidate:
 
         Args:
             benefit: accepted tokens of this drafter that no earlier candidate has proposed.
-            verifying: seconds of verifying those nodes of this drafter that no earlier candidate has proposed.
+            verifying: seconds of verifying the nodes of this drafter that no earlier candidate has proposed.
             rate: present tokens per second, which converts seconds to tokens.
         """
         known = self.experience
@@ -181,8 +181,8 @@ def _mean(known: float, seconds: float, runs: int) -> float:
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Expected seconds of a drafter's first run, in which a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    A pass of the draft model is taken to cost a pass of the target times the ratio of their numbers of layers. 0 for a drafter without
-    a draft model.
+    A pass of the draft model is assumed to cost a pass of the target, times the ratio of the models' numbers of layers. 0 for a drafter
+    without a draft model.
     """
     if not strategy.limits:
         return 0.0

@@ -10,7 +10,7 @@ from ..costs import CAUTION, AcceptanceRates, Follower, Proposals, StepCosts, wo
 from ..strategy import Draft
 from .auto_candidates import COUNTED_AHEAD, Candidate, Experience, Ledger
 
-#: Most phases in a report's history.
+#: Greatest number of phases (:class:`Phase`) in a report's history.
 LONGEST_HISTORY = 1000
 
 

@@ -39,7 +39,7 @@ class DraftTreeSettings(TreeSettings, DraftModelSettings):
 class DraftModelStrategy(Strategy):
     """Base of strategies with a draft model: ``assistant_model=`` of the call, or ``draft_model`` of the settings.
 
-    ``start`` opens it: ``context.draft(self.draft_model(context), ahead=…)`` is a :class:`decoders.drafters.Drafter`.
+    Subclasses open it in ``start``: ``context.draft(self.draft_model(context), ahead=…)`` is a :class:`decoders.drafters.Drafter`.
     """
 
     settings_class: ClassVar[type[Settings]] = DraftModelSettings

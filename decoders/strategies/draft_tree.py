@@ -191,9 +191,9 @@ class DynamicTree(DraftTree):
     """The likeliest nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024, "EAGLE-2").
 
     Each pass expands a beam of the likeliest nodes of the deepest level. At the end the likeliest nodes of all levels are kept. Each
-    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)`` with the target's
-    noise, because the target draws with the same noise. The choice of nodes then depends on drawn tokens, which would bias rejection
-    rules, so the tree is exact with the coupled verifier only.
+    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)``, with the noise
+    with which the target will draw. The choice of nodes then depends on drawn tokens, which would bias rejection rules, so the tree is
+    exact with the coupled verifier only.
 
     Args:
         depth: number of levels.
@@ -255,7 +255,7 @@ class DynamicTree(DraftTree):
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         shape = TreeTensors(*tree)
         above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
-        # The difference of two absent nodes' weights, -inf, is nan; it becomes -inf, because the node is absent.
+        # If a node and its parent are absent, the difference is -inf - -inf, nan; it becomes -inf, as for any absent node.
         own = (weights - above).nan_to_num(nan=float("-inf"))
         return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
 

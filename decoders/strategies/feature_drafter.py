@@ -82,7 +82,7 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
-        """Runs the network over ``N`` slots of every row, and keeps the outputs that :meth:`root` needs, those of the last slot.
+        """Runs the network over ``N`` slots of every row, and keeps the last slot's outputs, which :meth:`root` needs.
 
         Args:
             base: ``[B]`` int64, the first slot.

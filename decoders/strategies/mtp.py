@@ -198,7 +198,7 @@ def own_children(layers: MtpModel) -> dict[str, nn.Module]:
 
 
 def converted(layers: MtpModel, twin: MtpModel) -> bool:
-    """Whether the copied weights in `twin` still equal those of `layers`, which may have been trained since they were copied."""
+    """Whether the copied weights in `twin` still equal the weights of `layers`, which may have been trained since the copy was made."""
     modules = [nn.ModuleDict(own_children(model)) for model in (layers, twin)]
     pairs = zip(*(module.parameters() for module in modules), strict=True)
     return all(torch.equal(own.to(other), other) for own, other in pairs)

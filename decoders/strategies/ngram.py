@@ -62,7 +62,7 @@ class NgramState:
         predict: :func:`mini_tree`, compiled if the call is compiled.
         scratch: ``[B, V]`` int32, memory for counting equal tokens; every entry is written before it is read.
         table: tensors of the saved table, four for each length of n-grams (:class:`~.ngram_table.NgramOrder`).
-        texts: the rows' texts with their counts, for steps on the host; empty if tensors are counted instead.
+        texts: the rows' texts with their counts, for steps on the host; empty if every step counts anew, in tensors.
         append_only: whether the rows' texts only grow.
     """
 
@@ -160,8 +160,8 @@ def followers(
     """The likeliest followers of `context` in each row.
 
     The score of a follower is its share among all followers of the longest context that it followed, times 0.4 for each token by which
-    this context is shorter than `context`. Among equal scores, followers in the text come first, the latest first. Followers that only
-    the table has come after them: followers of longer contexts first, then in the table's order.
+    this context is shorter than `context`. Among equal scores, followers in the text come first, the latest first. Then come followers
+    found only in the table: first those of longer contexts, then in the table's order.
 
     Args:
         tokens: ``[B, L]`` int64, ids below V.
@@ -228,8 +228,8 @@ def _ranked(
     # The candidates, with repetitions: the table's followers, then the text's tokens. Among equal scores the later candidate wins.
     tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
-    # Equal tokens are counted at one of their slots, the one that wins the scatter. Only written entries are read back, so no tensor
-    # of size V is filled or scanned. Compiled, an indexed assignment works in place, while scatter_ would copy all of `scratch`.
+    # Counts equal tokens at one of their slots: whichever this assignment keeps. Only entries written here are read, so `scratch` need
+    # not be cleared. In compiled code this assignment works in place, while scatter_ would copy all of `scratch`.
     scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
     place = scratch.gather(1, tokens).long()
     score = torch.zeros_like(tokens, dtype=torch.float64)

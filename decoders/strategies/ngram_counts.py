@@ -118,9 +118,9 @@ class NgramCounts:
     def followers(self, context: tuple[int, ...], width: int) -> list[RankedFollower]:
         """The `width` likeliest followers of a context, best first; fewer if there are not as many.
 
-        The score of a follower is its share among all followers of the longest suffix of `context` that it followed, times
-        :data:`BACK_OFF` for each token by which this suffix is shorter than the longest context. Among equal scores, the follower that
-        came latest in the text is first.
+        A follower's score refers to the longest suffix of `context` that it followed: its share of the followers of this suffix, times
+        :data:`BACK_OFF` for each token by which the suffix is shorter than ``max_ngram - 1`` tokens. Among equal scores, the follower
+        that came latest in the text is first.
         """
         longest = len(self._orders) - 1
         best: list[RankedFollower] = []

@@ -88,7 +88,7 @@ class Speculative(DraftModelStrategy):
     """Drafts a chain (Leviathan et al. 2023, Algorithm 1, with the call's verifier), or a tree of the draft model's best continuations.
 
     When sampling with the coupled verifier, the draft model draws with the noise that the target will draw with (Daliri et al. 2024).
-    Both then mostly draw the same token. With other verifiers the draft model draws with different noise.
+    Draft model and target then mostly draw the same token. With other verifiers the draft model draws with different noise.
 
     A draft model whose config names a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes, one over the
     committed tokens and one over masks. It drafts trees level by level, and in calls with a grammar it drafts token by token.

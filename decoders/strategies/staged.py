@@ -81,7 +81,7 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
         nodes = draft_budget(context.costs, s.nodes, NODES)
-        # Without the coupled verifier the leaves must not depend on drawn tokens, so every node has the same number of leaves.
+        # Without the coupled verifier, drawn tokens must not decide which nodes get leaves, so all nodes get the same number.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
         children, fixed = drafter.children, None  # a small vocabulary gives fewer children
@@ -147,7 +147,8 @@ def collect(
         emitted: ``[B]``, number of tokens that this pass has emitted.
         written: ``[B]``, number of tokens that the earlier passes have emitted.
         tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far. The last place takes dropped entries.
+        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far. Place ``L`` is for entries to drop:
+            rejected or too deep.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
@@ -166,8 +167,8 @@ def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, 
 
     Args:
         path: ``[B, L]``, the path's tokens, -1 after its end.
-        tokens, weights: ``[B, L+1, C]``, the continuations; entry ``[:, d, 0]`` is the path's node, the others are leaves.
-        depth: an upper bound of the levels, as :func:`best_nodes` takes it.
+        tokens, weights: ``[B, L+1, C]``, at each depth the path's node, then its siblings, the leaves; the last depth is not read.
+        depth: an upper bound of the number of levels, see :func:`best_nodes`.
     """
     rows, length = path.shape
     children = tokens.shape[2]

@@ -178,7 +178,7 @@ class Threshold(DraftModelStrategy):
 
     @staticmethod
     def _kept(products: Tensor, floor: Tensor) -> Tensor:
-        """Which tokens are proposed, ``[B, n]`` bool: those before which no product is below `floor`. products: ``[B, n]``."""
+        """Which tokens are proposed, ``[B, n]`` bool: the tokens before which no product is below `floor`. products: ``[B, n]``."""
         above = (products >= floor[:, None]).long().cumprod(1)
         return torch.nn.functional.pad(above, (1, -1), value=1).bool()
 

@@ -105,7 +105,7 @@ def check_special_tokens(case: GrammarCase) -> None:
 
 
 def check_masks(case: GrammarCase) -> None:
-    """Masks contain exactly the legal tokens, and advance() takes exactly these. After the end, masks contain the stop tokens."""
+    """Masks contain exactly the legal tokens, and advance() takes exactly these tokens. After the end, masks hold the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
         where = f"after {case.told(taken)}"

@@ -1,4 +1,4 @@
-"""Finds changes of state that hooks must not change: the strategy's instance, settings, classes and globals, and the process."""
+"""Finds changes that hooks must not make: to the strategy's instance, settings, classes and globals, and to the process's state."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> Non
     """Computes the distribution of a verifier's output, and compares it with the target's.
 
     With a vocabulary of four tokens, on chains and small trees, every draft is enumerated with its probability, and the target draws
-    the tokens after the accepted ones. The result must equal the target's joint distribution to 1e-9 in double precision, and to 1e-5
+    the tokens after the accepted tokens. The result must equal the target's joint distribution to 1e-9 in double precision, and to 1e-5
     in single precision. For a lossy verifier (``exact = False``) only the contract is checked.
 
     Raises:
@@ -198,7 +198,7 @@ def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> Non
 
 
 def check_case(verifier: Verifier, case: EnumerationCase, drafts: Enumeration) -> None:
-    """Checks a verifier on one case, in both precisions."""
+    """Checks a verifier on one case, in float64 and float32."""
     double = replace(drafts.block, siblings=Topology.from_parents(case.parents).max_siblings)
     single = replace(drafts.block, target=double.target.float(), draft=double.draft.float())
     for block in (double, single):

@@ -143,7 +143,7 @@ acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of s
 
 
 def _chains(figures: Mapping[str, Any], depth: int) -> str:
-    """Markdown tables of the acceptance of chains of `depth` draft tokens."""
+    """Markdown tables with the acceptance of chains. depth: number of draft tokens in a chain."""
     return f"""## Held-out figures
 Chains are drafted at positions all over the text. The share of chains whose tokens are all accepted up to token k, in greedy decoding:
 

@@ -94,7 +94,7 @@ def train_dflash(
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
-    """The config of a draft model. shape: config of the layers. size: ``D``. mask: the token that is read at places to draft."""
+    """The config of a draft model. shape: config of the layers. size: ``D``. mask: the input token at the places to draft."""
     markov = {
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
@@ -325,7 +325,7 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending. They are random, and taken first from the positions that count."""
+        """The anchors of a step, ``[B, A]`` int64, ascending. Anchors are random, and taken first from the positions that count."""
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)

@@ -117,7 +117,7 @@ def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: in
 
 
 def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[Eagle3Head, Tensor]:
-    """A copy of the head in `given`, and the tokens ``[D]`` that it can propose. They are `ids` if the checkpoint lists none.
+    """A copy of the head in `given`, and the tokens ``[D]`` that it can propose: `ids` if the checkpoint lists no tokens.
 
     Raises:
         SettingsError: the head is no EAGLE-3 head, its shape differs from `config`, or it has its own embedding or sliding windows.

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 #: Label of a position whose right token is not known, for instance after the end of a row.
 UNKNOWN = -100
-#: Rows per pass of the target.
+#: Number of rows per pass of the target.
 ROWS = 32
 WARMUP_SHARE = 0.05
 #: Greatest number of held-out positions on which accuracy is measured between steps.
 WATCHED = 8192
-#: Positions per pass of an evaluation.
+#: Number of positions per pass of an evaluation.
 CHUNK = 1024
 
 

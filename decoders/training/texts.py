@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
-#: Rows that the target continues in one batch.
+#: Number of rows that the target continues in one batch.
 ROWS = 32
 #: Share of the text that is held out, for early stopping and the figures.
 HELD_OUT_SHARE = 0.05

@@ -93,7 +93,7 @@ class EpochLearner(Learner):
         return max(1, self._examples // self._per_step)
 
     def examples_of(self, step: int) -> Tensor:
-        """The indices of a step's examples, ``[per_step]`` int64. They depend only on the seed and on `step`."""
+        """The indices of a step's examples, ``[per_step]`` int64. The indices depend only on the seed and on `step`."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + epoch)

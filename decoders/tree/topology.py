@@ -1,4 +1,4 @@
-"""The static shape of a block of nodes."""
+"""The tree of a pass's nodes (a block), the same in all rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensors import NO_PARENT, TreeTensors
 
 @dataclass(frozen=True)
 class Topology:
-    """The static shape of a block of ``N`` nodes; hashable, so that its tensors are created once per device.
+    """The tree of a block of ``N`` nodes, the same in all rows; hashable, so that its tensors are created once per device.
 
     Attributes:
         parents: index of each node's parent, which comes before the node; ``-1`` for the root and for nodes that are never accepted.

@@ -87,8 +87,8 @@ class BlockVerification(Verifier):
     def outcomes(self, block: Block) -> Outcomes:
         p, q, chain = block.target[:, :-1], block.draft, block.chain
         probability = p.gather(2, block.nodes[:, 1:, None].clamp(min=0))[..., 0]
-        # min(… min(r_1, 1) · r_2 …, 1) is the smallest product r_j … r_i of any tail, or 1. In logarithms this is a running sum
-        # minus its running maximum. Without a loop the number of nodes may stay dynamic in a compiled graph.
+        # With r_i = p(x_i) / q(x_i), p_i is the smallest of 1 and the products r_j … r_i (j ≤ i). In logarithms this is a running sum
+        # minus its running maximum: no loop, so the number of nodes can be dynamic in a compiled graph.
         ratio = pad(torch.where(chain, probability.log() - block.drawn.log(), 0.0), (1, 0)).cumsum(1)
         weight = (ratio - ratio.cummax(1).values).exp()  # [B, N]
 

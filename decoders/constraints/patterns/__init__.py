@@ -1,4 +1,4 @@
 """Regular expressions: patterns of several dialects are read into trees; trees become automata or text.
 
-Of the package, only ``errors`` is imported.
+It imports only ``errors`` from the rest of the project.
 """

@@ -1,9 +1,9 @@
 """Deterministic automata over characters, which check all conditions on a string at once.
 
-A condition is a regular tree that the string must match, or must not match; lengths are conditions too. interegular's ``crawl`` walks
-the product of all conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not used: FSMs of
-single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM
-that returns to its first state; and ``reduce``, which may take exponential time.
+A condition is a regular tree (:mod:`.tree`) that the string must match, or must not match; lengths are conditions too. interegular's
+``crawl`` walks the product of all conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not
+used: FSMs of single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong
+(0.3.3) for an FSM that returns to its first state; and ``reduce``, which may take exponential time.
 """
 
 from __future__ import annotations

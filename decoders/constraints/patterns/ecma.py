@@ -4,7 +4,7 @@ Anchors are read where they mean "the string begins (ends) here". Look-ahead is 
 it is a condition on the whole string. Every other non-regular construct is refused.
 
 If a pattern is regular, an automaton searches texts in linear time; otherwise ``re`` searches them in a child process. Python's ``re``
-may take exponential time and blocks the interpreter meanwhile, but a child process can be killed.
+may take exponential time, in which it blocks the interpreter, but a child process can be killed.
 """
 
 from __future__ import annotations

@@ -13,17 +13,17 @@ from typing import NoReturn
 
 from ...errors import GrammarError
 
-#: Characters of a pattern.
+#: Greatest number of characters of a pattern.
 PATTERN_CHARACTERS = 20_000
 #: Greatest depth of groups within groups.
 NESTING = 100
-#: States of an automaton over characters.
+#: Greatest number of states of an automaton over characters.
 STATES = 3_000
-#: Moves of an automaton over characters: states times symbols (classes of characters).
+#: Greatest number of moves of an automaton over characters: states times symbols (classes of characters).
 MOVES = 400_000
-#: Nodes of patterns that are visited to compute the moves of an automaton.
+#: Greatest number of pattern nodes that are visited to compute the moves of an automaton.
 MOVE_NODES = 10_000_000
-#: Copies that the counted repetitions of one pattern expand to.
+#: Greatest number of copies to which the counted repetitions of one pattern expand.
 COPIES = 2_000
 
 

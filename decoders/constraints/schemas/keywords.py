@@ -217,7 +217,7 @@ def _number(schema: dict[str, Any], keyword: str) -> int | float:
 
 
 def read_count(schema: dict[str, Any], keyword: str) -> int | None:
-    """The value of a keyword that counts something; None if it is absent, or an upper bound that no text reaches."""
+    """The value of a keyword that counts something; None if the keyword is absent, or is an upper bound that no text reaches."""
     if keyword not in schema:
         return None
     value = _number(schema, keyword)

@@ -9,34 +9,34 @@ from typing import NoReturn
 
 from ..patterns import limits
 
-#: Characters of a schema as JSON text.
+#: Greatest number of characters of a schema as JSON text.
 SCHEMA_CHARACTERS = 1_000_000
-#: Depth of nested schemas.
+#: Greatest depth of nested schemas.
 NESTING = 100
-#: Alternatives of one type (objects, say) at one place of the text, after allOf, oneOf, not, … are multiplied out.
+#: Greatest number of alternatives of one type (objects, say) at one place of the text, after allOf, oneOf, not, … are multiplied out.
 ALTERNATIVES = 256
-#: Steps of multiplying out, for the whole schema.
+#: Greatest number of steps of multiplying out, for the whole schema.
 STEPS = 150_000
-#: Places of the text that have different schemas.
+#: Greatest number of places of the text that have different schemas.
 PLACES = 4_000
-#: Depth of brackets in texts with an indent.
+#: Greatest depth of brackets in texts with an indent.
 INDENTED = 32
-#: Rules of the grammar: llguidance numbers them with 16 bits.
+#: Greatest number of rules of the grammar: llguidance numbers rules with 16 bits.
 RULES = 20_000
-#: Symbols of all rules.
+#: Greatest number of symbols in all rules.
 SYMBOLS = 60_000
-#: Properties that an object declares.
+#: Greatest number of properties that an object declares.
 PROPERTIES = 2_000
-#: Values of an enumeration.
+#: Greatest number of values of an enumeration.
 VALUES = 20_000
-#: Value of ``minLength``, ``minItems``, …; a greater upper bound counts as no bound, since no text reaches it. Parsers count in 32
-#: bits.
+#: Greatest value of ``minLength``, ``minItems``, …; a greater upper bound counts as no bound, since no text reaches it. Parsers count
+#: in 32 bits.
 COUNT = 2_000_000_000
-#: Value of ``multipleOf``, without its decimal point.
+#: Greatest value of ``multipleOf``, without its decimal point.
 STEP = 10_000
-#: Characters of a regular expression for the whole language; a larger language has only a grammar.
+#: Greatest number of characters of a regular expression for the whole language; a larger language has only a grammar.
 REGEX_CHARACTERS = 120_000
-#: Estimated characters of this expression after its repetitions are expanded.
+#: Greatest estimated number of characters of this expression after its repetitions are expanded.
 REGEX_COPIES = 25_000
 
 

@@ -54,8 +54,8 @@ class Normaliser(SchemaAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
-        dropped: (path, keyword) of the keywords that are left out. A left-out keyword allows everything, or nothing under ``not``,
-            so that the schema as a whole allows more. A left-out ``oneOf`` is read as ``anyOf``.
+        dropped: (path, keyword) of the keywords that are left out. A left-out keyword allows everything (under ``not``: nothing), so
+            the schema as a whole only allows more. A left-out ``oneOf`` is read as ``anyOf``.
         evaluation: whether the schema has a keyword that depends on what other keywords have evaluated (``unevaluatedItems``).
     """
 

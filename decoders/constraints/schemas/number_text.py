@@ -21,7 +21,7 @@ from .numbers import Numbers, intersection
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 #: An exponent within the range of floats.
 EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
-#: Decimal digits that a float represents exactly.
+#: Number of decimal digits that a float represents exactly.
 DIGITS = 15
 #: Any number; exponents only in scientific notation, and within the range of floats.
 NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{EXPONENT})"

@@ -75,7 +75,7 @@ class ObjectWriter:
         return inside
 
     def declared(self, position: int, count: int) -> Expr:
-        """The rest of the object, from the property at `position` on, after `count` members (at most `last` are counted)."""
+        """The rest of the object, from the property at `position` on, after `count` members; `count` stops at ``self.last``."""
         if position == len(self.members):
             return self.undeclared_members(count, frozenset())
         if self.high is None and count == self.last:  # enough members: the count does not matter any more
@@ -140,7 +140,7 @@ class ObjectWriter:
         left = None if self.high is None else self.high - count
         if count:
             return rep(seq(self.comma, item), needed, left)
-        # The empty object is written elsewhere.
+        # :meth:`write` writes the empty object.
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:

@@ -126,7 +126,7 @@ def _listed(piece: T | None) -> list[T]:
     return [] if piece is None else [piece]
 
 
-#: For each attribute of :class:`Shapes`, its type.
+#: The operations on each attribute of :class:`Shapes` except ``units``.
 _TYPES: dict[str, _Type[Any]] = {
     "numbers": _Type(
         Numbers(), lambda a, b, _: _listed(numbers.intersection(a, b)), lambda a, _: numbers.complement(a)

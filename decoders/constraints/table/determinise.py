@@ -28,9 +28,9 @@ from ..patterns.rust import check_part, not_read, shown
 
 #: Longest regular expression, in characters.
 LONGEST = 200_000
-#: States before minimisation.
+#: Greatest number of states before minimisation.
 RAW_STATES = 16_384
-#: Limits of the child process.
+#: Limits of the child process: processor seconds, and megabytes of memory.
 SECONDS, MEGABYTES = 5, 1024
 
 #: The automaton of outlines_core stops at the first alternative that matches (``1|12`` never matches ``12``). So END is appended to

@@ -138,7 +138,7 @@ class EquivalentStates:
 
 #: Greatest number of tokens of a walk from several states; each takes 16 bytes, and more during the walk.
 TOKENS = 1 << 21
-#: States whose masks are packed at a time, at a byte per token.
+#: Number of states whose masks are packed together, at a byte per token.
 CHUNK = 32
 
 
@@ -204,8 +204,8 @@ class _Automaton:
         """The masks if every byte is a token. Then tokens lead from every state but the dead state to the end of a text, so every token
         that does not lead to the dead state is legal.
 
-        Inside strings, masks are composed from the masks of classes. Elsewhere few tokens are legal; they are walked from one state of
-        each group of states that take the same tokens.
+        Inside strings, masks are composed from the masks of classes. In other states few tokens are legal; they are walked once per
+        group of states that take the same tokens.
         """
         states = len(self.transitions)
         strings = StringStates.of(self.transitions, self.byte_class, self.lexicon)
@@ -217,7 +217,7 @@ class _Automaton:
         bytes_read = np.zeros(states, np.int64)
         while len(unresolved):
             equivalent = equivalent.finer()
-            # States that have a mask come first, so that they represent their parts.
+            # States that have a mask come first, so that they represent their parts of the partition.
             unresolved = unresolved[np.argsort(mask_number[unresolved] < 0, kind="stable")]
             _, first, same = np.unique(equivalent.part[unresolved], return_index=True, return_inverse=True)
             representatives = unresolved[first]

@@ -15,7 +15,7 @@ from ..patterns.limits import check
 from .determinise import distinct
 from .lexicon import Ints, Lexicon, room
 
-#: States whose rests are walked at a time.
+#: Number of states whose rests are walked together.
 CHUNK = 512
 
 

@@ -82,7 +82,7 @@ KNOWN = (
     ThinkingMarkers("◁think▷", "◁/think▷"),
     ThinkingMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
 )  # fmt: skip
-#: Tokens at a prompt's end that are searched for the beginning of a thought.
+#: Number of tokens at a prompt's end that are searched for the beginning of a thought.
 LOOKED_AT = 4096
 
 

@@ -1,4 +1,6 @@
-"""Admits requests to a batch: each request gets a place (a row of the pool), where its prompt is prefilled while other rows decode."""
+"""Admits requests to a batch: each request gets a place (a row of the pool, which holds the cache slots), where its prompt is prefilled
+while other rows decode.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Batch:
         pending: number of committed tokens that the next step runs in front of the root: the end of the prompts, or tokens that were
             accepted on a later branch of a tree and run once more (:mod:`~decoders.engine.model.invariance`).
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
-        where: the current phase, for notes on errors.
+        where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
         root: ``[B, H]``, the embedding of each row's last position, for the first step only, if that position has no token id.
         may_err: whether faults of strategies or verifiers may be noted on the device (:meth:`raise_faults`).

@@ -34,7 +34,7 @@ from .sessions import Sessions
 
 #: Numbers of nodes per block, root included, that a full calibration measures: 0, 1, 2, 4, … draft tokens.
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
-#: Timed steps per size.
+#: Number of timed steps per size.
 REPEATS = 5
 #: Numbers of nodes to measure within a call, once per number of rows and tier. They are few, because the call waits. On devices that
 #: record steps, many nodes may cost as much as one, and node budgets end at twice the largest measured size: 33 is measured, too.

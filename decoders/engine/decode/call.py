@@ -34,7 +34,8 @@ from .sampling import sampling_of
 from .step import Stopwatch, step
 from .verify import Outcome
 
-#: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; a longer text gets more slots on the way.
+#: Number of slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; longer texts get more slots
+#: later.
 SLOTS_AHEAD = 2048
 
 
@@ -270,7 +271,9 @@ class StepRecording:
         return *self._depends_on, self.proposer.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
-        """Replays steps until all rows have ended or another part is compiled. Phases cannot be timed, so all seconds count as core."""
+        """Replays steps until all rows have ended or another part is compiled. A replay's parts cannot be timed, so all seconds count
+        as ``timings.core``.
+        """
         assert recorded.capacity is not None
         batch, report = self.batch, self.batch.report
         begun, first = time.perf_counter(), report.steps

@@ -1,4 +1,6 @@
-"""The device's part of a step: forward over a block of nodes, verify, commit. Runs uncompiled until compiling or recording it pays."""
+"""The core, the device's part of a step: forward over a block of nodes, verify, commit. It runs uncompiled until compiling or recording
+pays.
+"""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Engine:
 
     @contextmanager
     def decoding(self, side: int = 0) -> Iterator[None]:
-        """Gives one call, or one step of a lane, exclusive use of the model; other calls wait.
+        """Gives one call, or one step of a scheduler's lane, exclusive use of the model; other calls wait.
 
         Args:
             side: which rotary table the call's texts need, see :meth:`Target.side_of`.

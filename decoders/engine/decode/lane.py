@@ -28,7 +28,7 @@ from .sampling import sampling_of
 from .session import Session
 from .step import step
 
-#: Slots per place of a new pool; the pool is enlarged when its texts need more.
+#: Number of slots per place (row) of a new pool; the pool is enlarged when its texts need more.
 FIRST_SLOTS = 256
 
 
@@ -86,7 +86,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more was compiled since the lane's requests began. These requests keep their tier; new ones need another lane."""
+        """Whether more was compiled since the lane's requests began. These requests keep their tier; new requests need another lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile

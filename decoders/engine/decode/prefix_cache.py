@@ -1,4 +1,6 @@
-"""Prefix reuse and prefill plans: how many first tokens of a prompt a kept text shares, and which passes prefill the rest."""
+"""Prefix reuse and prefill plans: how many first tokens a prompt shares with a kept text (whose keys and values are still stored), and
+which passes prefill the rest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core of a step on a device that records: a replay runs the whole core, or only the forward pass."""
+"""The core of a step on a device that records (CUDA graphs): a replay runs the whole core, or only the forward pass."""
 
 from __future__ import annotations
 

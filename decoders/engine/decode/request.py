@@ -122,7 +122,7 @@ class Request:
         padded_prompt: ``[B, P]`` int64, the prompts as the user passed them.
         new_tokens: most tokens to generate per row.
         stopping: the conditions that end a row before it has `new_tokens` tokens.
-        plan: the operations on logits inside the step; ``masked`` if a row has a grammar.
+        plan: the operations on logits inside the step; its `masked` is True if a row has a grammar.
         sampling: the values of the plan's operations, and the seed.
         processors: logits processors that run on the host, because the plan cannot express them; None if there are none.
         grammars: per row, the compiled grammar, or None for a row without a grammar; empty if no row has a grammar.

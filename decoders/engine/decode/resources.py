@@ -40,7 +40,7 @@ class CallResources:
         self._measured = self._measured_rows = False
 
     def close(self) -> None:
-        """Closes all resources; the strategy may open new ones afterwards."""
+        """Closes all resources; the strategy may open new resources afterwards."""
         self._stack.close()
         self.drafters.clear()
         self.modules.clear()

@@ -1,4 +1,6 @@
-"""The rules besides `CoupledRule`: `VerifierRule` asks a verifier, and `HostRule` runs logits processors on the host."""
+"""The rules that accept draft tokens, besides `CoupledRule`: `VerifierRule` asks a verifier, and `HostRule` runs logits processors on
+the host.
+"""
 
 from __future__ import annotations
 

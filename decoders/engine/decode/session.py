@@ -1,4 +1,4 @@
-"""Sessions: the tokens, keys and values of the rows of a batch or a draft model, and the texts that earlier calls left in them."""
+"""Sessions: rows of a batch or a draft model, with their tokens, keys and values, and the texts that earlier calls left in the rows."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ class Session:
             chunk: most tokens per row and pass; None for the default.
             run: runs a pass; takes the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
-            leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for both.
+            leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for this chunk and
+                for the block.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise rows with recurrent states are prefilled
                 one at a time, because a state must see every token once and no token behind the text's end.
             given: see :meth:`PrefillPlan.of`.
@@ -184,7 +185,7 @@ class Session:
         run(rows.tokens.gather(1, slots), begin, rows.buffers, self.view(latest + count)[0], latest)
 
     def piece(self, begin: int, count: int) -> PromptPiece:
-        """The prompt piece for the next step: `count` tokens from slot `begin` on, of the row behind the decoded rows."""
+        """The prompt piece for the next step: `count` tokens from slot `begin` on, in the row after the decoding rows."""
         row = len(self.rows.tokens)
         # The tokens are copied, because compiled passes guard strides: a slice would need another graph.
         tokens = self.stored.tokens[row : row + 1, begin : begin + count].clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The sessions of a model. Some sessions are kept after a call, and the next call gets the most suitable session."""
+"""The sessions of a model (rows with their cache slots). Some are kept after a call, and the next call gets the most suitable."""
 
 from __future__ import annotations
 

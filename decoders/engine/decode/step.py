@@ -1,7 +1,7 @@
 """One step of decoding, in the order of the papers. Read this file first: the other files of this package are called from here.
 
-A device that records whole steps records :func:`step` itself (:mod:`~decoders.engine.decode.call`). :func:`step` also runs the steps in
-which a draft model verifies the drafts of another strategy (:mod:`~decoders.engine.decode.drafters.staged`).
+If whole steps are recorded (as CUDA graphs), :func:`step` is recorded (:mod:`~decoders.engine.decode.call`). :func:`step` also runs the
+steps in which a draft model verifies the drafts of another strategy (:mod:`~decoders.engine.decode.drafters.staged`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     """One step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
 
     Args:
-        clock: is told when each phase is over.
+        clock: is told when each part of the step is over.
         recording: whether a device records the step. The host then reads nothing, and the caller that replays the step delivers its
             tokens.
     """
@@ -34,7 +34,7 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     clock.masked()
     # The target's pass, the verification of the nodes, and the update of the rows.
     out = batch.core.forward_verify_commit(draft, block, batch.rows)
-    # Here the host reads which tokens were accepted; then stopping criteria may cut them.
+    # The host reads which tokens were accepted; after that, stopping criteria may cut these tokens.
     outcome = None if recording else batch.read(draft, block, out)
     clock.read(draft, block, outcome)
     if outcome is not None:
@@ -101,7 +101,7 @@ class Verifies(Protocol):
 
 
 class Clock:
-    """Is told when a step begins and when each of its phases is over. This base class does nothing."""
+    """Is told when a step begins and when each of its parts is over. This base class does nothing."""
 
     def begun(self) -> None: ...
     def proposed(self) -> None: ...

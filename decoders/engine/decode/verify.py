@@ -22,7 +22,7 @@ class Acceptance:
 
     Attributes:
         path: ``[B, N]`` int64; entry ``d`` is the accepted node at depth ``d`` (0 is the root). Beyond the accepted depth, entry ``d``
-            is ``d`` itself, so that moving slots along the path leaves these slots in place.
+            is ``d``, so that copying slot ``path[d]`` to ``d`` changes nothing there.
         depth: ``[B]`` int64, number of accepted draft tokens; the step yields ``depth + 1`` tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Facts about a target, found when the target is created: vocabulary, attention, products, lengths, and results of checks."""
+"""Facts about a target, found when the target is created: vocabulary, attention, matrix products, lengths, and results of checks."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _code(kind: type[nn.Module]) -> Iterator[object]:
     file = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _LIBRARIES or file is None or file.__file__ is None:
         raise _UnknownError
-    held = list(vars(file).values())  # a copy, because another thread may import meanwhile
+    held = list(vars(file).values())  # a copy, because another thread may import a module during the loop
     for value in (kind.forward, *held):
         if isinstance(value, types.FunctionType) and not _of_library(value):
             raise _UnknownError

@@ -203,8 +203,8 @@ class Recording:
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
         """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never waits.
 
-        The caller stops when all rows have ended. One more step may still run then. It does no harm: ended rows get no tokens, and the
-        device runs later work on the same tensors only after this step.
+        The caller stops when all rows have ended. One more step may still be running at that time. It does no harm: ended rows get no
+        tokens, and the device runs later work on the same tensors only after this step.
 
         more: called before every launch. After it has returned False, only the results of launched steps are yielded.
         """
@@ -289,7 +289,7 @@ class Recordings:
 
         Args:
             key: returns everything that the function depends on besides `given`, including the addresses of tensors that the function
-                changes in place. It is called again after recording, because more code may have been compiled meanwhile.
+                changes in place. It is called again after recording, because more code may have been compiled during the recording.
             given: tensors, also in tuples and dataclasses. A replay copies them to the recording's tensors.
         """
         if _as_parts.get():

@@ -1,4 +1,4 @@
-"""transformers' cache interface over the slots, for one forward pass."""
+"""transformers' cache interface over the slots of the KV cache, for one forward pass."""
 
 from __future__ import annotations
 

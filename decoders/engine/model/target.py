@@ -294,7 +294,7 @@ class Target:
         return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.vocabulary.embeddings - 1)))
 
     def watching(self, layers: tuple[int, ...]) -> Target:
-        """A :meth:`sibling` whose results contain the outputs of the decoder layers `layers`. It needs another graph."""
+        """A :meth:`sibling` whose results contain the outputs of the decoder layers `layers`. Its passes need another graph."""
         return self.sibling(layers)
 
     def renew(self, weights: WeightState) -> bool:
@@ -316,7 +316,8 @@ class Target:
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
-            # Some designs read more of a token than its embedding. So drafts run in a separate pass with token ids, if possible.
+            # Some models need a token's id besides its embedding. So drafts run in a second pass, with ids, unless the model is
+            # recurrent.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
                 first = self.forward(given._replace(nodes=nodes[:, :count], tree=begin))

@@ -91,7 +91,7 @@ def _is_function(node: torch.fx.Node) -> bool:
 
 
 def waiting_operators() -> tuple[Any, ...]:
-    """Operators that wait for the device: those behind ``item()`` and ``unique()``."""
+    """Operators that wait for the device: the operators behind ``item()`` and ``unique()``."""
     return torch.ops.aten._local_scalar_dense, torch.ops.aten._unique2
 
 
@@ -222,7 +222,7 @@ def traced_by_one_thread() -> Iterator[None]:
     """Lets other threads call modules while this thread traces with torch.fx.
 
     A tracer replaces ``nn.Module.__call__`` for the whole process (torch 2.13). So it would also trace a decoding step that another
-    thread runs meanwhile, and raise an exception there.
+    thread runs at the same time, and raise an exception in that thread.
     """
     tracing = threading.get_ident()
     usual = torch.fx.Tracer.call_module

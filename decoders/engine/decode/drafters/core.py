@@ -25,7 +25,7 @@ class DraftCore(Core):
     A block starts with each row's ``U`` pending tokens: its last committed tokens before the root, whose keys and values may be missing
     from their slots. The last token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. Running
     these tokens again costs next to nothing, and no keys and values have to be moved. With the target's own slots
-    (:mod:`.shared_slots`) none are missing; a block below the least size is then padded behind its root.
+    (:mod:`.shared_slots`) no keys and values are missing; a block below the least size is then padded behind its root.
 
     Args:
         vocab: size of the target's vocabulary. Tokens of the draft model beyond it are padding and never proposed.

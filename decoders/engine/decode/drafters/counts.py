@@ -1,4 +1,4 @@
-"""Counts of a draft model during a call: pending tokens, passes, tokens and seconds.
+"""Counts of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
 
 Accepted tokens are counted on the device, passes on the host. While a step is recorded, Python runs and the device does nothing; in
 replays the device runs without Python. So the counts on the host must be told of recordings and replays.
@@ -66,7 +66,7 @@ class DraftCounts:
         self._before = self.pending, self.passes
 
     def recorded(self, worked: bool) -> None:
-        """Is called when the recording has ended or failed. Every replay then counts the passes that were counted meanwhile."""
+        """Is called when the recording has ended or failed. Every replay will add the passes counted during the recording."""
         pending, passes = self._before
         self._per_step, self.passes = self.passes - passes, passes
         if not worked:

@@ -317,13 +317,15 @@ class ModelDrafter(Drafter):
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """Sets this call's side, tier and report during a pass, because other calls and lanes use the same model with other values."""
+        """Sets this call's rotary table (side), tier and report during a pass, because other calls use the same model with other
+        values.
+        """
         target = self.engine.target
         target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
-        """Runs a method of the core, or replays it if it was recorded for these sizes."""
+        """Runs `method` of :class:`DraftCore`, or replays its recording for these sizes."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)

@@ -24,7 +24,7 @@ OPEN = 1 << 25
 class MaskTable:
     """The packed masks of a call. Row 0 allows all tokens; then come the masks of tabulated grammars, then the masks of a step.
 
-    The table also numbers the kinds of replacements, see :class:`~decoders.sampling.processors.Replacements`.
+    The table also numbers the mappings of drawn to written tokens (:class:`~decoders.sampling.processors.Replacements`).
     """
 
     _NEVER = torch.iinfo(torch.int64).max
@@ -70,7 +70,7 @@ class MaskTable:
         self.used = self.fixed
 
     def kind(self, replaced: Mapping[int, int]) -> int:
-        """The number of the kind of replacements `replaced`; 0 for an empty mapping. The mapping must not change later."""
+        """The number of the mapping `replaced` of drawn to written tokens; 0 if it is empty. The mapping must not change later."""
         if not replaced:
             return 0
         if id(replaced) not in self._kinds:
@@ -89,7 +89,7 @@ class MaskTable:
         return self._kinds[id(replaced)][0]
 
     def replacements(self, kinds: list[list[int]]) -> Replacements | None:
-        """The replacements at nodes with the kinds `kinds` (``B`` lists of ``N``); None if there are none."""
+        """Which drawn tokens to replace after each node, by the nodes' numbers from :meth:`kind` (``B`` lists of ``N``); or None."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
         if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds

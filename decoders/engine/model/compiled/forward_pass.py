@@ -49,7 +49,7 @@ class ForwardPass:
             compiled, single = self.tiers.runs_compiled(several=True), nodes.shape[1] == 1
             if self.tiers.mixes(len(nodes), single=single):
                 return self._mixed(given, given.piece, compiled)
-            # The piece was cut for a mixed pass, but the block has another size than expected, or a graph became ready meanwhile.
+            # The piece was cut for a mixed pass, but the block has another size than expected, or a graph has become ready since.
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
             self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
@@ -127,7 +127,7 @@ class ForwardPass:
         return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets how `blocks` of `rows` rows are padded. That depends on the tier of the next pass."""
+        """Sets how `blocks` of `rows` rows are padded. The padding depends on the tier of the next pass."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 

@@ -1,4 +1,6 @@
-"""A forward pass that is compiled region by region. Equal decoder layers share a region, so compile time hardly depends on depth."""
+"""A forward pass that is compiled region by region. A region is a decoder layer; equal layers share a graph, so compile time hardly
+depends on depth.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def copied_whole(tensor: Tensor) -> Tensor:
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target` for compilation, on a copy of the modules, because the target runs its own modules meanwhile."""
+    """The forward pass of `target` for compilation, on a copy of the modules, because the target goes on running its own modules."""
     twin = target.sibling()
 
     def forward(
@@ -129,7 +131,7 @@ def regional_forward(target: Target) -> RegionalForward:
 
 
 def regional_mixed(target: Target) -> RegionalForward:
-    """:func:`regional_forward` for mixed passes."""
+    """:func:`regional_forward` for mixed passes (:mod:`~decoders.engine.model.mixed`)."""
     twin = target.sibling()
 
     def forward(

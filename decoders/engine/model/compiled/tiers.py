@@ -93,7 +93,7 @@ class Tiers:
 
     Attributes:
         kinds: for each kind of pass, its compilation and the seconds of its uncompiled passes.
-        regional, regional_mixed: the compiled pass, and the compiled mixed pass; None before their compilation begins.
+        regional, regional_mixed: the compiled pass without and with a piece of a prompt; None before their compilation begins.
         mode: the setting ``compile`` of the present call.
         report: the present call's report.
         beside: the functions that are compiled together with the pass.

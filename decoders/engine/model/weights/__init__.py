@@ -1,1 +1,3 @@
-"""The weights of a model: products without copies, joint products, quantization, and the detection of changed weights."""
+"""The weights of a model: matrix products without copies, joint products of several matrices, quantization, and detecting changed
+weights.
+"""

@@ -200,7 +200,7 @@ def _block(layer: nn.Module) -> Layer:
 
 
 def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
-    """The layers behind `layer` that an operator computes together with it, and the first norm of the layer behind these. A hook
+    """The layers behind `layer` that an operator computes together with it, and the first norm of the layer behind these layers. A hook
     ends the list, because it may change a layer's result in place.
     """
     layers = [layer]

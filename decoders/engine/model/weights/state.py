@@ -53,7 +53,8 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
-        # Some rotary modules write a table for the length of each text. This is no change, because our copies have separate tables.
+        # Some rotary modules rewrite their table for each text's length. This counts as no change: our copy of the model has its own
+        # tables.
         fixed = [part for part in parts if not has_varying_table(part)]
         tensors: list[Tensor] = [*parameters_in(parts), *buffers_in(fixed)]
         kinds: dict[Any, None] = dict.fromkeys(map(type, parts))
@@ -151,7 +152,7 @@ _PLAIN = frozenset(PLAIN)
 
 
 def content(value: Any, depth: int = _DEPTH) -> object:
-    """A key that changes with the entries of containers and the values of configs, for `value` and everything inside it.
+    """A key that changes when an entry of a container or a value of a config changes, in `value` or inside it.
 
     It is computed before every call, so it makes no copies and does not call ``to_dict``.
     """

@@ -25,7 +25,7 @@ OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_confi
 OURS = "decoders_"
 #: Types of values that hold no other objects.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-#: How many levels of nested containers are searched, and how many levels of helper objects in a closure.
+#: How many levels of nested containers are searched, and how many levels of other objects that a closure holds.
 DEPTH, HELPERS = 6, 3
 
 Tree = TypeVar("Tree", bound=nn.Module)
@@ -33,7 +33,7 @@ Tree = TypeVar("Tree", bound=nn.Module)
 
 def share_weights(model: Tree, quantized: Sequence[Tensor] = ()) -> Tree:
     """A copy of the modules of `model` with a separate config, in evaluation mode. All other objects are shared, so that later writes
-    take effect in both: parameters, buffers, `quantized` weights, and attributes of modules (tensors, dicts, helper objects).
+    take effect in both: parameters, buffers, `quantized` weights, and attributes of modules (tensors, dicts, other objects).
     """
     twin = _Twin(model, quantized).of(model)
     # Attributes that tools have set on the model object (generate, locks) are not part of the network.
@@ -109,7 +109,9 @@ class _Twin:
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The twin's counterpart of a value in a closure. Here, unlike in attributes of modules, helper objects are copied."""
+        """The twin's counterpart of a value in a closure. Unlike in attributes of modules, other objects that hold a part of the model
+        are copied.
+        """
         if not self._captures(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # because accelerate's wrapper of a forward cannot be copied by copy.copy
@@ -117,7 +119,9 @@ class _Twin:
         return twin
 
     def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
-        """Whether a helper object holds a part of the model. within: depth of the search in containers and functions."""
+        """Whether `value` is an object of another kind that holds a part of the model. within: depth of the search in containers and
+        functions.
+        """
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False

@@ -43,7 +43,7 @@ TURN = 16
 
 @dataclass(frozen=True)
 class Job:
-    """The measurements of one process.
+    """What one process measures.
 
     Attributes:
         subject: a shape, "demo", or a checkpoint.

@@ -26,7 +26,7 @@ from decoders.tree import NO_PARENT, Topology
 
 from .grammar_subjects import Subject
 
-#: Nodes and greatest depth of the trees of draft tokens; number of places in a text where trees begin.
+#: Number of nodes, and greatest depth, of a tree of draft tokens; number of places in a text where trees begin.
 NODES, DEPTH, PLACES = 64, 8, 3
 #: A grammar that was compiled for this many seconds in total is not compiled again.
 PATIENCE = 2.0

@@ -13,7 +13,7 @@ from decoders.bench.methods import EngineOutput, OnTokens
 
 from .engines import DRAFT, LOOKUP
 
-#: Draft tokens per step. For prompt lookup 10 is llama-cpp-python's default; its documentation recommends 2 without a GPU.
+#: Number of draft tokens per step. For prompt lookup 10 is llama-cpp-python's default; its documentation recommends 2 without a GPU.
 DRAFT_TOKENS = {LOOKUP: 10, DRAFT: 4}
 #: The KV cache is allocated in multiples of this many tokens.
 ROOM = 256

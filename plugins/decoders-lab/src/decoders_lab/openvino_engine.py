@@ -12,7 +12,7 @@ from decoders.bench.methods import EngineOutput, OnTokens
 
 from .engines import DRAFT, LOOKUP
 
-#: Draft tokens per step, and the longest n-gram to look up: the values of GenAI's own samples.
+#: Number of draft tokens per step, and length of the longest n-gram to look up: the values of GenAI's own samples.
 DRAFT_TOKENS = 5
 NGRAM = 3
 

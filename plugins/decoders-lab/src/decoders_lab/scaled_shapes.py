@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ScalingError(DecodersError, ValueError):
-    """A model does not fit into a shape."""
+    """A model cannot be scaled to a shape."""
 
 
 @dataclass(frozen=True)

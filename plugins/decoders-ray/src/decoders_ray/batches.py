@@ -21,7 +21,8 @@ def complete(
     model: str | Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]], actors: int = 2, batch: int = 64, rows: int = 8,
     actor_options: dict[str, Any] | None = None, **arguments: Any,
 ) -> dict[str, int]:  # fmt: skip
-    """Completes all prompts that `output` lacks, and returns the numbers ``prompts``, ``earlier``, ``written`` and ``failed``.
+    """Completes the prompts that `output` lacks. Returns counts: all ``prompts``, those completed ``earlier``, those ``written`` now,
+    and the ``failed`` among the latter.
 
     Args:
         prompts: each has an ``id``, a ``prompt``, and arguments of ``generate`` for this prompt alone.

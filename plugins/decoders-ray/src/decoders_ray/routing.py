@@ -7,7 +7,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-#: Tokens, or characters of a text, per block: prompts are compared block by block.
+#: Number of tokens, or of characters of a text, per block: prompts are compared block by block.
 BLOCK = 16
 #: Most blocks that are remembered; the least recently used are dropped.
 BLOCKS = 200_000

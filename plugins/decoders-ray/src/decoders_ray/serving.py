@@ -64,7 +64,7 @@ class Replica:
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
         """
         self.requests += 1
-        # The request is prepared in a thread, so that the event loop serves other requests meanwhile.
+        # The request is prepared in a thread, so that the event loop can serve other requests.
         try:
             generation = await asyncio.to_thread(self.scheduler.submit, prompt, **arguments)
             held: list[int] = []

@@ -1,7 +1,7 @@
 """CPU kernels in C++: products without copies of matrices, attention over the slot cache, norms, activations, rotary positions.
 
 Each kind of processor has a variant of the kernels, which is a shared object. A wheel may contain it. Otherwise, the first process on a
-machine compiles it into the cache folder in 10 to 20 seconds. Without a compiler there are no kernels, and torch multiplies.
+machine compiles it into the cache folder in 10 to 20 seconds. If there is no compiler either, torch's operators are used.
 """
 
 from __future__ import annotations

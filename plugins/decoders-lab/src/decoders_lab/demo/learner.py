@@ -1,4 +1,4 @@
-"""Training of a demo model, on files and then against its own loops: settings, losses, and writing its weights."""
+"""Training of a demo model, on files and then not to repeat itself in loops: settings, losses, and writing its weights."""
 
 from __future__ import annotations
 

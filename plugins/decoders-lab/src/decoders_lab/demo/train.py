@@ -147,7 +147,7 @@ class _Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """A stage of the training: on files, or against loops."""
+    """A stage of the training: on files, or against repetition."""
 
     steps: int
     seconds: float
