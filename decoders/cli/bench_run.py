@@ -50,7 +50,7 @@ class Plan:
         suite: name of a published benchmark; None without a benchmark.
         questions: the benchmark's questions.
         prompt_lengths: lengths of random prompts; None if prompts are texts.
-        limit: most prompts of a kind.
+        limit: greatest number of prompts of a kind.
         batches, dtypes, new_tokens, repeats: see the options.
         seconds: time limit without loading; None: no limit.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Kinds of prompt for the demo model, and for other models; by default the first two are shown.
 DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
-#: Fewest new tokens of a text for the table, even on a slow machine.
+#: Least number of new tokens of a text for the table, even on a slow machine.
 FEWEST = 16
 #: Least --seconds for a compiled table without --compile: compiling takes one to three minutes on two cores.
 COMPILES_FROM = 120

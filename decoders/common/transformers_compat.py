@@ -178,7 +178,7 @@ CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.nam
 
 
 def gated(experts: Any, x: Tensor) -> Tensor:
-    """Applies the gate of a module of experts to the product of its gate-and-up matrices."""
+    """Applies the gate of `experts`, a module of experts, to `x`, a product with the module's gate-and-up matrices."""
     return experts._apply_gate(x)
 
 

@@ -67,7 +67,7 @@ _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 
 
 def least_states(regex: str) -> int:
-    """An estimate of the least number of states of the minimal automaton of `regex`; 0 without counted repetitions.
+    """Estimates how many states the minimal automaton of `regex` has at least; 0 without counted repetitions.
 
     Assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
     """

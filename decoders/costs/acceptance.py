@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: Each judged draft token multiplies the weight of earlier tokens of its kind by this: a weight halves in about four tokens. The
-#: deepest kind forgets slowly, because many of its tokens are judged at once, and only if all tokens before them were right.
+#: Each judged draft token multiplies the weight of earlier tokens of its kind by this: a weight halves in about four tokens. Kinds of
+#: the greatest depth forget slowly, because many tokens are judged at once, and only if all tokens before were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
 #: The prior acceptance rate of a first token, ``PRIOR``, counts like ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
 #: because judging drafts is free.

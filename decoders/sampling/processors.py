@@ -101,7 +101,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Replacements:
-    """Replacements of drawn tokens by other tokens; which tokens are replaced depends on the node's kind.
+    """Replacements of drawn tokens by other tokens, by one of several mappings. A node's kind is the number of its mapping.
 
     Attributes:
         keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.

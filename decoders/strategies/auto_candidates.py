@@ -49,7 +49,7 @@ class Candidate:
     Args:
         bit: the drafter's bit in sets of drafters (:mod:`decoders.costs.acceptance`).
         strategy, state: the drafter's strategy and its state.
-        depth: most tokens that the drafter proposes on a path.
+        depth: greatest number of tokens that the drafter proposes on a path.
         experience: the drafter's statistics, kept between calls.
         clock: the call's clock.
         first_price: expected seconds of the drafter's first run.

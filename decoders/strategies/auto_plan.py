@@ -61,7 +61,7 @@ class AutoState:
         costs: the cost of a step by its number of nodes.
         rows: for every row a follower, which compares the row's drafts with the written tokens.
         ledger: how far the call is behind plain decoding.
-        new_tokens: most tokens that a row may write; None if rows join and leave.
+        new_tokens: greatest number of tokens that a row may write; None if rows join and leave.
         tokens: mean tokens of a step, the numerator of the rate. A token counts more if other rows wait for its row.
         seconds: mean seconds of a step, the denominator of the rate.
         history: the choices so far.
@@ -113,7 +113,7 @@ class Plan:
 
     Args:
         weights: value of a token in each active row, 1 on average.
-        most: most draft tokens per row.
+        most: greatest number of draft tokens per row.
         begun: time on the call's clock at which the step began.
         tries: whether the step may have a draft.
     """

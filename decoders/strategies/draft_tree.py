@@ -117,7 +117,7 @@ class DraftTree(ABC):
 
     Attributes:
         depth: number of levels.
-        ahead: most slots that a draft model writes after a row's last token.
+        ahead: greatest number of slots that a draft model writes after a row's last token.
         children: number of continuations per node that the tree asks for.
         least_children: number of continuations per node that the tree cannot do without.
     """
@@ -198,8 +198,8 @@ class DynamicTree(DraftTree):
     Args:
         depth: number of levels.
         beam: number of nodes expanded per level.
-        nodes: most nodes of the tree, root excluded.
-        children: most continuations per node; a smaller vocabulary gives fewer.
+        nodes: greatest number of nodes of the tree, root excluded.
+        children: greatest number of continuations per node; a smaller vocabulary gives fewer.
         compile: see :class:`~decoders.strategy.Context`.
     """
 
@@ -295,8 +295,8 @@ def shape_of(
         strategy: name of the strategy, for the error.
         tree: one of :data:`TreeForm`.
         depth: number of levels of the tree.
-        children: most continuations of a node.
-        nodes: most nodes of a tree, root excluded; None: as many as the measured costs of a step allow.
+        children: greatest number of continuations of a node.
+        nodes: greatest number of nodes of a tree, root excluded; None: as many as the measured costs of a step allow.
         beam: number of nodes of a dynamic tree that are expanded per level.
         context: the call's context.
 
@@ -369,7 +369,7 @@ def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, dep
     """Selects the `nodes` likeliest of all ``M`` nodes found.
 
     Args:
-        depth: most levels of the tree, from :func:`depth_bound`.
+        depth: greatest number of levels of the tree, from :func:`depth_bound`.
         tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for absent nodes; parents are indices
             of earlier nodes, -1 for the root.
 

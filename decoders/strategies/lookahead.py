@@ -68,7 +68,7 @@ class BlockShape(NamedTuple):
 
 #: The default block without measured costs.
 SHAPE = BlockShape(2, 8, 2)
-#: Most columns, and most candidates, that measured costs can choose: the paper's number for a 7B model.
+#: Greatest number of columns, and of candidates, that measured costs can choose: the paper's number for a 7B model.
 WIDEST = 15
 
 

@@ -17,7 +17,7 @@ from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, check_draft, finish_all, merged_traits
 from ..tree import NO_PARENT, Topology, TreeTensors
 
-#: Most nodes of the joint tree, root included, if the costs of a step have not been measured.
+#: Greatest number of nodes of the joint tree, root included, if the costs of a step have not been measured.
 NODES = 64
 
 
@@ -40,7 +40,7 @@ class MergedState:
     Attributes:
         parts: the state of each part. A part is one of the merged strategies.
         owned: the nodes of each part's draft in the joint block.
-        nodes: most nodes of the joint block.
+        nodes: greatest number of nodes of the joint block.
         layers: the hidden layers that each part reads.
     """
 

@@ -65,7 +65,7 @@ class NgramTable:
 
         Args:
             texts: pairs of a text ``[T]`` int64 and the index of the first token that is counted; earlier tokens are context only.
-            followers: most followers per context.
+            followers: greatest number of followers per context.
 
         Raises:
             SettingsError: the vocabulary is too large for 64-bit keys, a token is outside of it, or there are no tokens to count.
@@ -243,7 +243,7 @@ def train_table(
         prompts: token ids of each prompt; every batch draws `rows` prompts.
         tokens: number of tokens to count.
         rows: number of texts sampled together; the last batch has only as many as are still needed.
-        length: most tokens to sample after a prompt.
+        length: greatest number of tokens to sample after a prompt.
         on_progress: called after each batch with the number of tokens so far.
         options: further arguments of ``generate``.
 

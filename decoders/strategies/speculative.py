@@ -70,7 +70,7 @@ class _State:
         tree: the shape of drafts; None for chains.
         lengths: ``[B]`` int64, number of tokens that each row drafts, with the heuristic schedule.
         own_nodes: number of nodes in the last draft, root included.
-        limit: most tokens of the next draft; None for no limit.
+        limit: greatest number of tokens of the next draft; None for no limit.
         other: both vocabularies, if the draft model's vocabulary differs from the target's; None if the vocabularies are equal.
         mask: the mask token of a draft model that drafts a chain in one pass over masks; None if it drafts token by token.
     """

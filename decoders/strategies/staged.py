@@ -17,7 +17,7 @@ from ..tree import Topology, TreeTensors
 from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import best_nodes, depth_bound
 
-#: Most nodes of the tree, root excluded, if the costs of a step have not been measured; as in the paper.
+#: Greatest number of nodes of the tree, root excluded, if the costs of a step have not been measured; as in the paper.
 NODES = 36
 
 
@@ -51,7 +51,7 @@ class _State:
         collect: :func:`collect`, compiled.
         leaves: :func:`path_with_leaves`, compiled.
         fixed: the tree's shape, if it is the same in every step.
-        nodes: most nodes of a tree whose shape varies, root excluded.
+        nodes: greatest number of nodes of a tree whose shape varies, root excluded.
         own_nodes: number of nodes in the last draft, root included.
     """
 

@@ -28,7 +28,7 @@ __all__ = ["TextDrafter"]
 #: The last LOOKBEHIND tokens of a text are encoded again together with new text. Encoding begins ANCHOR tokens before them, to find a
 #: token border that the old and the new encoding have in common.
 LOOKBEHIND, ANCHOR = 8, 8
-#: Most tokens of a prompt that one pass of the draft model reads.
+#: Greatest number of tokens of a prompt that one pass of the draft model reads.
 CHUNK = 512
 #: Continuation bytes of UTF-8, 10xxxxxx.
 _CONTINUATION = range(0x80, 0xC0)
@@ -124,7 +124,7 @@ class TextDrafter:
     Args:
         context: the call's context.
         vocabularies: the result of ``context.vocabulary_of(model)``, for the model that drafts.
-        length: most tokens of the draft model per step.
+        length: greatest number of tokens of the draft model per step.
     """
 
     def __init__(self, context: Context, vocabularies: OtherVocabulary, length: int) -> None:

@@ -20,7 +20,8 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Most tokens of a draft: LENGTH if the costs of a step have not been measured, MOST_LENGTH if measured costs set the number.
+#: Greatest number of tokens of a draft: LENGTH if the costs of a step have not been measured, MOST_LENGTH if measured costs set the
+#: number.
 LENGTH, MOST_LENGTH = 16, 32
 #: If reading the device is a sync, the host reads once per draft, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)
@@ -69,7 +70,7 @@ class _State:
         tree: the shape of drafts; None for chains.
         calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
-        length: most tokens of a draft.
+        length: greatest number of tokens of a draft.
         waits: whether reading the device is a sync. The host then reads once per draft.
         bucket: number of passes before the host reads the device.
         weights: ``[B, n]``, cumulative log-probability of each node of the last draft.

@@ -23,7 +23,8 @@ from .prompt_reader import PromptReader, read_chunk
 from .request import Request
 from .session import Session
 
-#: Most tokens in a pass over several prompts. A longer prompt gets separate passes, because it alone keeps the processor busy.
+#: Greatest number of tokens in a pass over several prompts. A longer prompt gets separate passes, because it alone keeps the processor
+#: busy.
 SHARED_PASS = 512
 
 

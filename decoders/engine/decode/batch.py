@@ -45,13 +45,13 @@ class Batch:
     Attributes:
         request: a request that stands for all members: it has their common settings, and its prompts are the texts of all rows.
         members: per request, its output and the index of its first row, in the order of rows. Padding rows have no member.
-        capacity: most rows that the batch can have.
+        capacity: greatest number of rows that the batch can have.
         shared: whether requests join and leave; errors and reports are then per request.
         width: number of rows in a step. If sizes are static, some rows may be padding. Padding rows count as ended.
         verifier: decides which draft tokens are accepted; None: the built-in rule.
         report: the report on all steps.
         session: holds the rows' tokens, keys and values.
-        longest: most tokens that a row can have, prompt included.
+        longest: greatest number of tokens that a row can have, prompt included.
         noise_keys: ``[B]`` int64, the noise key of each row.
         guide: tracks the rows' positions in their grammars; None if no row has a grammar.
         core: runs the forward pass over a block, verifies the block, and commits the accepted tokens.
@@ -65,7 +65,7 @@ class Batch:
 
     Args:
         request: the first or only request.
-        capacity: most rows, for a batch that requests join and leave; None for the batch of one call.
+        capacity: greatest number of rows, for a batch that requests join and leave; None for the batch of one call.
     """
 
     session: Session

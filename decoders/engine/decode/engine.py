@@ -39,7 +39,7 @@ from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
 
-#: Most compiled functions of strategies that an engine keeps.
+#: Greatest number of compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
 #: Limits on the memories that strategies keep between calls: their number, and the sum of ``nbytes`` (0 if an object has none).
 KEPT_MEMORIES = 16

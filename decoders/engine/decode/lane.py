@@ -41,8 +41,8 @@ class Lane:
     Args:
         engine: the model's engine.
         request: the first request; it defines what all requests have in common.
-        capacity: most requests at a time. It becomes 1 if the strategy reads prompts, and either cannot rebatch or gets prompts with
-            images. Such a strategy cannot read the texts of running requests again when another request joins or leaves.
+        capacity: greatest number of requests at a time. It becomes 1 if the strategy reads prompts, and either cannot rebatch or gets
+            prompts with images. Such a strategy cannot read the texts of running requests again when another request joins or leaves.
 
     Attributes:
         admission: finds places for new requests and prefills their prompts.

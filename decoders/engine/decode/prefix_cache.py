@@ -23,7 +23,7 @@ class KeptText:
         tokens: 1-D int64, on the CPU.
         whole: whether only a prompt that begins with the whole text can reuse it, because a recurrent state cannot be rolled back.
         salt: texts with different salts share nothing.
-        least: fewest first tokens that can be reused: the text up to the end of its images, because images are read together.
+        least: least number of first tokens that can be reused: the text up to the end of its images, because images are read together.
     """
 
     tokens: Tensor
@@ -107,7 +107,8 @@ class PrefillPlan:
         # These recurrent layers would read a second chunk token by token, so the prompt is one chunk.
         if not target.continues:
             chunk = max(chunk, *ends)
-        # Smaller passes would run uncompiled in a compiled call, and give other bits. A recurrent state must not read beyond a text.
+        # Passes below the least size would run uncompiled in a compiled call, and give other bits. A recurrent state must not read
+        # beyond a text.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
         # A chunk may reach beyond the end of a row's prompt; steps overwrite these slots before they read them. If sizes of blocks are

@@ -120,7 +120,7 @@ class Request:
         runtime: settings of the loop.
         prompts: per row, 1-D int64 without padding; -1 at a position without a token id, whose key and value come from `given`.
         padded_prompt: ``[B, P]`` int64, the prompts as the user passed them.
-        new_tokens: most tokens to generate per row.
+        new_tokens: greatest number of tokens to generate per row.
         stopping: the conditions that end a row before it has `new_tokens` tokens.
         plan: the operations on logits inside the step; its `masked` is True if a row has a grammar.
         sampling: the values of the plan's operations, and the seed.

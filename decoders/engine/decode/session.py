@@ -148,7 +148,7 @@ class Session:
         Args:
             lengths: number of tokens per prompt.
             reused: per row, number of first tokens whose keys and values are in place.
-            chunk: most tokens per row and pass; None for the default.
+            chunk: greatest number of tokens per row and pass; None for the default.
             run: runs a pass; takes the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
             leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for this chunk and

@@ -18,9 +18,10 @@ from .places import take_over
 from .prefix_cache import KeptText
 from .session import Session
 
-#: Most free sessions that are kept.
+#: Greatest number of free sessions that are kept.
 KEPT_SESSIONS = 2
-#: Most free sessions that are kept if steps are recorded. More are kept, because recordings are dropped with their session.
+#: Greatest number of free sessions that are kept if steps are recorded. More are kept, because recordings are dropped with their
+#: session.
 KEPT_RECORDING_SESSIONS = 4
 #: The text of padding rows.
 PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))

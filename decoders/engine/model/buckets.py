@@ -28,7 +28,7 @@ LEAST_SLOTS, SLOT_STEP = 256, 64
 #: The cache has room for a block of up to this many nodes after the longest row.
 BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
-#: In low precision on the CPU, blocks and chunks of text are multiples of this.
+#: In low precision on the CPU, the sizes of blocks and chunks of text are multiples of this number.
 ROWS = 4
 #: A view has a multiple of 512 slots plus one of these numbers, so that PyTorch's attention on the CPU gives the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
@@ -49,7 +49,7 @@ def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
 
 
 def slot_bucket(slots: int, static: bool = True) -> int:
-    """`slots`, a number of slots of a cache or of attention's view of a cache, rounded up to the next bucket."""
+    """`slots`, the size of a cache or of attention's view of the cache, rounded up to the next bucket."""
     return max(_power_of_two(slots), LEAST_SLOTS) if static else max(-(-slots // SLOT_STEP), 1) * SLOT_STEP
 
 

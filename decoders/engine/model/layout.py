@@ -194,9 +194,9 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
     )
 
 
-#: Fewest positions that a model needs: the check runs a text of at least two tokens and a branch of three tokens after it.
+#: Least number of positions that a model needs: the check runs a text of at least two tokens and a branch of three tokens after it.
 SHORTEST = 5
-#: Most tokens of a trial pass. One token is not enough: softmax over a single key does not depend on a temperature.
+#: Greatest number of tokens of a trial pass. One token is not enough: softmax over a single key does not depend on a temperature.
 PROBED = 8
 #: Longest context to try. It is limited, because some designs create a tensor of the context's length.
 LONGEST = 1 << 24

@@ -139,9 +139,9 @@ class HostCopies:
 WARM_UP_STEPS = 3
 #: How often a part of a step runs unrecorded with the same key and shapes before the part is recorded.
 PLAIN_RUNS = 2
-#: Most recordings of a session. They all share a memory pool for intermediate results.
+#: Greatest number of recordings of a session. They all share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
-#: Most bytes of inputs and outputs of a session's recordings. Most of these bytes are logits of blocks with many nodes.
+#: Greatest number of bytes of inputs and outputs of a session's recordings. Most of these bytes are logits of blocks with many nodes.
 MOST_BYTES = 1 << 30
 
 #: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.

@@ -54,7 +54,7 @@ class Sides:
         Args:
             name: the design's name.
             prompt: number of tokens of the longest prompt.
-            new_tokens: most new tokens. The last new token never runs through the model.
+            new_tokens: greatest number of new tokens. The last new token never runs through the model.
             cached: number of the prompt's tokens in the caller's cache; None without a cache.
         """
         before = self._passed(prompt)

@@ -40,7 +40,7 @@ from .weights.same_bits import align_activations, replace_norms
 from .weights.state import WeightState
 from .weights.twin import share_weights
 
-#: Most prompt tokens per row and pass by default.
+#: Greatest number of prompt tokens per row and pass by default.
 PREFILL_CHUNK = 512
 
 

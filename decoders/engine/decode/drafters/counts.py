@@ -12,9 +12,9 @@ from torch import Tensor
 from ....report import Stage
 from ...model.buckets import node_bucket
 
-#: Fewest tokens that a pass runs before the root: each smaller number would need another graph.
+#: Least number of tokens that a pass runs before the root: each smaller number would need another graph.
 MIN_PENDING = 2
-#: Number of entries of a stage's histogram of tokens per pass; the last entry also counts passes with more tokens.
+#: Number of entries in a stage's histogram of tokens per pass; the last entry also counts passes with more tokens.
 LONGEST = 64
 
 

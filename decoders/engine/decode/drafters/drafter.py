@@ -46,13 +46,13 @@ class ModelDrafter(Drafter):
         stack: is closed when the strategy ends, and then closes everything that this drafter opened.
         context: the context of the strategy that drafts with this model.
         model: the draft model, or a path to load it from.
-        ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
+        ahead: greatest number of nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
         seldom: whether the strategy may never use this model; the prompts are then prefilled when it first drafts.
 
     Attributes:
         proposed: number of nodes of the block that is verified next, without padding; the batch or stage that verifies it sets it.
-        reach: upper bound of the number of committed tokens of a row.
+        reach: greatest number of committed tokens that a row may have now.
         counts: pending tokens, passes, tokens and seconds.
         inner: the draft models of the strategy that drafts for this model, if any (:mod:`.staged`).
     """
@@ -276,7 +276,7 @@ class ModelDrafter(Drafter):
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
-        """Adds to the number of pending tokens: `tokens` tokens were committed that this model did not draft."""
+        """Adds to the number of pending tokens. tokens: number of committed tokens that this model did not draft."""
         for drafter in self.chain:
             drafter.counts.pending += tokens
 

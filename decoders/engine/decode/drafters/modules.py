@@ -153,7 +153,7 @@ class SlotPasses(ModulePasses):
 
     Args:
         rows, slots: sizes of the module's cache.
-        ahead: most nodes that a step writes behind a row's text.
+        ahead: greatest number of nodes that a step writes behind a row's text.
         compile: ``Context.compile``.
 
     Attributes:

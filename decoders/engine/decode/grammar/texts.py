@@ -17,7 +17,7 @@ from ....sampling.processors import Replacements
 
 #: The row that allows all tokens in every mask table.
 FREE = 0
-#: Most bytes of unpacked masks that are kept during a call.
+#: Greatest number of bytes of unpacked masks that are kept during a call.
 OPEN = 1 << 25
 
 
@@ -145,7 +145,7 @@ class Text(ABC):
         """The row of the mask table with the mask after `position`."""
 
     def kind(self, position: Any) -> int:
-        """The number of the kind of replacements at `position` (:meth:`MaskTable.kind`); 0 for no replacements."""
+        """The number of the mapping of drawn to written tokens at `position` (:meth:`MaskTable.kind`); 0 for no mapping."""
         return 0
 
     def settle(self, position: Any) -> Any:

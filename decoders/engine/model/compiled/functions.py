@@ -100,7 +100,7 @@ def _kind(argument: Any) -> Any:
 
 #: Seconds that compiling a function is expected to take on two cores.
 FUNCTION_SECONDS = 5.0
-#: Most kinds of arguments that one function is compiled for. It is Dynamo's own limit.
+#: Greatest number of kinds of arguments that one function is compiled for. It is Dynamo's own limit.
 MOST_KINDS = 8
 
 

@@ -18,7 +18,7 @@ FIRST_SPLIT, OCTAVE = 128, 16
 FIRST_TEXT_SPLIT = 1024
 #: Rows of a tile. A tensor-core instruction also has 16 rows, so a query's products use the same instructions in every block.
 ROWS = 16
-#: Most bytes for the results of a launch's splits; if the rows need more, there are several launches.
+#: Greatest number of bytes for the results of a launch's splits; if the rows need more, there are several launches.
 MOST_SCRATCH = 256 << 20
 
 

@@ -28,7 +28,7 @@ from .epilogues_triton import activated, added, added_to_residual, rotated_to_ca
 
 #: Number of rows of a tensor-core instruction; fewer rows cost the same.
 TILE = 16
-#: Most row tiles of a program.
+#: Greatest number of row tiles of a program.
 MOST_TILES = 8
 #: With more nodes per row of the batch than this (long texts), PyTorch computes the product, because cuBLAS is fast then.
 MOST_ROWS = TILE * MOST_TILES
@@ -41,7 +41,7 @@ LEAST_STRETCH = 256
 STEP_BYTES = 128
 #: By number of row tiles, how many steps a program reads ahead. With these numbers, a multiprocessor's shared memory fits two programs.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
-#: Most bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
+#: Greatest number of bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
 MOST_AHEAD = 96 << 10
 
 

@@ -137,7 +137,7 @@ def take_packed(model: nn.Module) -> Quantized:
         if (weight := _packed(module, form, bits)) is not None:
             quantized.layers[path] = (module, weight)
     for module, weight in quantized.layers.values():
-        for name in ("forward", "quantization_scheme"):  # with these, compressed-tensors would unpack the weights
+        for name in ("forward", "quantization_scheme"):  # by these attributes compressed-tensors would unpack
             vars(module).pop(name, None)
         vars(module).update(weight.made)
         module.__class__ = QuantizedLinear

@@ -37,7 +37,7 @@ LINES = 3
 SAMPLING = Sampling(temperature=0.7, top_k=50, top_p=0.9)
 #: Number of new tokens of a call that measures prefill only.
 FEW = 2
-#: Number of new tokens of each turn of a chat.
+#: Number of new tokens in each turn of a chat.
 TURN = 16
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 #: Number of tokens, or of characters of a text, per block: prompts are compared block by block.
 BLOCK = 16
-#: Most blocks that are remembered; the least recently used are dropped.
+#: Greatest number of blocks that are remembered; the least recently used are dropped.
 BLOCKS = 200_000
 
 
