@@ -4,7 +4,9 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the console script. Ctrl-C ends it without a traceback already while the commands are imported."""
+    """Entry point of the console script. Ctrl-C ends the process without a traceback, even while the commands are still being
+    imported.
+    """
     try:
         from .cli import main as command_line
 

@@ -147,7 +147,7 @@ class ModulePasses(ABC):
     row's end are overwritten before they are read. All results stay on the device.
 
     Attributes:
-        passes: forward passes so far.
+        passes: number of forward passes so far.
     """
 
     passes: int
@@ -259,7 +259,7 @@ class OpensDraft(Protocol):
         Args:
             model: a model object or a path.
             ahead: greatest number of nodes that a round writes after the committed tokens.
-            children: continuations per node in :attr:`Expansion.tokens`.
+            children: number of continuations per node in :attr:`Expansion.tokens`.
             stage: a strategy that drafts for the draft model; rounds then consist of :meth:`Drafter.advance`.
             seldom: whether the strategy may draft late or never. The draft model then reads the prompts at its first draft; if rows
                 join and leave, it reads a row's prompt when the row joins. A draft model with a stage reads the prompts at once.

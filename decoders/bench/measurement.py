@@ -39,7 +39,7 @@ class Measurement:
         position: the method's place in the order of the methods for this prompt.
         seconds: seconds of the whole call without `compile_seconds`.
         compile_seconds: seconds spent on compiling.
-        compilations: graphs compiled.
+        compilations: number of graphs compiled.
         new_tokens: number of new tokens in all rows.
         first_token: from the start of a call to its first token, measured in a separate call that ends there.
         steps: ``report.steps``.
@@ -54,7 +54,7 @@ class Measurement:
         observe: ``report.timings.observe``.
         mask: ``report.timings.mask``.
         host: ``report.timings.host``.
-        draft_passes: forward passes of the draft models that the strategy runs itself.
+        draft_passes: number of forward passes of the draft models that the strategy runs itself.
         prompt_tokens: number of prompt tokens in the longest row.
         compiled_share: share of the steps that ran compiled.
     """
@@ -92,8 +92,8 @@ class WarmupCost:
         first_call: seconds of the first call.
         second_call: seconds of the second call.
         compile_seconds: seconds spent on compiling in the first call.
-        compilations: graphs compiled in the first call.
-        second_compilations: graphs compiled in the second call.
+        compilations: number of graphs compiled in the first call.
+        second_compilations: number of graphs compiled in the second call.
         peak_memory: peak memory in bytes; None if the system does not report it.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
         cache_bytes: size of the loop's key-value cache.
@@ -123,9 +123,9 @@ class Check:
 
     Attributes:
         tokens: new tokens of each row.
-        steps: forward passes of the target that commit tokens.
+        steps: number of forward passes of the target that commit tokens.
         accepted_length: tokens per row and step.
-        draft_passes: forward passes of the draft model; None without one.
+        draft_passes: number of forward passes of the draft model; None without a draft model.
     """
 
     tokens: list[list[int]]

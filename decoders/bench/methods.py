@@ -65,7 +65,7 @@ class EngineOutput:
 
     Attributes:
         tokens: new tokens of each row, up to and including a stop token.
-        steps: passes of the target; None if the engine does not report them.
+        steps: number of passes of the target; None if the engine does not report it.
     """
 
     tokens: list[list[int]]

@@ -67,8 +67,8 @@ class Record:
         first_call: seconds of the first call, on one prompt of the run.
         second_call: seconds of the second call, on the same prompt.
         compile_seconds: seconds spent on compiling in the first call.
-        compilations: graphs compiled in the first call.
-        recompilations: graphs compiled in all later calls.
+        compilations: number of graphs compiled in the first call.
+        recompilations: number of graphs compiled in all later calls.
         peak_memory: peak memory in bytes.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
         cache_bytes: size of the loop's key-value cache.

@@ -39,9 +39,9 @@ class TimedCall:
         sequences: ``[B, P + new]``.
         seconds: wall time, compilation included.
         compile_seconds: seconds spent on compiling.
-        compilations: graphs that were compiled.
+        compilations: number of graphs that were compiled.
         report: the loop's report; None for transformers.
-        steps: passes of the target, if another engine reports them.
+        steps: number of passes of the target, if another engine reports it.
     """
 
     sequences: Tensor

@@ -86,7 +86,7 @@ def as_specs(
 
     Args:
         value: one value for all rows, or a list or tuple with a value for each prompt. `read` takes each value. None is free text.
-        prompts: rows of the input.
+        prompts: number of rows of the input.
         per_prompt: ``num_return_sequences``.
         read: makes the specification of one row.
 

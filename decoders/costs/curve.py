@@ -55,7 +55,7 @@ class CostPoint(_Stored):
     Attributes:
         rows: number of rows.
         context: number of tokens per row that attention looks back at.
-        nodes: nodes of the block per row, root included.
+        nodes: number of nodes of the block per row, root included.
         compiled: whether the step ran compiled.
         seconds: median of several steps: forward, verification and commit.
     """

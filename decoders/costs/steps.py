@@ -45,7 +45,7 @@ class StepLine:
         self._smallest = 0
 
     def observe(self, nodes: int, seconds: float, compiled: bool) -> None:
-        """Learns from a step. nodes: of all rows together."""
+        """Learns from a step. nodes: number of nodes of all rows together."""
         if compiled != self._compiled:
             self._compiled = compiled
             self._forget()
@@ -55,12 +55,12 @@ class StepLine:
         self._steps += 1
 
     def step(self, nodes: int) -> float | None:
-        """Expected seconds of a step; None before steps of several sizes were observed. nodes: of all rows together."""
+        """Expected seconds of a step; None before steps of several sizes were observed. nodes: number of nodes of all rows together."""
         line = self._line()
         return None if line is None else line[0] + line[1] * nodes
 
     def estimate(self, plain: int) -> tuple[float, float]:
-        """The fixed cost of a step and the cost of a node, in an arbitrary unit. plain: nodes of a step without a draft."""
+        """The fixed cost of a step and the cost of a node, in an arbitrary unit. plain: number of nodes of a step without a draft."""
         line, trial = self._line(), self.LATER_TRIAL
         if line is None:
             line, trial = (1.0, self.GUESS), self.TRIAL
@@ -87,9 +87,9 @@ class StepCosts:
 
     Args:
         curve: a curve with points; None uses `line`.
-        rows: rows of the batch.
-        context: tokens per row at the start.
-        size: returns the nodes of the padded block for the nodes of a draft, root included.
+        rows: number of rows of the batch.
+        context: number of tokens per row at the start.
+        size: returns the number of nodes of the padded block for the number of nodes of a draft, root included.
         ratios: returns, for a context, each tier's ratios of observed to expected seconds in earlier calls; they are updated in place.
         line: the line that earlier calls fitted without a curve; it is updated in place.
     """
@@ -113,7 +113,9 @@ class StepCosts:
         return self.curve is not None or self._line.step(self.rows) is not None
 
     def step(self, nodes: int) -> float:
-        """Expected seconds of a step. nodes: of the draft, root included. Raises ValueError unless costs are :attr:`known`."""
+        """Expected seconds of a step. nodes: number of nodes of the draft, root included. Raises ValueError unless costs are
+        :attr:`known`.
+        """
         size = self.size(nodes)
         if self.curve is not None:
             return self._of_curve(self.curve, size) * self._scale * self._of_size.get(size, KNOWN)[0]
@@ -152,9 +154,9 @@ class StepCosts:
         """Learns from a step.
 
         Args:
-            nodes: nodes per row of the padded block.
+            nodes: number of nodes per row of the padded block.
             seconds: duration of the step's core.
-            context: tokens of the longest row.
+            context: number of tokens of the longest row.
             compiled: whether the step ran compiled.
         """
         self.observed += 1

@@ -83,7 +83,7 @@ class Looks:
         """Whether to ask the drafter in this step. Waits vary: equal waits would always try the same place of a periodic text.
 
         Args:
-            waited: steps since the last draft.
+            waited: number of steps since the last draft.
             most: upper bound of the mean wait in steps.
         """
         return waited >= int(2 * min(self.wait, most) * (GOLDEN * self.count % 1) + 0.5)

@@ -58,7 +58,7 @@ class Beginning(ABC):
         Args:
             engine: the engine of `model`.
             mask: attention mask ``[rows, …]``.
-            copies: rows per prompt (``num_return_sequences``).
+            copies: number of rows per prompt (``num_return_sequences``).
             side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         """
 

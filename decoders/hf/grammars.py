@@ -40,7 +40,7 @@ class Grammars:
 
         Args:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
-            rows: rows of the batch.
+            rows: number of rows of the batch.
             per_prompt: number of successive rows that share a prompt.
             thinking: the value of ``thinking=``.
             prompts: token ids per row; a prompt may end within a thought.

@@ -53,7 +53,7 @@ def inputs_of(
         given: arguments of the call for the model's forward pass.
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
-        repeats: rows per prompt.
+        repeats: number of rows per prompt.
         divides: whether to divide the images among the prompts if the division is clear, so that the model can read each prompt alone.
 
     Raises:

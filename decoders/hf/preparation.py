@@ -73,7 +73,7 @@ class Preparation:
         prompts: PaddedPrompts,
     ) -> Preparation:
         """The preparation made of the arguments that transformers passes to a custom ``generate``."""
-        # A length criterion of the user's replaces transformers' own, so the list counts, not the config.
+        # A user's own length criterion replaces transformers' criterion, so the greatest length is in the list, not in the config.
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
         stop_tokens = tuple(dict.fromkeys(token for tokens in ends for token in tokens.flatten().tolist()))

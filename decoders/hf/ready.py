@@ -35,7 +35,7 @@ class WarmupPart:
 
     Attributes:
         strategy: name.
-        rows: rows of the batch.
+        rows: number of rows of the batch.
         sampling: whether tokens were sampled.
         seconds: duration of the call.
         compile_seconds: seconds of waiting for compilation.

@@ -48,7 +48,7 @@ class TokenMap:
 def token_map(
     tokenizer: PreTrainedTokenizerBase, size: int, draft_tokenizer: PreTrainedTokenizerBase, draft_size: int
 ) -> TokenMap:
-    """The map between two vocabularies. size, draft_size: entries of the logits.
+    """The map between two vocabularies. size, draft_size: numbers of logits of the two models.
 
     Raises:
         UnsupportedError: the bytes of a vocabulary's tokens are unknown.

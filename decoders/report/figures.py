@@ -77,8 +77,8 @@ class Stage:
     Attributes:
         model: name or path.
         drafter: strategy that drafts for the draft model; None if it decodes token by token.
-        passes: forward passes of the draft model, without its prefill.
-        tokens: tokens that it wrote with its drafter's help, all rows.
+        passes: number of forward passes of the draft model, without its prefill.
+        tokens: number of tokens that it wrote with its drafter's help, all rows.
         drafted, accepted: numbers of the drafter's tokens that the draft model verified and accepted.
         accepted_lengths: histogram of tokens per row and pass, as in the report.
         forward_seconds: seconds of its forward passes.

@@ -32,7 +32,7 @@ class Report:
         exact: False if the strategy or verifier may change the distribution.
         verifier, verifier_settings: name of the verifier ("coupled") and its settings.
         compiled_steps: number of `steps` that ran compiled.
-        threads: processor threads of the last step, fewer than torch's number if other processes take the cores; 0 on a GPU.
+        threads: number of processor threads of the last step, below torch's number if other processes take the cores; 0 on a GPU.
         waiting: share of the steps' time in which the decoding thread, or a thread that it waited for, had no processor because
             other processes take the cores (see :attr:`busy`); 0 on a GPU.
         replayed_steps: number of `steps` that replayed a recording, in part or as a whole (CUDA).
@@ -48,7 +48,7 @@ class Report:
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
         prompt_tokens, new_tokens: per row.
-        steps: target forward passes that commit tokens.
+        steps: number of forward passes of the target that commit tokens.
         prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` has their core.
         drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
         accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.

@@ -67,7 +67,7 @@ def generate_many(
 
     Raises:
         SettingsError: `errors` has another value. InputError: `prompts` is a single prompt. Errors of requests, unless `errors` is
-            "keep". Errors of the iterable, after all prompts taken before have been completed and yielded.
+            "keep". Errors of the iterable, after all prompts taken before the error have been completed and yielded.
     """
     if isinstance(prompts, str | bytes | Mapping):
         raise InputError(

@@ -112,16 +112,16 @@ class Limits:
 
     Attributes:
         body: bytes of a body.
-        prompt_tokens: tokens of a prompt.
-        new_tokens: new tokens per choice.
-        choices: number of prompts times n.
+        prompt_tokens: greatest number of tokens of a prompt.
+        new_tokens: greatest number of new tokens per choice.
+        choices: greatest product of number of prompts and n.
         deadline: seconds that a request may take, including its time in the queue; a request may ask for less.
-        rows: requests that are decoded at a time, per strategy.
-        slots: tokens of a row, prompt and new tokens together.
-        queue: waiting requests, per strategy.
-        schedulers: strategies at a time, in addition to the default strategy.
-        constrained: slow requests (large ones, with images or with new grammars) that wait to be prepared.
-        connections: connections at a time.
+        rows: greatest number of requests that are decoded at a time, per strategy.
+        slots: greatest number of tokens of a row, prompt and new tokens together.
+        queue: greatest number of waiting requests, per strategy.
+        schedulers: greatest number of strategies at a time, in addition to the default strategy.
+        constrained: greatest number of slow requests (large, with images or with new grammars) that wait to be prepared.
+        connections: greatest number of connections at a time.
         read: seconds within which a request's head has to arrive; its body gets the same time.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
             strategies learn.
@@ -166,7 +166,7 @@ class Limits:
             raise Refusal(400, message, param=param, code="too_many_choices")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
-        """The refusal of a prompt with too many `tokens`. slots: tokens of a row."""
+        """The refusal of a prompt with too many `tokens`. slots: greatest number of tokens of a row."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 

@@ -117,7 +117,7 @@ class FeatureWindow(ABC):
     def observe(self, step: Step, features: Tensor) -> None:
         """Moves the window forward to the tokens that a step has committed. features: ``[B, N, F]``, of the step's nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # If the host has not read the step, an upper bound of the committed tokens must do: `new` for a draft of this network, and one
+        # If the host has not read the step, an upper bound of the committed tokens is used: `new` for a draft of this network, and one
         # per node for another draft. A block with this network's draft is padded to at most twice the draft's size.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)

@@ -105,7 +105,7 @@ ROUNDINGS = 0.2
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Five requests are decoded two at a time; when one ends, the next joins. Each request writes the tokens that it writes alone.
 
-    This shows that the state that `rebatch` keeps belongs to the right rows. (The default `rebatch` keeps none, but calls `start`.)
+    This shows that the state that `rebatch` keeps belongs to the right rows. (The default `rebatch` keeps no state, but calls `start`.)
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
     texts = _rows_of(inputs)

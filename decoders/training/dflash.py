@@ -285,7 +285,7 @@ class BlockLearner(FeatureLearner):
 
     Attributes:
         own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias. It
-            stores one if its draft vocabulary is reduced, or if the target scales or bounds its logits: training does neither.
+            stores such a head if its draft vocabulary is reduced, or if the target scales or bounds its logits: training does neither.
     """
 
     model: BlockDraft

@@ -16,7 +16,7 @@ class Recipe:
 
     Attributes:
         tokens: greatest number of training tokens.
-        length: tokens per row.
+        length: number of tokens per row.
         own_share: share of the rows that the target itself continues after their first quarter.
         epochs: greatest number of passes over the examples.
         rate: peak learning rate.
@@ -47,7 +47,7 @@ class HeadsTraining(Recipe):
         projection: each head's projection to the vocabulary: tied, low_rank or full.
         rank: rank of the projection low_rank.
         tokens: greatest number of training tokens; their hidden states are kept on disk.
-        batch: positions per step.
+        batch: number of positions per step.
         decay: head k's loss has the weight ``decay ** k`` (the paper's λ_k).
     """
 
@@ -71,7 +71,7 @@ class HeadTraining(Recipe):
         layers: decoder layers of the target whose outputs are read, -1 is the last; None: :func:`default_layers`.
         intermediate: width of the layer's MLP; None: the target's.
         draft_vocab: number of tokens that the head can propose, the most frequent tokens of the text; None: all.
-        rows: rows per step.
+        rows: number of rows per step.
         chains: share of the positions at which more than one token is simulated; the positions are drawn anew in every step.
         decay: the loss at simulated token k has the weight ``decay ** k``.
     """
@@ -113,7 +113,7 @@ class BlockTraining(Recipe):
         rank: rank of the bias that the head adds (DSpark); 0: no head.
         head: inputs of the bias. vanilla: the token before the place; rnn: all tokens before, and the network's state at the place.
         draft_vocab: number of tokens that the draft model can propose, the most frequent tokens of the text; None: all.
-        rows: rows per step.
+        rows: number of rows per step.
         blocks: share of a row's positions at which a block begins; the positions are drawn anew in every step.
         decay: the loss at a block's place k has the weight ``decay ** k``.
     """
@@ -172,7 +172,7 @@ class DraftTraining(Recipe):
         count: number of layers of the draft model; None: a sixth of the target's.
         keep: the target's layers that are kept, instead of `count`; -1 is the last.
         hidden: hidden size of a model from scratch; None: about a quarter of the target's. Attention heads keep their size.
-        rows: rows per step.
+        rows: number of rows per step.
     """
 
     origin: Origin = "layers"

@@ -35,8 +35,8 @@ class Block:
         draft: ``[B, N-1, V]`` float32, q: entry ``i`` is the processed distribution after the parent of node ``i+1``, from which
             the node's token was drawn. Siblings share one ``q`` and are drawn without replacement, in the order of the nodes. A
             draft token that was not sampled has a one-hot ``q``. Entries of ``-1`` nodes are not read.
-        siblings: the most children of a node, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`).
-            A verifier may ignore further children: too small a number costs accepted tokens, but not exactness. ``None``: unknown, at
+        siblings: the greatest number of children of a node, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`). A
+            verifier may ignore further children: too small a number costs accepted tokens, but not exactness. ``None``: unknown, at
             most ``N - 1``.
     """
 

@@ -36,7 +36,7 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers for which `tokenizer` has tokens, else the known markers in the chat template; None without any."""
+        """The known markers for which `tokenizer` has tokens, else the known markers in the chat template; None if there are none."""
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")

@@ -119,8 +119,8 @@ class Calibrator:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
             compile: a call's setting, which decides the tier; "auto" means the tier in which a call would run now.
             seconds: time limit. At least two numbers of nodes are measured; then measuring stops when the time is up.
-            anew: whether to measure everything again. Otherwise a call waits: only a few numbers of nodes are measured, and only for
-                numbers of rows that have no measurements at any context.
+            anew: whether to measure everything again. Otherwise a call waits for the result, so only a few numbers of nodes are
+                measured, only for numbers of rows without measurements at any context.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)

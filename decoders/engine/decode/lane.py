@@ -86,7 +86,9 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more was compiled since the lane's requests began. These requests keep their tier; new requests need another lane."""
+        """Whether more code was compiled since the lane's requests began. These requests keep their tier; new requests need another
+        lane.
+        """
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile

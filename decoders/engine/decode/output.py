@@ -104,7 +104,7 @@ class RequestOutput:
         Args:
             outcome: the step's outcome for this request's rows.
             out: the output of the step for all rows; read only for logits and scores.
-            first: this request's first row in the batch.
+            first: index of this request's first row in the batch.
         """
         request, report = self.request, self.report
         report.steps += 1
@@ -142,7 +142,7 @@ class RequestOutput:
 
         Args:
             tokens, paths, outcome: verified draft tokens, accepted nodes and outcome of all rows, before criteria cut them.
-            first: this request's first row in the batch.
+            first: index of this request's first row in the batch.
         """
         count = draft.tokens.shape[1]
         assert self.report.written is not None

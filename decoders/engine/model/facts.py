@@ -48,7 +48,7 @@ class Attending:
         by: "triton" (our kernel for CUDA), "cpu" (our kernel for CPUs) or "sdpa" (PyTorch's attention).
         kinds: the distinct kinds of attention layers.
         kind_of_layer: per decoder layer, the index of its kind in `kinds`.
-        group: query heads per key head, if the number is the same in all layers; else 1.
+        group: number of query heads per key head, if it is the same in all layers; else 1.
         in_levels: whether the kernel reads the int8 values of a quantized cache. Otherwise the cache dequantizes them for attention.
     """
 

@@ -40,7 +40,7 @@ class MultimodalInputs:
 
     Attributes:
         arguments: arguments of the model's forward pass over all prompts, padded on the left, as transformers prepares them.
-        repeats: rows per prompt.
+        repeats: number of rows per prompt.
         lengths: per row, number of tokens of the prompt.
         hashes: per row, a hash of all images and of the prompt's index; equal hashes mean equal images.
         ends: per row, number of tokens of the prompt up to its last placeholder.

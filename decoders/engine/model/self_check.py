@@ -114,7 +114,7 @@ class Sizes:
     Attributes:
         texts: number of tokens of each row, the longest row first.
         trees: for each verified block, the number and the length of its branches.
-        reach: the check shortens windows and chunks of layers to at most this many positions, so that its short texts exceed them.
+        reach: number of positions to which the check shortens windows and chunks of layers, so that its short texts exceed them.
     """
 
     texts: tuple[int, ...]

@@ -282,7 +282,9 @@ class ModelDrafter(Drafter):
 
     @property
     def room(self) -> int:
-        """Most committed tokens that a row may have so that a round with the deepest tree so far still fits in its slots."""
+        """Greatest number of a row's committed tokens with which a round with the deepest tree so far still fits into the row's
+        slots.
+        """
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 

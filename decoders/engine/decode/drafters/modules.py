@@ -1,4 +1,6 @@
-"""Drafting networks that are not language models. They run with our products, a slot cache and tree masks, like a draft model."""
+"""Drafting networks that are not language models. They run with our matrix products, a slot cache and tree masks, like a draft
+model.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,7 @@ class SlotPasses(ModulePasses):
     """A module's passes in one call.
 
     Args:
-        rows, slots: sizes of the module's cache.
+        rows, slots: numbers of rows and slots of the module's cache.
         ahead: greatest number of nodes that a step writes behind a row's text.
         compile: ``Context.compile``.
 
@@ -186,7 +188,7 @@ class SlotPasses(ModulePasses):
 
         Args:
             sources: the former index of each row, -1 for a new row.
-            slots: slots that each row needs.
+            slots: number of slots that each row needs.
         """
         if len(sources) != self.rows or any(source not in (row, -1) for row, source in enumerate(sources)):
             index = torch.tensor([max(source, 0) for source in sources], device=self.twin.device)

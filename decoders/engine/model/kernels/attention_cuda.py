@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     """Sizes of the tiles of a program. They fit into 99 KB of shared memory, which every GPU since Ampere has.
 
     Attributes:
-        rows: queries times heads of a group; larger for text, where products take most of the time.
+        rows: number of queries times number of heads of a group; larger for text, where products take most of the time.
         keys: number of slots, at most :data:`WORD`.
         stages: number of tiles of keys that are read ahead.
         warps: number of warps per tile.

@@ -50,7 +50,7 @@ class Whole(NamedTuple):
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Whole | None:
-        """The decoder layer with these `steps`; None if its structure is another, or its norms have several formulas."""
+        """The decoder layer with these `steps`; None if the layer has another structure, or norms with several formulas."""
         if len(steps) != 2 or (plan := vars(steps[0].module).get("decoders_block")) is None or plan.kernel != "cpu":
             return None
         attention, gated = steps[0].module, vars(steps[1].module).get("decoders_gated")

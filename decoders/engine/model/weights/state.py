@@ -26,7 +26,7 @@ from .twin import INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 #: Attributes that are not part of a model's state.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-#: How deep containers are searched, and the most entries of a container that is searched.
+#: Depth to which containers are searched, and greatest number of entries of a container that is searched.
 _DEPTH, _ENTRIES = 4, 1000
 #: Packages whose hooks do not read values that a user sets.
 _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}

@@ -99,8 +99,8 @@ class DeviceBench:
         plain: the result of :func:`plain_decoding` for the model.
         nodes: sizes of blocks; one node is always measured.
         prompts: lengths of prompts.
-        new_tokens: new tokens of the longer calls.
-        repeats: repeats of every measurement; the median counts.
+        new_tokens: number of new tokens of the longer calls.
+        repeats: number of repeats of every measurement; the median counts.
         seconds: after this time, no further block size and no sampling are measured, because each may have to be compiled.
         say: called with the name of each measurement, before the measurement.
     """

@@ -51,12 +51,12 @@ class Job:
         strategy: a strategy's registry name; "" is transformers' ``generate``, for which only the calls are measured.
         config: ``decoders_config`` of every call; empty for the default settings.
         prompt_lengths: lengths in tokens; calls use the first length, prefill is measured for all.
-        new_tokens: new tokens of each call.
-        repeats: rounds in which methods take turns.
-        history: prompt tokens of a chat's first turn; 0 measures no chat.
-        question: tokens that the chat's second turn adds.
+        new_tokens: number of new tokens of each call.
+        repeats: number of rounds, in which methods take turns.
+        history: number of prompt tokens of a chat's first turn; 0 measures no chat.
+        question: number of tokens that the chat's second turn adds.
         patience: seconds to wait for background compilation before the methods are compared.
-        threads: CPU threads; None keeps torch's number.
+        threads: number of CPU threads; None keeps torch's number.
         device: the model's device; None is CUDA if there is one.
         spawned: ``time.time()`` at which the process was started.
     """
@@ -275,7 +275,9 @@ def _endless(method: Method, vocabulary: int) -> Method:
 
 
 def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Runs `job` in this process, and returns the figures by name. They describe a new process only if the present process is new."""
+    """Runs `job` in this process, and returns the figures by name. The figures describe a new process only if the present process is
+    new.
+    """
     fresh = _Fresh(job, progress)
     try:
         return fresh.run()

@@ -39,7 +39,7 @@ class Cost:
     Attributes:
         subject: name of the grammar.
         backend: name of the backend that was called.
-        vocabulary: tokens of the vocabulary.
+        vocabulary: number of tokens of the vocabulary.
         compiled_by: the backend that compiled the grammar; not `backend` itself if `backend` chooses among other backends.
         language_ms: median time from the specification to the language.
         compile_ms: median time from the language to the grammar.

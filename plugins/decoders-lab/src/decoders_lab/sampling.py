@@ -33,8 +33,8 @@ class SamplingTime:
 
     Attributes:
         plan: name of the plan.
-        nodes: nodes of the block, N.
-        vocabulary: V.
+        nodes: ``N``, number of nodes of the block.
+        vocabulary: ``V``, number of tokens.
         median: median of the engine's selection among candidates.
         least: the fastest selection.
         definition: median of the processors' reference definitions over the whole vocabulary; None if not timed.
@@ -56,8 +56,8 @@ def time_sampling(
 
     Args:
         plans: by name, operations with their values; greedy without operations.
-        repeats: measurements of each plan.
-        definitions: measurements of each reference definition, which may be slow; 0 for none.
+        repeats: number of measurements of each plan.
+        definitions: number of measurements of each reference definition, which may be slow; 0 for none.
         logits: function from (N, V) to ``[1, N, V]``; by default :func:`text_like`.
 
     Each repeat uses other positions, and so other noise.

@@ -23,7 +23,7 @@ class ScaledShape:
     Attributes:
         hidden: width of the residual stream.
         layers: number of layers.
-        intermediate: neurons of a layer's MLP.
+        intermediate: number of neurons of a layer's MLP.
         heads: number of query heads.
         kv_heads: number of key and value heads.
         head: width of a head.

@@ -27,7 +27,7 @@ class Vllm:
         dtype: torch's name of the dtype, or "auto".
         rows: greatest number of requests that share steps.
         slots: greatest number of tokens of a request, prompt included.
-        threads: CPU threads; None leaves the choice to vLLM.
+        threads: number of CPU threads; None leaves the choice to vLLM.
 
     Raises:
         DecodersError: the engine does not start.

@@ -30,7 +30,7 @@ def complete(
             ``tokens``, or ``error``.
         model: a path, or a function that returns model and tokenizer.
         actors: number of processes, each with the model.
-        batch: prompts per task. If an actor dies, its task is repeated.
+        batch: number of prompts per task. If an actor dies, its task is repeated.
         rows: number of rows that an actor decodes at a time.
         actor_options: options of Ray's actors: ``{"num_gpus": 1}``.
         arguments: arguments of ``generate`` for all prompts.

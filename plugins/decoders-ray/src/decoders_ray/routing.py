@@ -17,7 +17,7 @@ class PrefixTable:
     """Remembers which replica got which prompt. Every router has its own table. For unknown prompts, all routers choose alike.
 
     Args:
-        block: tokens per block.
+        block: number of tokens per block.
         blocks: greatest number of blocks to remember.
     """
 

@@ -35,8 +35,8 @@ class DemoTraining:
         shape: the model's shape and peak learning rate.
         tokens: number of training tokens, from which the number of steps follows.
         seed: seed of the initial weights and of the order of the data.
-        rows: rows per batch.
-        length: tokens per row.
+        rows: number of rows per batch.
+        length: number of tokens per row.
         weight_decay: weight decay of the matrices.
         clip: largest norm of the gradients.
     """
@@ -174,7 +174,7 @@ class UnlikelihoodTraining:
         steps: number of optimizer steps; each step also learns from a batch of files.
         learning_rate: peak learning rate.
         prompt: number of tokens at the start of each row of files; the model continues these tokens.
-        length: tokens of a continued row, prompt included.
+        length: number of tokens of a continued row, prompt included.
         weight: weight of the unlikelihood relative to the likelihood of the files.
     """
 
