@@ -133,9 +133,7 @@ class Draft:
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """The first `count` draft tokens of every row as a draft. The first nodes of a tree are a tree, because parents come before
-        their children.
-        """
+        """The first `count` draft tokens of every row as a draft. They form a tree, too, because parents come before children."""
         if count >= self.tokens.shape[1]:
             return self
         return replace(

@@ -26,8 +26,7 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Settings that are fixed in an engine. A model has only one engine, so other values need a second model object with the same
-#: parameters.
+#: Settings that are fixed in an engine. A model has one engine, so other values need a second model object.
 OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"

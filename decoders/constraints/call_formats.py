@@ -42,8 +42,8 @@ class CallIds:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format of function calls: ``begin``; for every call ``opening NAME middle ARGUMENTS closing``, with ``between`` between two
-    calls; ``end``.
+    """A format of function calls: ``begin``; ``opening NAME middle ARGUMENTS closing`` per call, ``between`` between two calls;
+    ``end``.
 
     Attributes:
         name: the format's name for ``--tool-format``.

@@ -177,9 +177,7 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
 
 
 def write(folder: Path, curve: CostCurve) -> Path | None:
-    """Stores `curve`, merged with the points in the file, to which another process may have added points. Returns None, with a warning,
-    if writing fails.
-    """
+    """Stores `curve`, merged with the points that are in the file by now. Returns None, with a warning, if writing fails."""
     path = path_of(folder, curve.subject)
     try:
         kept = read(folder, curve.subject) if path.exists() else None

@@ -113,9 +113,7 @@ class StepCosts:
         return self.curve is not None or self._line.step(self.rows) is not None
 
     def step(self, nodes: int) -> float:
-        """Expected seconds of a step. nodes: number of nodes of the draft, root included. Raises ValueError unless costs are
-        :attr:`known`.
-        """
+        """Expected seconds of a step. nodes: number of the draft's nodes, root included. Raises ValueError unless :attr:`known`."""
         size = self.size(nodes)
         if self.curve is not None:
             return self._of_curve(self.curve, size) * self._scale * self._of_size.get(size, KNOWN)[0]

@@ -139,8 +139,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     speculators = nested is not None
     transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
     windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
-    # In `speculators` a window is a number of context tokens, the same tokens for all nodes of a block; the network hides earlier
-    # tokens.
+    # In `speculators` a window is a number of context tokens, the same for all nodes of a block; the network hides earlier tokens.
     seen = () if speculators else windows
     layer = of_layer.llama(
         within, num_hidden_layers=count,

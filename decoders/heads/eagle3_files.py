@@ -288,9 +288,7 @@ def save_head(
 
 
 def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """A checkpoint's tables d2t and t2d for the draft tokens `ids` (``[D]`` int64, ascending) from a vocabulary of `size` tokens; empty
-    without `ids`.
-    """
+    """A checkpoint's tables d2t and t2d for draft tokens `ids` (``[D]`` int64, ascending) out of `size` tokens; empty without `ids`."""
     if ids is None:
         return {}
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}

@@ -176,8 +176,7 @@ def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.floa
 
 
 def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
-    """Loads heads from a folder in our format or the authors', or from the authors' weights file. Loaded heads are cached until the
-    files change.
+    """Loads heads from a folder in our format or the authors', or from the authors' weights file. Heads are cached until files change.
 
     No code in the files is run: a pickled checkpoint is read by torch's ``weights_only`` loader.
 

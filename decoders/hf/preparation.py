@@ -1,5 +1,5 @@
-"""Translates the processors, criteria and generation config that transformers prepares for a call. Calls that differ only in prompt and
-length share the result.
+"""Translates what transformers prepares for a call (processors, criteria, generation config). Calls with other prompts share the
+result.
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ def _completions(
         running, numbers, more = 0, count(), True
         failure: Exception | None = None  # an error of the iterable
         while more or running or line:
-            # In addition to the requests with a row, up to two per row wait in the queue. With `ordered`, ended requests wait in
-            # `line`.
+            # In addition to the requests with a row, up to two per row wait in the queue. With `ordered`, `line` has ended requests.
             while more and running < 3 * rows and len(line) < 16 * rows:
                 try:
                     prompt = next(prompts)

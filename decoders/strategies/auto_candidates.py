@@ -181,8 +181,7 @@ def _mean(known: float, seconds: float, runs: int) -> float:
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Expected seconds of a drafter's first run, in which a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    A pass of the draft model is assumed to cost a pass of the target, times the ratio of the models' numbers of layers. 0 for a drafter
-    without a draft model.
+    A pass of the draft model is assumed to cost a pass of the target, times the ratio of their layer counts. 0 without a draft model.
     """
     if not strategy.limits:
         return 0.0

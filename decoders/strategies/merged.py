@@ -162,8 +162,7 @@ class Merged(Strategy):
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
         """The number of nodes of `draft` that are verified, root included. left: the number that the budget leaves.
 
-        Nodes that are no draft tokens, such as lookahead's window, cannot be left out. Such nodes may exceed a budget that comes from
-        costs.
+        Nodes that are no draft tokens, such as lookahead's window, cannot be left out. They may exceed a budget from costs.
 
         Raises:
             SettingsError: the user has set the budget, and it leaves too few nodes for the nodes that cannot be left out.

@@ -147,8 +147,7 @@ def collect(
         emitted: ``[B]``, number of tokens that this pass has emitted.
         written: ``[B]``, number of tokens that the earlier passes have emitted.
         tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far. Place ``L`` is for entries to drop:
-            rejected or too deep.
+        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far. Place ``L`` takes entries to drop.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1

@@ -20,8 +20,7 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Greatest number of tokens of a draft: LENGTH if the costs of a step have not been measured, MOST_LENGTH if measured costs set the
-#: number.
+#: Greatest number of tokens of a draft: LENGTH if the costs of a step were not measured, MOST_LENGTH if measured costs set the number.
 LENGTH, MOST_LENGTH = 16, 32
 #: If reading the device is a sync, the host reads once per draft, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)

@@ -170,9 +170,7 @@ _stack_lock = threading.Lock()
 
 
 def _with_stack(size: int, call: Callable[[], None]) -> None:
-    """Runs `call` in a thread with a stack of `size` bytes. A thread that another thread starts at the same moment may get the same
-    size.
-    """
+    """Runs `call` in a thread with a stack of `size` bytes. A thread that starts at the same moment may get this size, too."""
     thread = threading.Thread(target=call, name="llguidance-compile")
     with _stack_lock:
         before = threading.stack_size(size)

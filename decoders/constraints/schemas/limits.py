@@ -29,8 +29,8 @@ SYMBOLS = 60_000
 PROPERTIES = 2_000
 #: Greatest number of values of an enumeration.
 VALUES = 20_000
-#: Greatest value of ``minLength``, ``minItems``, …; a greater upper bound counts as no bound, since no text reaches it. Parsers count
-#: in 32 bits.
+#: Greatest value of ``minLength``, ``minItems``, …; a greater upper bound is no bound, since no text reaches it. Parsers count in 32
+#: bits.
 COUNT = 2_000_000_000
 #: Greatest value of ``multipleOf``, without its decimal point.
 STEP = 10_000

@@ -40,9 +40,7 @@ class StringStates:
 
     @staticmethod
     def of(transitions: Ints, byte_class: NDArray[np.int64], lexicon: Lexicon) -> StringStates:
-        """The states inside strings of an automaton ``[S, C]`` over UTF-8, with columns `byte_class` ``[256]``; every state but 0 is
-        alive.
-        """
+        """The states inside strings of a UTF-8 automaton ``[S, C]`` with columns `byte_class` ``[256]``; every state but 0 is alive."""
         space = room(transitions, byte_class, lexicon.longest)
         states = np.flatnonzero(space.exact & (space.least > 0))
         number, legal = _legal_rests(transitions, byte_class, space.reached(states), lexicon)

@@ -1,6 +1,4 @@
-"""Admits requests to a batch: each request gets a place (a row of the pool, which holds the cache slots), where its prompt is prefilled
-while other rows decode.
-"""
+"""Admits requests to a batch: each gets a place (a row of the pool of slots), where its prompt is prefilled while other rows decode."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from .prompt_reader import PromptReader, read_chunk
 from .request import Request
 from .session import Session
 
-#: Greatest number of tokens in a pass over several prompts. A longer prompt gets separate passes, because it alone keeps the processor
-#: busy.
+#: Greatest number of tokens in a pass over several prompts. A longer prompt gets separate passes: it alone keeps the processor busy.
 SHARED_PASS = 512
 
 

@@ -34,8 +34,7 @@ from .sampling import sampling_of
 from .step import Stopwatch, step
 from .verify import Outcome
 
-#: Number of slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; longer texts get more slots
-#: later.
+#: Number of slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; longer texts get more.
 SLOTS_AHEAD = 2048
 
 
@@ -271,9 +270,7 @@ class StepRecording:
         return *self._depends_on, self.proposer.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
-        """Replays steps until all rows have ended or another part is compiled. A replay's parts cannot be timed, so all seconds count
-        as ``timings.core``.
-        """
+        """Replays steps until all rows have ended or another part is compiled. All its time counts as ``timings.core``."""
         assert recorded.capacity is not None
         batch, report = self.batch, self.batch.report
         begun, first = time.perf_counter(), report.steps

@@ -1,6 +1,4 @@
-"""The clock of a batch: it times the parts of each step (propose, mask, core, …) for the report, and passes the seconds to the cost
-models.
-"""
+"""The clock of a batch: it times the parts of each step (propose, mask, core, …) for the report and for the cost models."""
 
 from __future__ import annotations
 

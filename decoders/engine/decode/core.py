@@ -1,6 +1,4 @@
-"""The core, the device's part of a step: forward over a block of nodes, verify, commit. It runs uncompiled until compiling or recording
-pays.
-"""
+"""The core, the device's part of a step: forward over a block of nodes, verify, commit. It runs uncompiled until compiling pays."""
 
 from __future__ import annotations
 

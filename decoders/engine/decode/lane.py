@@ -86,9 +86,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more code was compiled since the lane's requests began. These requests keep their tier; new requests need another
-        lane.
-        """
+        """Whether more code was compiled since the lane's requests began. These requests keep their tier; others need a new lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile

@@ -1,6 +1,4 @@
-"""Prefix reuse and prefill plans: how many first tokens a prompt shares with a kept text (whose keys and values are still stored), and
-which passes prefill the rest.
-"""
+"""Prefix reuse and prefill plans: how many tokens a prompt shares with a kept (cached) text, and which passes prefill the rest."""
 
 from __future__ import annotations
 
@@ -107,8 +105,8 @@ class PrefillPlan:
         # These recurrent layers would read a second chunk token by token, so the prompt is one chunk.
         if not target.continues:
             chunk = max(chunk, *ends)
-        # Passes below the least size would run uncompiled in a compiled call, and give other bits. A recurrent state must not read
-        # beyond a text.
+        # Passes below the least size would run uncompiled in a compiled call: with other bits. Recurrent states must stop at a text's
+        # end.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
         # A chunk may reach beyond the end of a row's prompt; steps overwrite these slots before they read them. If sizes of blocks are

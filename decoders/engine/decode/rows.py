@@ -1,6 +1,4 @@
-"""The rows of a call on the device: tokens, lengths, and slots of keys and values. The file also has checks of the hooks that get these
-tensors.
-"""
+"""The rows of a call on the device: tokens, lengths, and slots of keys and values. And checks of the hooks that get these tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The rules that accept draft tokens, besides `CoupledRule`: `VerifierRule` asks a verifier, and `HostRule` runs logits processors on
-the host.
-"""
+"""Rules that accept draft tokens, besides `CoupledRule`: `VerifierRule` asks a verifier, `HostRule` runs processors on the host."""
 
 from __future__ import annotations
 

@@ -151,8 +151,7 @@ class Session:
             chunk: greatest number of tokens per row and pass; None for the default.
             run: runs a pass; takes the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
-            leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for this chunk and
-                for the block.
+            leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for chunk and block.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise rows with recurrent states are prefilled
                 one at a time, because a state must see every token once and no token behind the text's end.
             given: see :meth:`PrefillPlan.of`.

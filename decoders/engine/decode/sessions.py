@@ -20,8 +20,7 @@ from .session import Session
 
 #: Greatest number of free sessions that are kept.
 KEPT_SESSIONS = 2
-#: Greatest number of free sessions that are kept if steps are recorded. More are kept, because recordings are dropped with their
-#: session.
+#: Greatest number of free sessions that are kept if steps are recorded. It is greater: recordings are dropped with their session.
 KEPT_RECORDING_SESSIONS = 4
 #: The text of padding rows.
 PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))

@@ -94,9 +94,7 @@ def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def take_over(twin: nn.Module) -> int:
-    """Sets :func:`forward` in expert layers of our copy of a model, if torch's product would wait for the device. Returns the number of
-    these layers.
-    """
+    """Sets :func:`forward` in expert layers of our copy of a model if torch's product would wait for the device; returns how many."""
     taken = 0
     for module in twin.modules():
         matrices = [t for t in own_parameters(module).values() if t is not None and t.dim() == 3]

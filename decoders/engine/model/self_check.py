@@ -1,6 +1,4 @@
-"""Creates a model's target (our copy of it) with kernels that work on this machine, and compares the logits of both before the first
-use.
-"""
+"""Creates a model's target (our copy of it) with kernels that work on this machine, and compares the logits of both."""
 
 from __future__ import annotations
 
@@ -265,9 +263,7 @@ def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
 
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
-    """Runs the passes of a check with one row and with two rows, to compile kernels. twin: a copy of the modules, because modules may
-    keep results.
-    """
+    """Runs the passes of a check with one row and with two rows, to compile kernels. twin: a copy, because modules may keep results."""
     _move_some(twin.buffers(2, 64), twin.device)
     sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):

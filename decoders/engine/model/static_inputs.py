@@ -85,9 +85,7 @@ class StaticInputs:
 
     @property
     def settled(self) -> bool:
-        """Whether `root` still holds the tensors of this object. If steps have replaced one of the tensors, another call's values
-        cannot be loaded.
-        """
+        """Whether `root` still holds the tensors of this object. If a step has replaced one, another call's values cannot be loaded."""
         tensors, _ = find_tensors(self.root)
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())

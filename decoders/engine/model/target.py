@@ -316,8 +316,7 @@ class Target:
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
-            # Some models need a token's id besides its embedding. So drafts run in a second pass, with ids, unless the model is
-            # recurrent.
+            # Some models need a token's id besides its embedding. So drafts run in a second pass, with ids, except in recurrent models.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
                 first = self.forward(given._replace(nodes=nodes[:, :count], tree=begin))

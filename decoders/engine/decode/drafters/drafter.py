@@ -282,9 +282,7 @@ class ModelDrafter(Drafter):
 
     @property
     def room(self) -> int:
-        """Greatest number of a row's committed tokens with which a round with the deepest tree so far still fits into the row's
-        slots.
-        """
+        """Greatest number of a row's committed tokens after which a round with the deepest tree so far still fits in the slots."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
@@ -319,9 +317,7 @@ class ModelDrafter(Drafter):
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """Sets this call's rotary table (side), tier and report during a pass, because other calls use the same model with other
-        values.
-        """
+        """Sets this call's rotary table (side), tier and report during a pass, because other calls use the model with other values."""
         target = self.engine.target
         target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)

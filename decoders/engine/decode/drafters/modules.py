@@ -1,6 +1,4 @@
-"""Drafting networks that are not language models. They run with our matrix products, a slot cache and tree masks, like a draft
-model.
-"""
+"""Drafting networks that are not language models. They run with our matrix products, slot cache and tree masks, like a draft model."""
 
 from __future__ import annotations
 

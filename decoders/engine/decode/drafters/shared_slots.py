@@ -15,8 +15,7 @@ class SharedSlots(Session):
     """A session with its own tokens and lengths per row. Its keys and values belong to the first layers in another session.
 
     The keys and values of committed tokens are already there, because the target has computed them with the same weights. Drafting
-    writes slots only from the root on. The target's pass over the block overwrites these slots, and nothing reads slots behind the
-    block.
+    writes slots only from the root on. The target's pass over the block overwrites these slots; nothing reads slots behind it.
 
     Args:
         target: the draft model: the first layers of the owner's model.

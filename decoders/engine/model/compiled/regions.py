@@ -1,6 +1,4 @@
-"""A forward pass that is compiled region by region. A region is a decoder layer; equal layers share a graph, so compile time hardly
-depends on depth.
-"""
+"""A forward pass compiled by regions, which are decoder layers. Equal layers share a graph, so compile time hardly depends on depth."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ PROGRAMS = 256
 LEAST_STRETCH = 256
 #: Bytes of a row that a program reads at once.
 STEP_BYTES = 128
-#: By number of row tiles, how many steps a program reads ahead. With these numbers, two programs fit into a multiprocessor's shared
-#: memory.
+#: By number of row tiles, how many steps a program reads ahead. Two programs then fit into a multiprocessor's shared memory.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
 #: Greatest number of bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
 MOST_AHEAD = 96 << 10

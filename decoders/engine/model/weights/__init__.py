@@ -1,3 +1,1 @@
-"""The weights of a model: matrix products without copies, joint products of several matrices, quantization, and detecting changed
-weights.
-"""
+"""The weights of a model: matrix products without copies, products of several matrices at once, quantization, and detecting changes."""

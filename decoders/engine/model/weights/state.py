@@ -53,8 +53,7 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
-        # Some rotary modules rewrite their table for each text's length. This counts as no change: our copy of the model has its own
-        # tables.
+        # Some rotary modules rewrite their table for each text's length. This counts as no change: our copy has its own tables.
         fixed = [part for part in parts if not has_varying_table(part)]
         tensors: list[Tensor] = [*parameters_in(parts), *buffers_in(fixed)]
         kinds: dict[Any, None] = dict.fromkeys(map(type, parts))

@@ -109,9 +109,7 @@ class _Twin:
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The twin's counterpart of a value in a closure. Unlike in attributes of modules, other objects that hold a part of the model
-        are copied.
-        """
+        """The twin's counterpart of a value in a closure. Unlike in attributes of modules, other objects that hold parts are copied."""
         if not self._captures(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # because accelerate's wrapper of a forward cannot be copied by copy.copy
@@ -119,9 +117,7 @@ class _Twin:
         return twin
 
     def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
-        """Whether `value` is an object of another kind that holds a part of the model. within: depth of the search in containers and
-        functions.
-        """
+        """Whether `value` is another object that holds a part of the model. within: depth of the search in containers and functions."""
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False

@@ -275,9 +275,7 @@ def _endless(method: Method, vocabulary: int) -> Method:
 
 
 def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Runs `job` in this process, and returns the figures by name. The figures describe a new process only if the present process is
-    new.
-    """
+    """Runs `job` in this process, and returns the figures by name, which describe a new process only if the present one is new."""
     fresh = _Fresh(job, progress)
     try:
         return fresh.run()
