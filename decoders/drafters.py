@@ -79,7 +79,7 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def passes(self) -> int:
-        """Forward passes so far."""
+        """Number of forward passes so far."""
 
     @property
     @abstractmethod

@@ -428,7 +428,7 @@ def _sample(
 
 
 def draft_passes(report: Report) -> int | None:
-    """Forward passes of the draft models that the strategy itself calls; None if there are no draft models."""
+    """Number of forward passes of the draft models that the strategy itself calls; None if there are no draft models."""
     return sum(stage.passes for stage in report.stages) if report.stages else None
 
 

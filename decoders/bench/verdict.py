@@ -14,7 +14,7 @@ from .variants import parse
 
 #: The strategy that is recommended if it is about as fast as the fastest.
 AUTO = "auto"
-#: Methods above this share of the fastest method's speed count as about as fast.
+#: Methods above this share of the fastest method's speed are taken to be as fast.
 NEAR = 0.97
 #: Speed-up below which nothing is gained.
 GAIN = 1.05

@@ -224,7 +224,7 @@ class Backend(ABC):
 
 
 def mask_words(vocabulary: int) -> int:
-    """``W``, words of a packed mask over `vocabulary` tokens."""
+    """``W``, number of words of a packed mask over `vocabulary` tokens."""
     return -(-vocabulary // 32)
 
 

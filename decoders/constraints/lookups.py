@@ -106,7 +106,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
 
     if stops:
         yield stops, legal(stops, torch.full((states, len(stops)), tables.stopped, device=device))
-    size = min(max(CHUNK // states, 1), 1 << 14)  # tokens per batch, which are of about the same length
+    size = min(max(CHUNK // states, 1), 1 << 14)  # number of tokens of a batch, about equally long
     for begin in range(0, len(spelled), size):
         tokens = spelled[begin : begin + size]
         texts = [vocabulary.tokens[token] or b"" for token in tokens]

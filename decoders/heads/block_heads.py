@@ -34,7 +34,7 @@ class HeadFields:
         raw: all fields, including the fields of the section ``dflash_config``.
         place: the strategy and the file, for error messages.
         layer: config of the network's decoder layers.
-        places: ``T``, tokens drafted per block in training.
+        places: ``T``, number of tokens drafted per block in training.
         draft_vocab_size: ``D``.
     """
 

@@ -54,7 +54,7 @@ class DFlashConfig:
 
     @property
     def places(self) -> int:
-        """Tokens drafted per block in training."""
+        """Number of tokens drafted per block in training."""
         return self.block_size - (not self.from_last)
 
 

@@ -49,7 +49,7 @@ class Generation:
         self._on_cancel = on_cancel
         self._unjudged = False
         self._renew_conditions()
-        self._count = 0  # tokens that readers may see
+        self._count = 0  # number of tokens that readers may see
         self._times: list[tuple[float, int]] = []
         self._done = False
         self._value: Any = None

@@ -211,7 +211,7 @@ class Gate:
     ) -> None:  # fmt: skip
         self.app, self.body, self.refused, self.busy = app, body, refused, busy
         self._refusals, self._looks = Pace(LONGEST_HOLD), Pace(LONGEST_LOOK)
-        self._bytes = 0  # bytes of bodies whose answers have not begun
+        self._bytes = 0  # total size of the bodies whose answers have not begun
         every = [keys] if isinstance(keys, str) else keys or ()
         self.keys = {key.encode(): digest(key) for key in every}
         self.hosts = {host.lower() for host in hosts} if hosts is not None else None

@@ -63,5 +63,5 @@ class DraftModelStrategy(Strategy):
         return context.assistant_model
 
     def tree_nodes(self, context: Context) -> int:
-        """Most nodes of a tree, root excluded: the setting ``nodes``, else the number that the measured costs of a step allow."""
+        """Greatest number of nodes of a tree, root excluded: the setting ``nodes``, or what the measured costs of a step allow."""
         return draft_budget(context.costs, self.settings.nodes, TREE_NODES)

@@ -48,7 +48,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     parts = [_ConditionAutomaton(tree, symbols) for tree, _ in conditions]
     states: list[_State] = []
     numbers: dict[_State, int] = {}
-    visited = 0  # nodes
+    visited = 0  # number of nodes
 
     def number(state: _State) -> int:
         nonlocal visited

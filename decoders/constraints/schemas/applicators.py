@@ -1,4 +1,4 @@
-"""Keywords that apply schemas to the value itself (``allOf``, ``not``, ``if``, …), as operations on shapes."""
+"""Keywords that apply schemas to the value itself (``allOf``, ``not``, ``if``, …), as operations on shapes (sets of values)."""
 
 from __future__ import annotations
 

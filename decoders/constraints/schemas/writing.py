@@ -1,4 +1,4 @@
-"""From shapes to a grammar of JSON texts: rules for places of the text, arrays and objects."""
+"""From shapes (sets of values by type) to a grammar of JSON texts: rules for places of the text, arrays and objects."""
 
 from __future__ import annotations
 

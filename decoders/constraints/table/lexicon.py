@@ -201,7 +201,7 @@ class Lexicon:
 
     @property
     def words(self) -> int:
-        """``W``, words of a packed mask."""
+        """``W``, number of words of a packed mask."""
         return -(-self.size // 32)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The compiled form of structural tags: a grammar of phases, and its matcher."""
+"""The compiled form of structural tags (free text with grammars after markers): a grammar of phases, and its matcher."""
 
 from __future__ import annotations
 

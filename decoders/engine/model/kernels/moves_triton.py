@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: How many nodes a program moves at a time, and the most words of a slot that it moves.
+#: How many nodes a program moves at a time, and the greatest number of words of a slot that it moves.
 NODES, WORDS = 16, 64
 #: Bytes of a word.
 WORD = 8

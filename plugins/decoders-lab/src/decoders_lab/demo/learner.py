@@ -51,7 +51,7 @@ class DemoTraining:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps; each sees `rows * length` tokens."""
+        """Number of optimizer steps; each sees `rows * length` tokens."""
         return max(1, self.tokens // (self.rows * self.length))
 
     def rate(self, step: int) -> float:
