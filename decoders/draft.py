@@ -22,8 +22,8 @@ class Sequences:
         tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined after a row's length. ``L`` covers the longest row and
             may grow from step to step. -1 marks prompt positions without a token id: the caller gave a cache (``past_key_values``)
             or vectors (``inputs_embeds``) for them, or they belong to the soft prompt of an adapter.
-        length: ``[B]`` int64, committed tokens per row.
-        prompt_length: ``[B]`` int64, prompt tokens per row.
+        length: ``[B]`` int64, number of committed tokens per row.
+        prompt_length: ``[B]`` int64, number of prompt tokens per row.
         finished: ``[B]`` bool, rows that have ended.
         noise_keys: ``[B]`` int64, keys of the noise for drafts (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier,
             the target draws with the same keys; with other verifiers, every step has new keys.
@@ -59,8 +59,8 @@ class HostRows:
     """The rows as lists.
 
     Attributes:
-        lengths: committed tokens per row.
-        prompt_lengths: prompt tokens per row.
+        lengths: number of committed tokens per row.
+        prompt_lengths: number of prompt tokens per row.
         finished: whether each row has ended.
         tokens_from: returns every row's tokens from a slot up to `lengths`, even if more are committed later.
     """

@@ -84,7 +84,7 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def length(self) -> Tensor:
-        """``[B]`` int64, tokens per row, draft tokens included."""
+        """``[B]`` int64, number of tokens per row, draft tokens included."""
 
     @abstractmethod
     def begin(self, sequences: Sequences) -> None:

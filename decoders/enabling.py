@@ -298,14 +298,14 @@ def calibrate(
     assistant_model: PreTrainedModel | None = None, seconds: float = 10.0, tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Calibration:  # fmt: skip
-    """Measures the seconds of a decoding step of `model` on this machine by nodes, rows and context. Enables `model`.
+    """Measures the seconds of a decoding step of `model` on this machine by numbers of nodes, rows and context tokens. Enables `model`.
 
     ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. The costs are stored on disk (setting
     ``cost_cache``) for the model's class and sizes, dtype, quantization, device, threads and version of torch.
 
     Args:
         rows: batch sizes.
-        contexts: tokens per row that attention looks back at.
+        contexts: numbers of tokens per row that attention looks back at.
         assistant_model: a draft model to measure, too.
         seconds: time limit for each model; sizes beyond it are not measured.
         tokenizer: as in :func:`decoders.enable`.
@@ -341,7 +341,7 @@ def cost_curve(
 
     Args:
         rows: batch sizes.
-        contexts: tokens per row that attention looks back at.
+        contexts: numbers of tokens per row that attention looks back at.
         seconds: time limit; sizes beyond it are not measured.
         options: arguments of ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 

@@ -61,7 +61,7 @@ class StageFigures:
         depth: 0 for a model that drafts for the target, 1 for a model that drafts for that model, and so on.
         drafter: name of the strategy that drafts for this model.
         passes: forward passes per target step.
-        tokens_per_pass: tokens per row and pass with the help of `drafter`; None without a drafter.
+        tokens_per_pass: number of tokens per row and pass with the help of `drafter`; None without a drafter.
         forward_share: seconds of this model's passes divided by seconds of the target's steps.
     """
 
@@ -151,7 +151,9 @@ def parts_of_a_step(sample: Measurement) -> dict[str, float]:
 
 
 def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Medians over the calls. For transformers, the time after the first token is divided by the later steps. steps: by workload."""
+    """Medians over the calls. For transformers, the time after the first token is divided by the later steps. steps: numbers by
+    workload.
+    """
     parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if parts_of_calls:
         medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}

@@ -124,7 +124,7 @@ class Check:
     Attributes:
         tokens: new tokens of each row.
         steps: number of forward passes of the target that commit tokens.
-        accepted_length: tokens per row and step.
+        accepted_length: mean number of tokens per row and step.
         draft_passes: number of forward passes of the draft model; None without a draft model.
     """
 

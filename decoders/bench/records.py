@@ -57,8 +57,8 @@ class Record:
         ratio: tokens per second divided by the baseline's in the same repeat.
         plain_ratio: tokens per second divided by our plain decoding's, if plain decoding was measured.
         first_token: seconds to the first token; one value per repeat, the mean over the prompts.
-        accepted_length: mean tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats; transformers:
-            the mean over one call per prompt.
+        accepted_length: mean number of tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats;
+            transformers: the mean over one call per prompt.
         draft_passes: forward passes per step of the models that draft for the target.
         outside_core: share of the step outside forward, verification and commit.
         overhead: share of the step outside the forward passes of target and draft models.

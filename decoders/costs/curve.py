@@ -1,4 +1,4 @@
-"""Cost curves: measured seconds of a step by nodes, rows, context and tier (compiled or not), and the files that store the curves."""
+"""Cost curves: measured seconds of a step by nodes, rows, context and tier (compiled or not), and files that store them."""
 
 from __future__ import annotations
 

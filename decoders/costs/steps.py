@@ -83,7 +83,7 @@ class StepLine:
 
 
 class StepCosts:
-    """Expected seconds of a verification step of a batch, by nodes per row. The loop reports every step to it.
+    """Expected seconds of a verification step of a batch, by number of nodes per row. The loop reports every step to it.
 
     Args:
         curve: a curve with points; None uses `line`.

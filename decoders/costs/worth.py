@@ -40,9 +40,10 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     """The number of first draft tokens to verify: it maximizes the expected gain minus the price of the time.
 
     Args:
-        gains: expected new tokens from each draft token, all rows together.
-        seconds: seconds of a step by nodes per row, root included.
-        price: tokens that a second must bring: the present rate (maximizing a ratio, Dinkelbach 1967) times a factor of caution.
+        gains: expected number of new tokens from each draft token, all rows together.
+        seconds: seconds of a step by number of nodes per row, root included.
+        price: number of tokens that a second must bring: the present rate (maximizing a ratio, Dinkelbach 1967) times a factor of
+            caution.
 
     Returns:
         the number, the expected gain in tokens, and the gain minus the price.
@@ -161,7 +162,7 @@ class DraftWorth:
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
         """The number of draft tokens to verify that maximizes the step's tokens per second.
 
-        lengths: tokens of each row; finished: whether each row has ended.
+        lengths: number of tokens of each row; finished: whether each row has ended.
         """
         active = [row for row in range(len(self._rows)) if not finished[row]]
         gains = self._gains(draft, active, self._weights(lengths, active))

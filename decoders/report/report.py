@@ -47,7 +47,7 @@ class Report:
         weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
-        prompt_tokens, new_tokens: per row.
+        prompt_tokens, new_tokens: numbers of prompt tokens and of new tokens, per row.
         steps: number of forward passes of the target that commit tokens.
         prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` has their core.
         drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
@@ -307,8 +307,8 @@ class ObservedCall:
     Attributes:
         model: the model that decodes.
         strategy: registry name, ``a+b`` for merged strategies.
-        prompt_tokens: prompt tokens of each row.
-        max_new_tokens: per row.
+        prompt_tokens: number of prompt tokens of each row.
+        max_new_tokens: greatest number of new tokens per row.
         sampled: True for sampling, False for greedy decoding.
     """
 

@@ -111,7 +111,7 @@ class Limits:
     """Limits of one request and of all requests together.
 
     Attributes:
-        body: bytes of a body.
+        body: greatest number of bytes of a body.
         prompt_tokens: greatest number of tokens of a prompt.
         new_tokens: greatest number of new tokens per choice.
         choices: greatest product of number of prompts and n.

@@ -157,7 +157,7 @@ class Candidate:
         """Updates the drafter's statistics with the gain of its run in this step.
 
         Args:
-            benefit: accepted tokens of this drafter that no earlier candidate has proposed.
+            benefit: number of accepted tokens of this drafter that no earlier candidate has proposed.
             verifying: seconds of verifying the nodes of this drafter that no earlier candidate has proposed.
             rate: present tokens per second, which converts seconds to tokens.
         """

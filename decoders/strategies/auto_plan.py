@@ -62,7 +62,7 @@ class AutoState:
         rows: for every row a follower, which compares the row's drafts with the written tokens.
         ledger: how far the call is behind plain decoding.
         new_tokens: greatest number of tokens that a row may write; None if rows join and leave.
-        tokens: mean tokens of a step, the numerator of the rate. A token counts more if other rows wait for its row.
+        tokens: mean number of tokens of a step, the numerator of the rate. A token counts more if other rows wait for its row.
         seconds: mean seconds of a step, the denominator of the rate.
         history: the choices so far.
         steps: number of steps.

@@ -22,8 +22,8 @@ class Load:
     """The distribution of requests.
 
     Attributes:
-        prompt: mean tokens of a prompt.
-        new: mean tokens of an answer.
+        prompt: mean number of tokens of a prompt.
+        new: mean number of tokens of an answer.
         spread: standard deviation of the logarithm of both numbers; 0: all requests are equally long.
     """
 
