@@ -40,7 +40,7 @@ TUNED = {
 #: Number formats of weights that are tried with the winning strategy. `NARROW` is tried only if 16 bits hold all numbers of some
 #: float32 matrix. The formats in `WEIGHTS` change the text, so they are mentioned, but not recommended.
 WEIGHTS, NARROW = ("int8", "int4"), "16bit"
-#: Numbers of new tokens: the most per text; the fewest per text, for a slow machine or many prompts; the number in a first call.
+#: Numbers of new tokens: the greatest per text; the least per text, for a slow machine or many prompts; the number in a first call.
 MOST, FEWEST, FEW = 96, 16, 2
 #: Methods above this share of the fastest method's speed count as equally fast, because only few texts are measured.
 ABOUT = 0.9

@@ -167,7 +167,7 @@ def mix64(z: Tensor) -> Tensor:
 
 
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
-    """splitmix64's state `steps` draws after `start`: ``start + steps * GOLDEN``.
+    """splitmix64's state, `steps` draws after the state `start`: ``start + steps * GOLDEN``.
 
     It is computed as ``sum * GOLDEN``, because ``GOLDEN`` needs 64 bits, and inductor gives ``arange`` and ``arange * constant`` only
     32 bits in Triton. A sum that contains a value from memory has 64 bits.

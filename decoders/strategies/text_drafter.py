@@ -208,7 +208,7 @@ class _LikeliestTokens(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = copy.copy(model)  # the copy shares the modules, and the model itself can be collected
+        self.model = copy.copy(model)  # the copy shares the modules; the model object itself can be freed
         vars(self.model).pop("generate", None)
         self.cache_keyword = cache_keyword(self.model)
         config = model.config.get_text_config(decoder=True)

@@ -1,4 +1,6 @@
-"""The core, the device's part of a step: forward over a block of nodes, verify, commit. It runs uncompiled until compiling pays."""
+"""The core, a step's part on the device: forward over a block of nodes, verify, commit. Uncompiled until compiling or recording
+pays.
+"""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class OpenSession:
 
 
 def _continued(session: Session, texts: list[KeptText]) -> float:
-    """Of all tokens in the session's texts, the share that `texts` can reuse; 1 if the session has no texts."""
+    """The share of the tokens in the session's texts that `texts` can reuse; 1 if the session has no texts."""
     held = sum(len(text.tokens) for text in session.texts)
     if not held:
         return 1.0

@@ -129,7 +129,9 @@ class Threads:
         set_threads(self.count)
 
     def judge(self, wall: float, computing: float) -> None:
-        """Chooses the number of threads for the next step. wall: seconds of the last step; computing: of these, with a processor."""
+        """Chooses the number of threads for the next step. wall: seconds of the last step; computing: the step's seconds on a
+        processor.
+        """
         self._steps.add(wall, computing)
         self._until_trial -= wall
         if self.most == 1 or not self._steps.enough:

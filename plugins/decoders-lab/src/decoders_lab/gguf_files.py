@@ -121,7 +121,7 @@ def _tensors(model: PreTrainedModel, head: int) -> Iterator[tuple[str, np.ndarra
             continue
         _, _, layer, part = module.split(".", 3)
         if part.endswith(("q_proj", "k_proj")):
-            # llama.cpp rotates neighbouring pairs, transformers the two halves of a head.
+            # llama.cpp rotates pairs of neighbouring dimensions; transformers pairs the two halves of a head.
             halves = values.reshape(-1, 2, head // 2, values.shape[1])
             values = halves.swapaxes(1, 2).reshape(values.shape)
         yield f"blk.{layer}.{_PARTS[part]}.weight", values
