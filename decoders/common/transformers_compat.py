@@ -171,15 +171,15 @@ def set_experts(module: Any, name: str) -> None:
     module.config._experts_implementation = name
 
 
+def gated(experts: Any, x: Tensor) -> Tensor:
+    """Applies the gate of `experts`, a module of experts, to `x`, a product with the module's gate-and-up matrices."""
+    return experts._apply_gate(x)
+
+
 # The key-value cache.
 
 #: The keyword of the cache in models' inputs and outputs. transformers 5.24 renamed it; 5.40 removes the old name.
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
-
-
-def gated(experts: Any, x: Tensor) -> Tensor:
-    """Applies the gate of `experts`, a module of experts, to `x`, a product with the module's gate-and-up matrices."""
-    return experts._apply_gate(x)
 
 
 def cache_keyword(module: nn.Module) -> str:
