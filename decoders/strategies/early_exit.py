@@ -16,7 +16,8 @@ class EarlyExitSettings(ShapeSettings):
     exit_layer: int | None = Field(
         None,
         ge=1,
-        description="Number of layers that draft (the paper's E). None: a quarter of the target's layers, at least one.",
+        description="Number of the target's first layers that draft (the paper's E). None: a quarter of the target's layers, "
+        "at least one.",
     )
 
 

@@ -34,8 +34,8 @@ class MtpSettings(TreeForms):
         None,
         ge=1,
         le=32,
-        description="Tokens drafted per path, at most one per MTP layer of the model. None: one per layer, or fewer if the measured "
-        "costs of a step allow fewer nodes.",
+        description="Number of tokens drafted per path, at most one per MTP layer of the model. None: one per layer, or fewer "
+        "if the measured costs of a step allow fewer.",
     )
     tree: TreeForm = "none"
     nodes: NodeBudget = None
