@@ -575,7 +575,7 @@ def test_malformed_assignment_is_refused(items: list[str]) -> None:
 
 def test_what_an_argument_too_many_was_meant_for_is_said() -> None:
     assert "`decoders config STRATEGY` explains" in run("strategies", "auto").stderr
-    assert "Longest suffix, in tokens" in run("config", "prompt_lookup").stdout
+    assert "Maximum length of the suffix" in run("config", "prompt_lookup").stdout
     assert "Put a prompt of several words in quotes" in run("generate", "demo", "once", "upon").stderr
 
 
