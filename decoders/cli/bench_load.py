@@ -112,7 +112,7 @@ def measure_load(
     for name in named:
         if resolve_strategy(name).needs_assistant:
             raise SettingsError(
-                f"strategy {name!r} needs a draft model, and a load has none: measure it with decoders bench"
+                f"strategy {name!r} needs a draft model, which bench load does not take: measure it with decoders bench"
             )
 
     drafters = [Synthetic.of(text) for text in acceptance or ()]

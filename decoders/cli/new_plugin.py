@@ -32,7 +32,7 @@ def new_plugin(
         raise PluginError(f"there is a strategy {strategy!r} already, of {taken[strategy]}: choose another name")
     project = folder / f"decoders-{strategy.replace('_', '-')}"
     if project.exists():
-        raise PluginError(f"{project} is there already: nothing was written")
+        raise PluginError(f"{project} already exists: nothing was written")
     for path, text in renamed(strategy).items():
         file = project / path
         file.parent.mkdir(parents=True, exist_ok=True)

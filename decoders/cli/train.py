@@ -71,12 +71,12 @@ def ngram(
             try:
                 NgramTable.load(out)
             except SettingsError as error:
-                raise SettingsError(f"OUT {out} is there, and only a table is replaced: {error}") from error
+                raise SettingsError(f"OUT {out} exists, and only an n-gram table is overwritten: {error}") from error
         loaded, tokenizer = models.load(model, dtype, device)
         decoders.enable(loaded, tokenizer=tokenizer)
     starts = [start for text in texts for start in excerpts(tokenizer(text, verbose=False)["input_ids"], prompt_length)]
     if not texts and tokenizer.bos_token_id is None:
-        raise SettingsError(f"the tokenizer of {model} has no token that begins a text: give files with --prompts")
+        raise SettingsError(f"the tokenizer of {model} has no BOS token: give files with --prompts")
     after = ", ".join(path.name for path in prompts or ()) or "nothing"
     columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=as_json) as bar:

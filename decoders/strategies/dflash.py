@@ -98,7 +98,8 @@ class DFlash(ReadsFeatures):
         length = levels_of(context, s.length, most)
         if length > most:
             raise SettingsError(
-                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {most} tokens"
+                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {most} tokens: "
+                f"set length to {most} at most"
             )
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:

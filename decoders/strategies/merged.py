@@ -173,8 +173,8 @@ class Merged(Strategy):
             needed = max(node + 1 for node, parent in enumerate(shape.parents) if parent == NO_PARENT)
         if needed > left and self.settings.nodes is not None:
             raise SettingsError(
-                f"{part.name} needs {len(shape)} nodes, and only draft tokens among them can be left out; a budget of "
-                f"{self.settings.nodes} nodes leaves it {left}"
+                f"{part.name} needs {len(shape)} nodes, {needed} of which cannot be left out; a budget of {self.settings.nodes} nodes "
+                f"leaves it {left}: raise nodes"
             )
         return max(left, needed)
 

@@ -64,7 +64,10 @@ class Mtp(ReadsFeatures):
         layers = mtp_layers(context.model)
         depth = levels_of(context, s.length, layers.num_mtp_layers)
         if depth > layers.num_mtp_layers:
-            raise SettingsError(f"mtp: length is {depth}, and the model predicts {layers.num_mtp_layers} tokens ahead")
+            raise SettingsError(
+                f"mtp: length is {depth}, and the model has MTP layers for {layers.num_mtp_layers} tokens: set length to "
+                f"{layers.num_mtp_layers} at most"
+            )
         tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)
         drafter = MtpDrafter(context, layers, depth, tree.children, tree.ahead)
         if tree.least_children > drafter.children:

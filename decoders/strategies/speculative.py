@@ -49,7 +49,7 @@ class ShapeSettings(TreeSettings):
         if self.schedule == "heuristic" and self.tree != "none":
             raise ValueError(f"schedule 'heuristic' is for chains, not for a {self.tree} tree")
         if self.template is not None and self.tree != "static":
-            raise ValueError(f"a template is the shape of a static tree; tree is {self.tree!r}")
+            raise ValueError(f"a template needs tree='static', not tree={self.tree!r}")
         return self
 
 

@@ -65,7 +65,9 @@ class ThresholdSettings(DraftTreeSettings):
     @model_validator(mode="after")
     def _ordered(self) -> ThresholdSettings:
         if not self.lowest <= self.threshold <= self.highest:
-            raise ValueError(f"threshold {self.threshold} must lie between {self.lowest} and {self.highest}")
+            raise ValueError(
+                f"threshold {self.threshold} must lie between lowest, {self.lowest}, and highest, {self.highest}"
+            )
         return self
 
 
