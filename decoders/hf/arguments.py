@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "continuous_batching_config": (lambda v: v is not None, "it belongs to generate_batch; leave it out"),
     "low_memory": (lambda v: bool(v), "it belongs to contrastive search; leave it out"),
     "custom_generate": (lambda v: v is not None, "choose either strategy= or custom_generate="),
-    "synced_gpus": (lambda v: bool(v), "the loop cannot run models that FSDP or DeepSpeed ZeRO-3 shards; drop strategy="),
+    "synced_gpus": (lambda v: bool(v), "the loop cannot run models sharded by FSDP or DeepSpeed ZeRO-3; drop strategy="),
     "token_healing": (lambda v: bool(v), "it rewrites the prompt; heal it before the call"),
     "adapter_names": (
         lambda v: v is not None,
