@@ -246,7 +246,7 @@ def remember(
     present.remember(dict(memories or {}))
     if dropped := present.remember_texts(texts):
         warnings.warn(
-            f"remember() keeps {GIVEN_TOKENS:,} tokens of texts: there was no room for {dropped:,}, the least recently used ones",
+            f"remember() keeps at most {GIVEN_TOKENS:,} tokens of texts: it dropped the {dropped:,} least recently used ones",
             stacklevel=2,
         )
     return model

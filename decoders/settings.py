@@ -108,85 +108,92 @@ def _without_packed(weights: Any) -> Any:
 
 @cache
 def _warn_of_packed() -> None:
-    warnings.warn(
-        "weights='packed' means 'keep' now: nothing is packed any more, weights are read where they are", stacklevel=2
-    )
+    warnings.warn("weights='packed' no longer exists and counts as 'keep': set weights='keep'", stacklevel=2)
 
 
 class RuntimeSettings(Settings):
-    """Settings of the shared loop, for every strategy."""
+    """Settings of the decoding loop, which all strategies share."""
 
     strategy: str | None = Field(
         None,
-        description="Strategy of an enabled model when the call names none. None: transformers' own generate decodes.",
+        description="Default strategy of an enabled model, for calls that name none. None: these calls run transformers' own "
+        "generate.",
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        description="torch.compile: auto decodes uncompiled at once and compiles in the background for later calls, when a model "
-        "has run long enough for it to pay; true compiles before the first step; false never compiles.",
+        description="torch.compile. auto: decode uncompiled at first, and compile in the background for later calls once a "
+        "model has run long enough for it to pay. true: compile before the first step. false: never compile.",
     )
     reuse: bool = Field(
         True,
-        description="Keep the last rows' keys and values: the part of a prompt that an earlier text began with is not read again.",
+        description="Prefix caching: keep the KV cache of the last rows, so that a prefix that a prompt shares with an "
+        "earlier text is not computed again.",
     )
     memory: bool = Field(
         True,
-        description="Let strategies keep what they learn between calls (rates, statistics, texts); false starts every call without "
-        "it. The tokens are the same.",
+        description="Let strategies keep between calls what they learn: acceptance rates, statistics, texts. false: every "
+        "call starts without it. The output tokens are the same.",
     )
     prune: bool = Field(
         True,
-        description="On CPUs, leave out draft tokens that are not worth their time, by their acceptance rates and the cost of "
-        "nodes; false verifies all draft tokens, so that equal calls take equal steps. The tokens are the same.",
+        description="On CPUs: skip draft tokens that are not worth verifying, by acceptance rates and measured costs. false: "
+        "verify all draft tokens, so that equal calls take equal steps. The output tokens are the same.",
     )
     weights: Annotated[Literal["keep", "16bit", "int8", "int4"], BeforeValidator(_without_packed)] = Field(
         "keep",
-        description="keep computes with the model's own weights; 16bit (on CPUs) copies float32 weights to 16 bits where this loses "
-        "nothing, as for most checkpoints: half of the bytes are read, and the text is the same; int8 and int4 (on CPUs) compute with "
-        "quantized copies, which changes the text. The model itself does not change.",
+        description="keep: compute with the model's own weights. 16bit (CPUs): copy float32 weights to 16 bits where this is "
+        "lossless, as for most checkpoints; half of the bytes are read, and the text is the same. int8, int4 "
+        "(CPUs): compute with quantized copies, which changes the text. The model itself does not change.",
     )
     draft_weights: Literal["auto", "keep", "16bit", "int8", "int4"] = Field(
         "auto",
-        description="As weights, for draft models; auto takes the value of weights. It changes the drafts, not the written tokens.",
+        description="The same as `weights`, for draft models. auto: the value of `weights`. It changes the draft tokens, not "
+        "the output tokens.",
     )
     kv_cache: Literal["keep", "int8"] = Field(
         "keep",
-        description="int8 stores keys and values as int8 with a scale per head and token, which changes the text (on CPUs).",
+        description="keep: the KV cache has the model's dtype. int8 (CPUs): keys and values are stored as int8 with a scale "
+        "per head and token, which changes the text.",
     )
     prefill_chunk: int | None = Field(
-        None, ge=1, description="Greatest number of prompt tokens per forward pass of the prefill. None: 512."
+        None, ge=1, description="Chunked prefill: maximum number of prompt tokens per forward pass. None: 512."
     )
     attention: Attention = Field(
         "auto",
-        description="Attention of the target: triton is a CUDA kernel whose cost follows the length of each row, sdpa is PyTorch's "
-        "attention with masks. auto takes a kernel (triton on CUDA, C++ on a CPU) if the kernel supports the model's design and gives "
-        "the right logits, else sdpa.",
+        description="Attention of the target. sdpa: PyTorch's attention with masks. triton: a CUDA kernel whose cost follows "
+        "the length of each row. auto: a kernel (triton on CUDA, C++ on CPUs) if it supports the model and its "
+        "logits pass a check, else sdpa.",
     )
     exact_products: bool = Field(
         True,
-        description="On CUDA, in bfloat16 and float16: compute products of up to 128 rows, and norms, by kernels in which a row's bits "
-        "do not depend on the number of rows, so that strategies write the tokens of plain decoding; false uses PyTorch's kernels.",
+        description="On CUDA, in bfloat16 and float16: use batch-invariant kernels for norms and for matrix products of up to "
+        "128 rows, so that strategies generate the tokens of plain decoding. false: PyTorch's kernels.",
     )
     trace: bool = Field(
         False,
-        description="Keep the draft tree of every step in the report, to draw it: `print(out.report.tree(0))`. On CUDA, steps are then "
-        "not recorded.",
+        description="Keep the draft tree of every step in the report; `print(out.report.tree(0))` draws it. On CUDA, whole "
+        "steps are then not captured as CUDA graphs.",
     )
 
     slots: int | None = Field(
-        None, ge=1, description="Least capacity of a call's cache, in tokens per row. None: what the call needs."
+        None, ge=1, description="Minimum length of a call's KV cache, in tokens per row. None: what the call needs."
     )
-    verifier: str = Field("coupled", description="Rule that decides which draft tokens are accepted.")
+    verifier: str = Field(
+        "coupled", description="Rule that decides which draft tokens are accepted; `decoders verifiers` lists them."
+    )
     cost_cache: Path | None = Field(
         None,
-        description="Folder that keeps measured costs of steps between processes. None: one in the user's cache folder.",
+        description="Folder in which the measured costs of steps are kept between processes. None: one in the user's cache folder.",
     )
-    constraint_backend: str = Field("auto", description="The backend for grammars that name none.")
+    constraint_backend: str = Field(
+        "auto", description="Grammar backend of grammars that name none; `decoders grammar-backends` lists them."
+    )
     constraint_cache: Path | None = Field(
-        None, description="Folder that keeps compiled grammars between processes. None: kept in memory only."
+        None,
+        description="Folder in which compiled grammars are kept between processes. None: they are kept in memory only.",
     )
     constraint_seconds: float = Field(
-        2.0, gt=0, description="Greatest processor time for compiling a grammar, in seconds."
+        2.0, gt=0, description="Time limit for compiling a grammar, in seconds of CPU time."
     )
 
 

@@ -354,21 +354,21 @@ def plain(text: str) -> str:
 
 #: What each keyword of ours does.
 OWN = {
-    "strategy": "Registry name, several joined by `+`, a `Strategy` class or a `Strategy`. Without one, `generate` is "
-    "transformers' own.",
+    "strategy": "Name of a strategy ([list](strategies.md)), several names joined by `+`, a `Strategy` class or an instance of one. "
+    "Without `strategy`, transformers' own `generate` runs.",
     "strategy_config": "Settings of the strategy, a dict. For `a+b`: a dict per strategy name.",
     "decoders_config": "Settings of the loop for this call, a dict: see [settings](settings.md#the-loop).",
     "seed": "Seed of the sampling noise. The same seed gives the same tokens under every exact strategy.",
     "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
-    "verifier": "The rule that decides which draft tokens are kept: a name ([list](verifiers.md)), a class or an object. "
+    "verifier": "The rule that decides which draft tokens are accepted: a name ([list](verifiers.md)), a class or an object. "
     "Default `coupled`.",
     "verifier_config": "Settings of the rule, a dict: see [verifiers](verifiers.md).",
-    "grammar": "What the rows may write: a name of the library, `decoders.json_schema`, `regex`, `grammar`, `choice`, `after` or "
-    "`tagged`, a type, a term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md). A name or a "
-    "JSON schema may stand in the generation config.",
-    "thinking": "The most tokens that a thought may have before its end marker is written; or a dict with `tokens`, `begin` and "
-    "`end`, where the tokenizer has no known markers ([how](../how-to/grammars.md#a-budget-for-thoughts)). It may stand in the "
-    "generation config.",
+    "grammar": "Grammar that constrains the output: a name of the library, `decoders.json_schema`, `regex`, `grammar`, `choice`, "
+    "`after` or `tagged`, a type, a term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md). A "
+    "name or a JSON schema may stand in the generation config.",
+    "thinking": "Thinking budget: maximum number of reasoning tokens, after which the end marker is written; or a dict with "
+    "`tokens`, `begin` and `end`, where the tokenizer has no known markers ([how](../how-to/grammars.md#a-budget-for-thoughts)). It "
+    "may stand in the generation config.",
 }
 
 
@@ -473,8 +473,8 @@ def settings_page() -> Iterator[str]:
         "plugins_block": "Plugins not to load: entry-point or distribution names, comma-separated.",
         "plugins_allow": "If set, the only plugins to load.",
         "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
-        "cpu_kernels": "The variant of the kernels for CPUs (`decoders doctor` says which is chosen), or `off`: PyTorch multiplies.",
-        "api_key": "Keys of which clients of `decoders serve` must send one, with blanks between them.",
+        "cpu_kernels": "Variant of the CPU kernels (`decoders doctor` shows which one is in use), or `off`, to use PyTorch's.",
+        "api_key": "API keys of `decoders serve`, separated by spaces; clients must send one of them.",
     }
     for name in settings.NOT_SETTINGS:
         if name not in described:

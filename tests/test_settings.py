@@ -235,7 +235,7 @@ def test_settings_of_weights_and_sessions_come_from_the_environment(monkeypatch:
 def test_packed_weights_are_those_of_the_model_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _warn_of_packed.cache_clear()
     monkeypatch.setenv("DECODERS_WEIGHTS", "packed")
-    with pytest.warns(UserWarning, match="weights='packed' means 'keep' now") as warned:
+    with pytest.warns(UserWarning, match="weights='packed' no longer exists and counts as 'keep'") as warned:
         assert runtime().weights == runtime({"weights": "packed"}).weights == "keep"
     assert len(warned) == 1
 

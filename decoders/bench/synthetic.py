@@ -31,7 +31,7 @@ class SyntheticSettings(Settings):
         max_length=64,
         description="Shares of the drafts whose first token, first two tokens … are accepted. Each share stands for one draft token.",
     )
-    seed: int = Field(0, description="Seed of the places where drafts are wrong.")
+    seed: int = Field(0, description="Random seed of the positions at which draft tokens are wrong.")
 
     @field_validator("acceptance")
     @classmethod

@@ -49,19 +49,27 @@ def measure(
     *,
     model: Annotated[
         str | None,
-        typer.Option(help='Folder, hub name or GGUF file of a causal language model, or "demo", the default.'),
+        typer.Option(
+            help='Folder, Hub name or GGUF file of a causal language model. Default: "demo", the model in this package.'
+        ),
     ] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
             "--shape",
-            help="Measure a shape with random weights instead of a model, comma-separated or repeated: llama-110m, "
-            "smollm2-135m, gemma3-270m, qwen2.5-0.5b, qwen3-0.6b, llama-1b. Prompts are random tokens.",
+            help="Measure architectures with random weights and random prompts instead of a model: llama-110m, "
+            "smollm2-135m, gemma3-270m, qwen2.5-0.5b, qwen3-0.6b, llama-1b. Comma-separated or repeated.",
         ),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model, or shape; the demo model has its own.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft model: folder, Hub name, or a shape as in --shape. The demo model has its own."),
+    ] = None,
     assistant_tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer of a draft model that has another vocabulary: folder or hub name.")
+        str | None,
+        typer.Option(
+            help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."
+        ),
     ] = None,
     strategies: Annotated[
         list[str] | None,
@@ -69,8 +77,9 @@ def measure(
             "--strategy",
             "--strategies",
             "-s",
-            help="Strategies, comma-separated or repeated; a+b merges, STRATEGY[KEY=VALUE,…] is a variant with other "
-            "settings, STRATEGY[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
+            help="Strategies, comma-separated or repeated. a+b merges the drafts of two, STRATEGY[KEY=VALUE,…] sets "
+            "settings, STRATEGY[compile=false] runs uncompiled. Default: all; with --shape autoregressive, "
+            "prompt_lookup.",
         ),
     ] = None,
     acceptance: Acceptance = None,
@@ -79,82 +88,105 @@ def measure(
         typer.Option(
             "--baseline",
             "--baselines",
-            help="transformers' methods to compare with, comma-separated or repeated; transformers-assisted[K] drafts K "
-            "tokens in every step, all is every one. Default: only transformers itself.",
+            help="Methods of transformers to compare with, comma-separated or repeated; transformers-assisted[K] drafts K "
+            "tokens per step; all: every method. Default: plain transformers.",
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="[STRATEGY.]KEY=VALUE", help="A setting of all variants, or of the loop; may be repeated."
+            "--set",
+            metavar="[STRATEGY.]KEY=VALUE",
+            help="Setting of a strategy in all its variants; without STRATEGY, of the decoding loop. Repeatable.",
         ),
     ] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="copy, code, docstring (all: these three), instruct (edit, summary, extract, chat, code, list, story; "
-            "one of them: instruct:edit), predictable, random, agent (--limit 10), comma-separated; or a file: text, or JSON "
-            "lines with a field text or messages, and kind. Default: instruct where the tokenizer has a chat template, else all."
+            help="Kinds of prompts, comma-separated: copy, code, docstring (all: these three), instruct (instruct:KIND for "
+            "one of edit, summary, extract, chat, code, list, story), predictable, random, agent (--limit 10); or a "
+            "file: text, or JSON lines with text or messages, and kind. Default: instruct if the tokenizer has a chat "
+            "template, else all."
         ),
     ] = None,
     prompt_length: Annotated[
         str | None,
         typer.Option(
-            help="Prompts of this many random tokens instead of texts, comma-separated. Default with --shape: 64."
+            help="Use prompts of this many random tokens instead of texts. Comma-separated. Default with --shape: 64."
         ),
     ] = None,
     suite: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A published benchmark instead of prompts: spec-bench, speed-bench, mt-bench, gsm8k, humaneval. All its turns "
-            "are measured, greedily and at temperature 1 (or at --temperature alone).",
+            help="Measure a published benchmark: spec-bench, speed-bench, mt-bench, gsm8k, humaneval. All its turns are "
+            "measured, greedily and at temperature 1, or only at --temperature.",
         ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="The benchmark's file as it is published, or a folder with it.")
+        Path | None, typer.Option(help="Data file of --suite as it is published, or the folder that contains it.")
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
-            "--limit", "--samples", min=1, help="Most prompts of a kind; with --suite of a category, drawn by --seed."
+            "--limit",
+            "--samples",
+            min=1,
+            help="Maximum number of prompts per kind; with --suite per category, chosen by --seed.",
         ),
     ] = 4,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Model dtypes, comma-separated: float32, bfloat16, float16.")] = "float32",
     device: Device = None,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Most new tokens per row.")] = 64,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", "-n", min=1, help="Maximum number of new tokens per row.")
+    ] = 64,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Rounds over all prompts. Default: 5, with --suite 1.")
+        int | None, typer.Option(min=1, help="Number of rounds over all prompts. Default: 5; with --suite: 1.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sample; 0 is greedy, the default.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Sampling temperature; 0 is greedy. Default: greedy, unless another sampling option is given."
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Sample from the smallest set of tokens with this total probability."),
+    ] = None,
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the first sampled round, each further round adds 1; also of the choice of --samples."
+            help="Seed of the first sampled round (each further round adds 1), and of the choice of prompts by --limit."
         ),
     ] = 0,
     seconds: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="Time limit without loading; strategies, prompts or rounds that do not fit are left out. Default: no limit.",
+            help="Time limit in seconds, without loading; strategies, prompts or rounds that do not fit are left out. "
+            "Default: no limit.",
         ),
     ] = None,
     threads: Threads = None,
-    capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
+    capacity: Annotated[
+        int | None, typer.Option(min=1, help="Minimum length of the KV cache, in tokens per row.")
+    ] = None,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Measure compiled steps; the warm-up compiles them.")
     ] = True,
-    tiers: Annotated[bool, typer.Option("--tiers", help="Measure every strategy uncompiled, too.")] = False,
+    tiers: Annotated[bool, typer.Option("--tiers", help="Also measure every strategy uncompiled.")] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="Also show every kind of prompt, the parts of a step, start and memory.")
+        bool,
+        typer.Option(
+            "--details",
+            help="Also show each kind of prompt, the time of each part of a step, the start-up time and the memory.",
+        ),
     ] = False,
     json_file: JsonFile = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the speeds (PNG, SVG or PDF).")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Plot the speeds to this file (PNG, SVG or PDF).")
     ] = None,
     subjects: Any = None,
 ) -> None:
@@ -218,7 +250,7 @@ def measure(
     for part in run.tables(details, console.width):
         console.print(part)
     if not details:
-        console.print("--details shows every kind of prompt, the parts of a step, start and memory", style="dim")
+        console.print("--details shows each kind of prompt, the parts of a step, start-up time and memory", style="dim")
     console.print(footnote(run.facts), style="dim")
     if run.interrupted:
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
@@ -235,9 +267,9 @@ def measure(
 def bench(context: typer.Context, **options: Any) -> None:
     """Measure strategies and transformers' own methods side by side.
 
-    All registered strategies on a dozen prompts take many minutes: choose strategies with --strategy, a time limit with --seconds,
-    and methods of transformers with --baseline. The file of --json is updated during the run. All dtypes of the model are in memory
-    at once, because they take turns, too.
+    Measuring all strategies on a dozen prompts takes many minutes: choose strategies with --strategy, set a time limit with
+    --seconds, and choose methods of transformers with --baseline. The --json file is updated during the run. The model is in memory
+    once for each --dtype, because dtypes take turns, too.
     """
     if context.invoked_subcommand is None:
         measure(**options)

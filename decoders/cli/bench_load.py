@@ -29,30 +29,55 @@ METHODS = ("scheduler", "batches", "transformers", CONTINUOUS)
 
 def measure_load(
     *,
-    model: Annotated[str, typer.Argument(help="Model: a folder, a name on the hub, or demo.")] = "demo",
+    model: Annotated[
+        str,
+        typer.Argument(
+            help='Folder, Hub name or GGUF file of a causal language model; "demo" is the model in this package.'
+        ),
+    ] = "demo",
     strategies: Annotated[
-        list[str] | None, typer.Option("--strategy", "-s", help="Strategies; repeatable. Default: autoregressive.")
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="Strategies, comma-separated or repeated. Default: autoregressive."),
     ] = None,
     acceptance: Acceptance = None,
     methods: Annotated[
-        list[str] | None, typer.Option("--method", help=f"{', '.join(METHODS)}; repeatable. Default: the first three.")
+        list[str] | None,
+        typer.Option(
+            "--method", help=f"Methods, comma-separated or repeated: {', '.join(METHODS)}. Default: the first three."
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 40,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the scheduler and of a batch.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Batch size: maximum number of requests decoded at a time.")] = 8,
     rate: Annotated[
-        float | None, typer.Option(min=1e-3, help="Arrivals per second, at random times. Default: all come at once.")
+        float | None,
+        typer.Option(
+            min=1e-3,
+            help="Average number of requests per second, at random times (a Poisson process). Default: all arrive at once.",
+        ),
     ] = None,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Median number of new tokens.")] = 28,
-    longest: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 128,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", "-n", min=1, help="Median number of new tokens per request.")
+    ] = 28,
+    longest: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per request.")] = 128,
     spread: Annotated[
-        float, typer.Option(min=0, help="Standard deviation of the logarithm of the lengths; 0: all lengths are equal.")
+        float,
+        typer.Option(
+            min=0, help="Spread of the numbers of new tokens: standard deviation of their logarithm. 0: all are equal."
+        ),
     ] = 0.9,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of every method, in turns; the median counts.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt.")] = 64,
-    within: Annotated[float, typer.Option(min=0, help="Seconds in which a request counts as served in time.")] = 10.0,
-    dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
-    compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of lengths and arrivals.")] = 0,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Number of runs per method, taken in turns; the median is shown.")
+    ] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Maximum number of prompt tokens.")] = 64,
+    within: Annotated[
+        float,
+        typer.Option(min=0, help="Latency limit in seconds: a request that ends within it counts as served in time."),
+    ] = 10.0,
+    dtype: Annotated[
+        str, typer.Option(help="Model dtype: float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "auto",
+    compile: Annotated[bool, typer.Option(help="Compile the decoding step with torch.compile.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the lengths and the arrival times.")] = 0,
     device: Device = None,
     threads: Threads = None,
     json_file: JsonFile = None,
@@ -87,7 +112,7 @@ def measure_load(
     for name in named:
         if resolve_strategy(name).needs_assistant:
             raise SettingsError(
-                f"strategy {name!r} needs a draft model, and a load has none: measure it with decoders bench"
+                f"strategy {name!r} needs a draft model, which bench load does not take: measure it with decoders bench"
             )
 
     drafters = [Synthetic.of(text) for text in acceptance or ()]
@@ -148,8 +173,9 @@ def measure_load(
 
 @with_options_of(measure_load, without=["load_model", "others", "facts"])
 def load(**options: Any) -> None:
-    """Measure throughput and waiting times under a load of requests: in a scheduler, in fixed batches, and in transformers.
+    """Measure throughput and latency under a load of requests: with continuous batching, in fixed batches, and in transformers.
 
-    Only requested tokens are counted. The prompts are the bench's instructions; there are no stop tokens.
+    The prompts are those of `bench --prompts instruct`. Stop tokens are off: each request has a given number of new tokens, and only
+    these are counted.
     """
     measure_load(**options)

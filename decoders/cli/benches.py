@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write all results to this file as JSON; - is standard output."),
 ]
 Acceptance = Annotated[
     list[str] | None,
     typer.Option(
-        help="Also measure a made-up drafter with this acceptance: 0.8 (0.8² for the first two of five tokens …), or "
-        "shares by position, 0.9,0.8,0.6; repeatable."
+        help="Also measure a simulated drafter: 0.8 accepts each of five draft tokens with rate 0.8; 0.9,0.8,0.6 are "
+        "the shares of drafts accepted up to token 1, 2, 3. Repeatable."
     ),
 ]
 

@@ -36,18 +36,18 @@ def demo(
     model: Annotated[
         str,
         typer.Argument(
-            help='Folder, hub name or GGUF file of a causal language model; "demo" is the one in this package.'
+            help='Folder, Hub name or GGUF file of a causal language model; "demo" is the model in this package.'
         ),
     ] = "demo",
-    prompt: Annotated[str | None, typer.Option(help="Complete this instead of a prompt of ours.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt to complete instead of the built-in ones.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Complete the text of a file.")
+        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="File with the prompt to complete.")
     ] = None,
     kind: Annotated[
         str | None,
         typer.Option(
-            help="copy, code or docstring of the demo model, by default a copy, then a code prompt; edit, summary, extract, "
-            "chat, code, list or story of others, by default an edit, then a summary."
+            help="Kind of built-in prompt. Demo model: copy, code or docstring (default: copy, then code). Other models: "
+            "edit, summary, extract, chat, code or list (default: edit, then summary)."
         ),
     ] = None,
     strategies: Annotated[
@@ -55,37 +55,41 @@ def demo(
         typer.Option(
             "--strategy",
             "-s",
-            help="Strategy, a+b merges; may be repeated. Default: autoregressive, prompt_lookup and, with a draft model, "
-            "speculative, beside transformers' assisted generation.",
+            help="Strategy to compare; a+b merges the drafts of two. Repeatable. Default: autoregressive, prompt_lookup "
+            "and, with a draft model, speculative and transformers' assisted generation.",
         ),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model; the demo model has its own.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="Most rounds for the table.")] = 3,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model: folder or Hub name. The demo model has its own.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of new tokens.")
+    ] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Maximum number of measured rounds.")] = 3,
     seconds: Annotated[
         float,
         typer.Option(
             min=0,
-            help="Time for the table, compiling included; a step that has begun is ended. 0: only the first text.",
+            help="Time limit for the table in seconds, compilation included. 0: only the first completion, no table.",
         ),
     ] = 240,
-    live: Annotated[bool, typer.Option("--live/--no-live", help="Show the text as it is written.")] = True,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    live: Annotated[bool, typer.Option("--live/--no-live", help="Show text while it is generated.")] = True,
+    dtype: Annotated[str, typer.Option(help="Model dtype: float32, bfloat16 or float16.")] = "float32",
     device: Device = None,
     threads: Threads = None,
     compile: Annotated[
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help=f"Compile the core of the loop before the table is measured. Default: from --seconds {COMPILES_FROM} on.",
+            help=f"Run torch.compile before the table is measured. Default: only if --seconds is at least {COMPILES_FROM}.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
 ) -> None:
-    """Show strategies at work: first a text, at once, then a table of figures, within a time that you name.
+    """Show strategies at work: first a completion as it is generated, then a table that compares their speed.
 
-    The model that comes with this package needs no download. Exits with 1 if a strategy that promises transformers' own
-    output writes anything else.
+    The default model comes with this package and needs no download. The exit code is 1 if an exact strategy fails or
+    generates other tokens than transformers.
     """
     started = time.monotonic()
     if not seconds and (as_json or not live):

@@ -37,14 +37,14 @@ class Finding:
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help='Also examine this model: folder, hub name, GGUF file or "demo".')
+        str | None, typer.Argument(help='Model to check as well: folder, Hub name, GGUF file or "demo".')
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Examine the installation, and a model if one is named; exit with 1 if something is broken."""
+    """Check the installation, and a model if one is named; exit with 1 if something is broken."""
     findings: list[Finding] = []
     checks = {check.__name__: check for check in CHECKS}
     if model is not None:

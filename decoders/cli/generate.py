@@ -21,37 +21,62 @@ if TYPE_CHECKING:
 
 def generate(
     model: ModelName,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, standard input is read.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt to complete. Default: read from standard input.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file.")
     ] = None,
     strategy: StrategyName = STRATEGY,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Setting of the strategy (for part a of a+b: a.KEY=VALUE). Repeatable."
+        ),
     ] = None,
     grammar: Annotated[
         str | None,
         typer.Option(
             "--grammar",
             "-g",
-            help="Grammar of the text: a name in the library (`decoders grammars`), or a .json (schema), .regex or "
-            ".lark file.",
+            help="Constrain the output to a grammar: a name in the library (`decoders grammars` lists them), or a .json "
+            "(JSON schema), .regex or .lark file.",
         ),
     ] = None,
     assistant: Annotated[
-        str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
+        str | None,
+        typer.Option(
+            help='Draft model, for strategies that need one: folder or Hub name; "demo" is the one in this package.'
+        ),
     ] = None,
     assistant_tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer of a draft model that has another vocabulary: folder or hub name.")
+        str | None,
+        typer.Option(
+            help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 128,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sample; 0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Drop tokens below this share of the best.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of new tokens.")
+    ] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Sampling temperature; 0 is greedy. Default: greedy, unless another sampling option is given."
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Sample from the smallest set of tokens with this total probability."),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Drop tokens less likely than this fraction of the most likely token's probability."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Sampling seed. The same seed gives the same text under every exact strategy.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template to the prompt.")] = False,
     dtype: Dtype = DTYPE,
     device: Device = None,
     threads: Threads = None,
@@ -59,37 +84,50 @@ def generate(
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile before the first step, or never. Default: compile in the background if it pays.",
+            help="Run torch.compile before the first step, or never. Default: in the background, once a model has run long "
+            "enough for it to pay.",
         ),
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it is written.")] = True,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text while it is generated.")] = True,
     input: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="Complete a file of prompts: JSON lines (.jsonl) with prompt, text or messages and further arguments, or plain "
-            "lines (.txt). Not a pipe, since it is read twice.",
+            help="File of prompts: .jsonl (each line with prompt, text or messages, and optional arguments) or .txt (one "
+            "prompt per line). It is read twice, so a pipe does not work.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="File for the completions, as JSON lines; a further run with the same model and options continues it and retries "
-            "failed prompts.",
+            help="Write the completions to this file as JSON lines. Another run with the same model and options resumes it "
+            "and retries failed prompts.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="With --input: most prompts that are decoded at a time.")] = 8,
-    slots: Annotated[int, typer.Option(min=1, help="With --input: most tokens of a row, prompt and new ones.")] = 4096,
+    rows: Annotated[
+        int, typer.Option(min=1, help="With --input: maximum number of prompts decoded at a time (batch size).")
+    ] = 8,
+    slots: Annotated[
+        int, typer.Option(min=1, help="With --input: maximum number of tokens of a prompt and its completion together.")
+    ] = 4096,
     ordered: Annotated[
-        bool, typer.Option("--ordered/--as-they-end", help="With --input: in the order of the prompts, or as they end.")
+        bool,
+        typer.Option(
+            "--ordered/--as-they-end",
+            help="With --input: write completions in the order of the prompts, or each as soon as it ends.",
+        ),
     ] = True,
-    report: Annotated[bool, typer.Option("--report", help="Print the call's figures to standard error.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print text and report as JSON, nothing else.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print a report of the call (speed, acceptance …) to standard error.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the text and the report as JSON, and nothing else.")
+    ] = False,
 ) -> None:
-    """Continue a prompt, or with --input a file of them. The text goes to standard output, everything else to standard error."""
+    """Complete a prompt, or with --input a file of prompts. The text goes to standard output, everything else to standard error."""
     if grammar is not None:
         library.check_file(grammar)  # before torch is imported
     from ..settings import parse_assignments

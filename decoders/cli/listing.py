@@ -15,7 +15,7 @@ from ..errors import UnknownNameError, amount, canonical
 from .catalogue import catalogue
 from .console import plain_console
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 STYLES = {"loaded": "green", "blocked": "dim", "failed": "red", "conflict": "yellow"}
 
 
@@ -45,7 +45,7 @@ def _needs(item: dict[str, Any]) -> list[str]:
 
 
 def verifiers(as_json: Json = False) -> None:
-    """List the verifiers: rules that decide how much of a draft is kept."""
+    """List the verifiers: the rules that decide which draft tokens are accepted."""
     _list(
         catalogue("verifiers"), as_json,
         verifier=lambda item: item["name"],
@@ -57,7 +57,7 @@ def verifiers(as_json: Json = False) -> None:
 
 
 def grammar_backends(as_json: Json = False) -> None:
-    """List the grammar backends, which compile grammars to masks over the next token."""
+    """List the grammar backends, which compile grammars to masks over the vocabulary."""
     _list(
         catalogue("grammar_backends"), as_json,
         backend=lambda item: item["name"], what_it_does=lambda item: item["summary"], provider=_provider,
@@ -91,10 +91,10 @@ def _yes(fact: bool) -> str:
 
 
 def grammars(
-    name: Annotated[str | None, typer.Argument(help="Print the text of this grammar instead.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Print the text of this grammar instead of the list.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
+    """List the grammars of the library, which --grammar and ``generate(grammar=…)`` take by name, or print one."""
     others = {item["name"]: item for item in catalogue("grammars")}
     if name is not None:
         plugin_grammar = canonical(name)
@@ -125,7 +125,10 @@ def grammars(
 
 def plugins(
     as_json: Json = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any plugin failed or clashes.")] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Exit with 1 if a plugin fails to load, or two plugins claim the same name."),
+    ] = False,
 ) -> None:
     """List the installed plugins, with the reason if a plugin is not used."""
     infos = catalogue("plugins")
@@ -165,7 +168,7 @@ def config(
     strategy: Annotated[str | None, typer.Argument(help="Explain all settings of this strategy instead.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the default settings of calls in this folder, each with its value and origin."""
+    """Print the settings of calls that are made in this folder, each with its value and origin."""
     from ..settings import RuntimeSettings, settings_file, variable_of
 
     strategies = catalogue("strategies")

@@ -83,19 +83,30 @@ def use_threads(number: int | None) -> int | None:
 #: Arguments and options that several commands have. Each command that loads a model has `Dtype`, `Device` and `Threads`.
 ModelName = Annotated[
     str,
-    typer.Argument(callback=known_place, help='Folder, hub name or GGUF file of a causal language model, or "demo".'),
+    typer.Argument(
+        callback=known_place,
+        help='Folder, Hub name or GGUF file of a causal language model; "demo" is the model in this package.',
+    ),
 ]
 Dtype = Annotated[
-    str, typer.Option(callback=known_dtype, help="float32, bfloat16, float16 or auto (the checkpoint's).")
+    str, typer.Option(callback=known_dtype, help="Model dtype: float32, bfloat16, float16 or auto (the checkpoint's).")
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu …; default: CUDA if there is one.")]
+Device = Annotated[
+    str | None, typer.Option(help="Device: cpu, cuda, cuda:1, mps, xpu … Default: cuda if available, otherwise cpu.")
+]
 Threads = Annotated[
-    int | None, typer.Option(min=1, callback=use_threads, help="Threads of the CPU; by default as many as torch takes.")
+    int | None, typer.Option(min=1, callback=use_threads, help="Number of CPU threads. Default: PyTorch's own choice.")
 ]
 #: Defaults of the commands that generate texts: the strategy `auto`, and the checkpoint's dtype.
 STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[
-    str, typer.Option("--strategy", "-s", callback=known_strategy, help="Registry name; a+b merges.")
+    str,
+    typer.Option(
+        "--strategy",
+        "-s",
+        callback=known_strategy,
+        help="Decoding strategy (`decoders strategies` lists them); a+b merges the drafts of two.",
+    ),
 ]
 
 

@@ -16,10 +16,12 @@ from .console import plain_console
 
 
 def new_plugin(
-    name: Annotated[str, typer.Argument(help="Name of the strategy, such as my_idea; letters, digits and _.")],
-    folder: Annotated[Path, typer.Option(help="Folder in which the project's folder is created.")] = Path("."),
+    name: Annotated[
+        str, typer.Argument(help="Name of the strategy, such as my_idea: lower-case letters, digits and _.")
+    ],
+    folder: Annotated[Path, typer.Option(help="Folder in which the project folder is created.")] = Path("."),
 ) -> None:
-    """Write the project of a plugin: a strategy in plain Python, its tests with the conformance kit, and its entry point."""
+    """Create a plugin project: a strategy in plain Python, its tests with the conformance kit, and its entry point."""
     strategy = name.replace("-", "_")
     if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", strategy):
         raise PluginError(
@@ -30,7 +32,7 @@ def new_plugin(
         raise PluginError(f"there is a strategy {strategy!r} already, of {taken[strategy]}: choose another name")
     project = folder / f"decoders-{strategy.replace('_', '-')}"
     if project.exists():
-        raise PluginError(f"{project} is there already: nothing was written")
+        raise PluginError(f"{project} already exists: nothing was written")
     for path, text in renamed(strategy).items():
         file = project / path
         file.parent.mkdir(parents=True, exist_ok=True)

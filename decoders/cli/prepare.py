@@ -26,21 +26,31 @@ def warmup(
     model: ModelName,
     strategies: Annotated[
         list[str] | None,
-        typer.Option("--strategy", "-s", callback=known_strategies, help="Strategy to warm up; may be repeated."),
+        typer.Option(
+            "--strategy",
+            "-s",
+            callback=known_strategies,
+            help="Strategy to compile for. Repeatable. Default: autoregressive and prompt_lookup.",
+        ),
     ] = None,
     assistant: Annotated[
-        str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
+        str | None,
+        typer.Option(
+            help='Draft model, for strategies that need one: folder or Hub name; "demo" is the one in this package.'
+        ),
     ] = None,
     rows: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows of a batch to warm up for; may be repeated.")
+        list[int] | None, typer.Option(min=1, help="Batch size to compile for. Repeatable. Default: 1.")
     ] = None,
-    sampling: Annotated[bool, typer.Option("--sampling", help="Warm up drawing tokens, too.")] = False,
+    sampling: Annotated[
+        bool, typer.Option("--sampling", help="Compile sampling, too. Default: only greedy decoding.")
+    ] = False,
     dtype: Dtype = DTYPE,
     device: Device = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a model ready: compile it into torch.compile's cache on disk, and say how long that took."""
+    """Compile a model ahead of time into torch.compile's cache on disk, and print how long that took."""
     from . import models
 
     names = strategies or ["autoregressive", "prompt_lookup"]
@@ -74,21 +84,24 @@ def warmup_lines(done: Warmup) -> Iterator[str]:
 
 def calibrate(
     model: ModelName,
-    assistant: Annotated[str | None, typer.Option(help='Draft model to measure as well ("demo": ours).')] = None,
-    rows: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows of a batch; may be repeated. 1 by default.")
+    assistant: Annotated[
+        str | None,
+        typer.Option(help='Draft model to measure as well: folder or Hub name; "demo" is the one in this package.'),
     ] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Batch size. Repeatable. Default: 1.")] = None,
     context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens per row; may be repeated. 64 and 2048 by default.")
+        list[int] | None, typer.Option(min=1, help="Context length, in tokens. Repeatable. Default: 64 and 2048.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Most seconds to spend on each model.")] = 10.0,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile first, and measure compiled steps.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit per model, in seconds.")] = 10.0,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Run torch.compile first, and measure compiled steps.")
+    ] = False,
     dtype: Dtype = DTYPE,
     device: Device = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the cost of a verification step by its nodes (rows x tokens per row), keep it for strategy auto, and print it."""
+    """Measure the time of a verification step by its number of tokens, store it for strategy auto, and print it."""
     from . import models
 
     console = plain_console(stderr=True, quiet=as_json)
@@ -146,29 +159,37 @@ def _strategies(done: Calibration) -> Table:
 
 def advise(
     model: Annotated[
-        str, typer.Argument(help="Folder, hub name, GGUF file or shape of a causal language model, or demo.")
+        str,
+        typer.Argument(
+            help='Folder, Hub name or GGUF file of a causal language model, a shape as in bench --shape, or "demo", the '
+            "model in this package."
+        ),
     ],
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="Prompts like yours: a file (text, or JSON lines with text or messages), or kinds as decoders bench has."
+            help="Your prompts: a file (text, or JSON lines with text or messages), or kinds of prompts as in bench --prompts."
         ),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model to try as well.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model to try as well: folder or Hub name.")] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="Time limit without loading; from 120 on, compiled steps too.")
+        float,
+        typer.Option(
+            min=0.1, help="Time limit in seconds, without loading. Compiled steps are measured only from 120 on."
+        ),
     ] = 150.0,
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Also measure compiled steps.")] = True,
     dtype: Dtype = DTYPE,
     device: Device = None,
     threads: Threads = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all results to this file as JSON; - is standard output."),
     ] = None,
 ) -> None:
-    """Say which strategy to use for a model, with which settings, how fast it is, and what else would help, in two to three minutes.
+    """Recommend a strategy and its settings for a model, from measurements of two to three minutes.
 
-    Strategies take turns on a few prompts, so give yours: speed depends on them. decoders bench measures more, and for longer.
+    Speed depends on the prompts: give your own with --prompts. `decoders bench` measures more, and for longer.
     """
     from .benches import consoles, write_json
 

@@ -33,81 +33,114 @@ class ServerExtraError(DecodersError, ImportError):
 
 def serve(
     model: ModelName,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar=VARIABLE, show_envvar=True, help="Key that clients must send; repeatable, in the variable separated by blanks."
+            envvar=VARIABLE, show_envvar=True,
+            help="API key that clients must send. Repeatable; in the environment variable, separate keys by spaces.",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default the last part of MODEL.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Model name that clients use (vLLM's --served-model-name). Default: the last part of MODEL."),
+    ] = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", "-s", callback=known_strategy, help="Default strategy of requests; a+b merges.")
+        str,
+        typer.Option(
+            "--strategy", "-s", callback=known_strategy,
+            help="Decoding strategy of requests that name none; a+b merges the drafts of two.",
+        ),
     ] = STRATEGY,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting of the strategy (for part a of a+b: a.KEY=VALUE). Repeatable."),
     ] = None,
     assistant: Annotated[
-        str | None, typer.Option(help='Draft model for strategies that take one ("demo": ours).')
+        str | None,
+        typer.Option(help='Draft model, for strategies that use one: folder or Hub name; "demo" is the one in this package.'),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Jinja file of a chat template.")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="Jinja file with a chat template. Default: the tokenizer's."
+        ),
     ] = None,
     thinking: Annotated[
         str | None,
-        typer.Option(metavar="BEGIN END", help='Begin and end markers of thoughts, such as "<think> </think>"; known for many models.'),
+        typer.Option(
+            metavar="BEGIN END",
+            help='Markers around reasoning, such as "<think> </think>". Default: detected, for many models.',
+        ),
     ] = None,
     tool_format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Format of the model's function calls; by default that of its template.")
+        str | None,
+        typer.Option(metavar="NAME", help="Format in which the model writes tool calls. Default: detected from the chat template."),
     ] = None,
     suffix_corpus: Annotated[
         Path | None,
         typer.Option(
             exists=True, dir_okay=False, readable=True,
-            help="Texts similar to the expected output, from which suffix and auto draft for all clients: a text, or JSON lines "
-            "with text or messages.",
+            help="File of texts similar to the expected output, from which strategies suffix and auto draft for all "
+            "clients: text, or JSON lines with text or messages.",
         ),
     ] = None,
     dtype: Dtype = DTYPE,
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the decoding step with torch.compile.")] = True,
     device: Device = None,
     threads: Threads = None,
-    rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
-    slots: Annotated[int, typer.Option(min=2, help="Most tokens of a row, prompt and new ones.")] = 4096,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that wait, per strategy; one more gets 429.")] = 64,
-    strategies: Annotated[int, typer.Option(min=1, help="Strategies beside --strategy that can run at a time.")] = 4,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Maximum number of requests decoded at a time, per strategy (vLLM's --max-num-seqs).")
+    ] = 8,
+    slots: Annotated[
+        int,
+        typer.Option(
+            min=2, help="Maximum number of tokens of a request, prompt and completion together (vLLM's --max-model-len)."
+        ),
+    ] = 4096,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Maximum number of waiting requests, per strategy; further requests get status 429.")
+    ] = 64,
+    strategies: Annotated[int, typer.Option(min=1, help="Maximum number of strategies, beside --strategy, that run at a time.")] = 4,
     client_settings: Annotated[
         list[str] | None,
         typer.Option(
             show_default="bounded",
-            help="Settings of strategies that clients may set: bounded (settings with few values), none, STRATEGY.SETTING or "
-            "STRATEGY.SETTING=LEAST..MOST; repeatable.",
+            help="Strategy settings that clients may set: bounded (switches, choices, and numbers with limits), none, "
+            "STRATEGY.SETTING or STRATEGY.SETTING=MIN..MAX. Repeatable.",
         ),
     ] = None,
     sharing: Annotated[
         bool,
         typer.Option(
-            "--sharing/--no-sharing", help="Let requests with the same key and cache_salt use prefixes and drafts that others left."
+            "--sharing/--no-sharing",
+            help="Share cached prefixes, and earlier outputs to draft from, among requests with the same API key and cache_salt.",
         ),
     ] = True,
-    connections: Annotated[int, typer.Option(min=1, help="Connections at a time; one more gets 503.")] = 512,
+    connections: Annotated[
+        int, typer.Option(min=1, help="Maximum number of open connections; further connections get status 503.")
+    ] = 512,
     read_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds in which a request's head has to arrive, and then its body.")
+        float, typer.Option(min=0.001, help="Seconds within which a request's headers, and then its body, must arrive.")
     ] = 20.0,
-    max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a body.")] = 1 << 20,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt.")] = 3072,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a text.")] = 1024,
-    max_choices: Annotated[int, typer.Option(min=1, help="Most texts of a request: prompts times n.")] = 8,
-    deadline: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request; then it gets 504.")] = 600.0,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM or Ctrl-C.")] = 30.0,
+    max_body: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in bytes.")] = 1 << 20,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of prompt tokens.")] = 3072,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per completion.")] = 1024,
+    max_choices: Annotated[int, typer.Option(min=1, help="Maximum number of completions per request: prompts times n.")] = 8,
+    deadline: Annotated[float, typer.Option(min=0.001, help="Time limit of a request, in seconds; then it gets status 504.")] = 600.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests have to finish after SIGTERM or Ctrl-C.")] = 30.0,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="A host name by which clients may address the server, beside localhost; repeatable.")
+        list[str] | None, typer.Option(help="Host name under which clients may reach the server, beside localhost. Repeatable.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info (with a line per request) or debug.")] = "warning",
+    log_level: Annotated[
+        str, typer.Option(help="Log level: critical, error, warning, info (one line per request) or debug.")
+    ] = "warning",
 ) -> None:  # fmt: skip
-    """Serve a model with OpenAI's routes: completions, chat, streaming, grammars, tools; /health, /metrics, a page to try it."""
+    """Serve a model with an OpenAI-compatible API: completions, chat, responses, streaming, structured output and tools.
+
+    The server also has /health, /metrics, and a page to try the model.
+    """
     from ..settings import parse_assignments
 
     check_installed()

@@ -14,33 +14,44 @@ from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
 from .models import Device, Dtype, Threads
 
-app = typer.Typer(no_args_is_help=True, help="Train models.", cls=ExtensibleGroup, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Train draft models, draft heads, and n-gram tables.",
+    cls=ExtensibleGroup,
+    rich_markup_mode=None,
+)
 
 
 @app.callback()
 def train() -> None:
-    """Train models."""
+    """Train draft models, draft heads, and n-gram tables."""
 
 
 @app.command()
 def ngram(
-    out: Annotated[Path, typer.Argument(help="File to write, customarily *.safetensors.", dir_okay=False)],
-    model: Annotated[str, typer.Option(help='Path or hub name of a causal language model, "demo" or "demo:draft".')],
-    prompts: Annotated[list[Path] | None, typer.Option(help="Text file to cut prompts from; may be repeated.")] = None,
-    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens per prompt from --prompts.")] = 32,
-    tokens: Annotated[int, typer.Option(min=3, help="Tokens to sample and count.")] = 200_000,
+    out: Annotated[Path, typer.Argument(help="File to write, usually *.safetensors.", dir_okay=False)],
+    model: Annotated[str, typer.Option(help='Folder or Hub name of a causal language model, "demo" or "demo:draft".')],
+    prompts: Annotated[list[Path] | None, typer.Option(help="Text file to cut prompts from. Repeatable.")] = None,
+    prompt_length: Annotated[
+        int, typer.Option(min=1, help="Number of tokens of each prompt that is cut from --prompts.")
+    ] = 32,
+    tokens: Annotated[int, typer.Option(min=3, help="Number of tokens to sample and count.")] = 200_000,
     seed: Annotated[int, typer.Option(help="Seed of the sampling and of the choice of prompts.")] = 0,
-    temperature: Annotated[float, typer.Option(help="Temperature to sample at.")] = 1.0,
-    rows: Annotated[int, typer.Option(min=1, help="Texts sampled together.")] = 16,
-    length: Annotated[int, typer.Option(min=3, help="Most tokens per text.")] = 256,
-    followers: Annotated[int, typer.Option(min=1, max=256, help="Followers kept of each context.")] = 16,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    rows: Annotated[int, typer.Option(min=1, help="Number of texts sampled at a time (batch size).")] = 16,
+    length: Annotated[int, typer.Option(min=3, help="Maximum number of tokens per text.")] = 256,
+    followers: Annotated[
+        int, typer.Option(min=1, max=256, help="Maximum number of next tokens kept for each context.")
+    ] = 16,
     dtype: Dtype = "float32",
     device: Device = None,
     threads: Threads = None,
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the decoding step with torch.compile.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, without progress.")] = False,
 ) -> None:
-    """Sample from a model and count its n-grams, for the strategy ngram. Without --prompts, texts follow the BOS token alone."""
+    """Count the n-grams of texts that a model samples, for strategy ngram. Without --prompts, texts begin with the BOS token alone."""
     import json
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -60,12 +71,12 @@ def ngram(
             try:
                 NgramTable.load(out)
             except SettingsError as error:
-                raise SettingsError(f"OUT {out} is there, and only a table is replaced: {error}") from error
+                raise SettingsError(f"OUT {out} exists, and only an n-gram table is overwritten: {error}") from error
         loaded, tokenizer = models.load(model, dtype, device)
         decoders.enable(loaded, tokenizer=tokenizer)
     starts = [start for text in texts for start in excerpts(tokenizer(text, verbose=False)["input_ids"], prompt_length)]
     if not texts and tokenizer.bos_token_id is None:
-        raise SettingsError(f"the tokenizer of {model} has no token that begins a text: give files with --prompts")
+        raise SettingsError(f"the tokenizer of {model} has no BOS token: give files with --prompts")
     after = ", ".join(path.name for path in prompts or ()) or "nothing"
     columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=as_json) as bar:

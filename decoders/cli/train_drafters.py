@@ -39,44 +39,63 @@ FORMATS = ("speculators", "authors")
 
 @with_options_of(prepared, without=["edit_tasks"])
 def medusa(
-    model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the heads, or "demo".')],
+    model: Annotated[str, typer.Option(help='Folder or Hub name of the target, which gets the heads, or "demo".')],
     out: Output = Path("medusa-heads"),
     held: Annotated[
         list[Path] | None,
-        typer.Option(help="Held-out text (early stop, tree); may be repeated. Default: a twentieth of the data."),
+        typer.Option(
+            help="Held-out text file, for early stopping and the tree search. Repeatable. Default: a twentieth of the "
+            "data."
+        ),
     ] = None,
     heads: Annotated[
-        int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")
+        int, typer.Option(min=1, max=8, help="Number of heads: tokens drafted beyond the next one.")
     ] = MEDUSA.heads,
-    layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of each head.")] = MEDUSA.layers,
+    layers: Annotated[int, typer.Option(min=1, max=8, help="Number of residual blocks per head.")] = MEDUSA.layers,
     projection: Annotated[
-        str, typer.Option(help="tied: the model's output head. low_rank: plus a small difference. full: one per head.")
+        str,
+        typer.Option(
+            help="Output projection of a head. tied: the target's output head. low_rank: the same plus a trained low-rank "
+            "difference. full: one of its own."
+        ),
     ] = MEDUSA.projection,
-    rank: Annotated[int, typer.Option(min=0, help="Rank of projection low_rank.")] = MEDUSA.rank,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of the difference of --projection low_rank.")] = MEDUSA.rank,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Most training tokens; their hidden states are kept on disk during training.")
+        int,
+        typer.Option(
+            min=1, help="Maximum number of training tokens; their hidden states are kept on disk during training."
+        ),
     ] = MEDUSA.tokens,
     length: Length = MEDUSA.length,
     own_share: OwnShare = MEDUSA.own_share,
     epochs: Epochs = MEDUSA.epochs,
-    batch: Annotated[int, typer.Option(min=1, help="Positions per step.")] = MEDUSA.batch,
+    batch: Annotated[int, typer.Option(min=1, help="Number of token positions per training step.")] = MEDUSA.batch,
     rate: Rate = MEDUSA.rate,
     patience: Annotated[
-        int, typer.Option(min=1, help="Checks of held-out accuracy without a gain before training stops.")
+        int,
+        typer.Option(
+            min=1, help="Number of evaluations of held-out accuracy without improvement after which training stops."
+        ),
     ] = MEDUSA.patience,
-    seed: Annotated[int, typer.Option(help="Seed of the data order.")] = MEDUSA.seed,
-    tree: Annotated[bool, typer.Option(help="Search the tree that suits the heads, and save it with them.")] = True,
-    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Node budget of that tree.")] = 63,
+    seed: Annotated[int, typer.Option(help="Random seed of the data order.")] = MEDUSA.seed,
+    tree: Annotated[
+        bool, typer.Option(help="Search the draft tree that suits the heads, and save it with them.")
+    ] = True,
+    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Maximum number of nodes of that tree.")] = 63,
     given: Annotated[
         Path | None,
-        typer.Option("--from", help="Trained heads (in our format or the authors'): only their tree is searched."),
+        typer.Option(
+            "--from",
+            help="Folder of trained heads, in this package's format or the authors': skip training, only search their "
+            "draft tree.",
+        ),
     ] = None,
     bf16: Annotated[
-        bool, typer.Option(help="Compute, and keep hidden states, in bfloat16 instead of float32.")
+        bool, typer.Option(help="Compute and store hidden states in bfloat16 instead of float32.")
     ] = MEDUSA.bf16,
     **options: Any,
 ) -> None:
-    """Train Medusa heads for a model, which stays frozen, and find their tree."""
+    """Train Medusa heads for a frozen target, and search their draft tree."""
     from ..heads.medusa import load_heads
     from ..training.medusa import train_medusa
 
@@ -95,16 +114,19 @@ def medusa(
 
 @with_options_of(prepared, without=["edit_tasks"])
 def eagle3(
-    model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the head, or "demo".')],
+    model: Annotated[str, typer.Option(help='Folder or Hub name of the target, which gets the head, or "demo".')],
     out: Output = Path("eagle3-head"),
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Folder of a head whose training continues, such as a published one. Default: a new head."
+            "--from", help="Folder of a head to train further, such as a published one. Default: train a new head."
         ),
     ] = None,
     depth: Annotated[
-        int, typer.Option(min=1, max=16, help="Number of drafted tokens that training simulates.")
+        int,
+        typer.Option(
+            min=1, max=16, help="Number of draft tokens that training simulates (the paper's training-time test)."
+        ),
     ] = EAGLE3.depth,
     layers: ReadLayers = None,
     intermediate: Intermediate = None,
@@ -120,20 +142,25 @@ def eagle3(
         typer.Option(
             min=0,
             max=1,
-            help="Share of the positions at which more than one token is simulated; a third is twice as fast.",
+            help="Fraction of the positions at which more than one draft token is simulated; with a third, training is "
+            "twice as fast.",
         ),
     ] = EAGLE3.chains,
     decay: Annotated[
-        float, typer.Option(min=0, max=1, help="Weight of the loss of one simulated token over the one before.")
+        float, typer.Option(min=0, max=1, help="Loss weight of each simulated token, relative to the token before.")
     ] = EAGLE3.decay,
-    checks: Annotated[int, typer.Option(min=1, help="Checks of held-out acceptance per epoch.")] = EAGLE3.checks,
+    checks: Annotated[
+        int, typer.Option(min=1, help="Number of evaluations of held-out acceptance per epoch.")
+    ] = EAGLE3.checks,
     patience: Patience = EAGLE3.patience,
     seed: Seed = EAGLE3.seed,
-    form: Annotated[str, typer.Option("--format", help="speculators (vLLM's) or authors.")] = "speculators",
+    form: Annotated[
+        str, typer.Option("--format", help="Checkpoint format: speculators (vLLM's) or authors (of EAGLE-3).")
+    ] = "speculators",
     bf16: Bf16 = EAGLE3.bf16,
     **options: Any,
 ) -> None:
-    """Train an EAGLE-3 head for a model, which stays frozen: its own outputs are fed back as in decoding."""
+    """Train an EAGLE-3 head for a frozen target. The head reads its own outputs in training, as in decoding."""
     if form not in FORMATS:
         raise UnknownNameError("format of a head", form, FORMATS)
     training = HeadTraining(
@@ -150,21 +177,32 @@ def eagle3(
 
 @with_options_of(prepared, without=["edit_tasks"])
 def dflash(
-    model: Annotated[str, typer.Option(help='Path or hub name of the target, or "demo".')],
+    model: Annotated[str, typer.Option(help='Folder or Hub name of the target, or "demo".')],
     out: Output = Path("dflash-model"),
     start: Annotated[
         Path | None,
-        typer.Option("--from", help="Folder of a draft model whose training continues. Default: a new one."),
+        typer.Option("--from", help="Folder of a draft model to train further. Default: train a new one."),
     ] = None,
-    block: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted in one pass.")] = DFLASH.block,
-    depth: Annotated[int, typer.Option(min=1, max=16, help="Decoder layers of the draft model.")] = DFLASH.depth,
+    block: Annotated[
+        int, typer.Option(min=2, max=64, help="Number of tokens drafted in one forward pass.")
+    ] = DFLASH.block,
+    depth: Annotated[
+        int, typer.Option(min=1, max=16, help="Number of decoder layers of the draft model.")
+    ] = DFLASH.depth,
     layers: ReadLayers = None,
     intermediate: Intermediate = None,
     rank: Annotated[
-        int, typer.Option(min=0, help="Rank of the head, which scores tokens by the token before. 0: no head.")
+        int,
+        typer.Option(
+            min=0, help="Rank of the head, which scores each draft token by the tokens before it (DSpark). 0: no head."
+        ),
     ] = DFLASH.rank,
     head: Annotated[
-        str, typer.Option(help="vanilla: scores by the token before. rnn: by all tokens before, and by the place.")
+        str,
+        typer.Option(
+            help="Kind of head. vanilla: scores by the previous token. rnn: by all previous tokens and the hidden state at "
+            "the position."
+        ),
     ] = DFLASH.head,
     draft_vocab: DraftVocab = None,
     tokens: Tokens = DFLASH.tokens,
@@ -175,18 +213,24 @@ def dflash(
     rate: Rate = DFLASH.rate,
     blocks: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Share of the positions, drawn anew in every step, at which a block begins."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Fraction of the positions at which a block begins; the positions are drawn anew in every step.",
+        ),
     ] = DFLASH.blocks,
     decay: Annotated[
-        float, typer.Option(min=0, max=1, help="Weight of the loss of a block's token over that of the one before.")
+        float, typer.Option(min=0, max=1, help="Loss weight of each token of a block, relative to the token before.")
     ] = DFLASH.decay,
-    checks: Annotated[int, typer.Option(min=1, help="Checks of held-out acceptance per epoch.")] = DFLASH.checks,
+    checks: Annotated[
+        int, typer.Option(min=1, help="Number of evaluations of held-out acceptance per epoch.")
+    ] = DFLASH.checks,
     patience: Patience = DFLASH.patience,
     seed: Seed = DFLASH.seed,
     bf16: Bf16 = DFLASH.bf16,
     **options: Any,
 ) -> None:
-    """Train a draft model of the DFlash family, which drafts all its tokens in one pass, for a frozen target."""
+    """Train a DFlash draft model, which drafts a block of tokens in one forward pass, for a frozen target."""
     training = BlockTraining(
         block=block, depth=depth, layers=indices(layers), intermediate=intermediate, rank=rank,
         head=cast(Any, head), draft_vocab=draft_vocab, tokens=tokens, length=length, own_share=own_share, epochs=epochs,
@@ -202,42 +246,55 @@ def dflash(
 
 @with_options_of(prepared, without=["edit_tasks"])
 def draft(
-    model: Annotated[str, typer.Option(help='Path or hub name of the target, or "demo".')],
+    model: Annotated[str, typer.Option(help='Folder or Hub name of the target, or "demo".')],
     out: Output = Path("draft-model"),
     origin: Annotated[
         str,
         typer.Option(
-            "--from", help="layers: some of the target's own layers. scratch: a smaller model of the same class."
+            "--from",
+            help="What to start from. layers: some of the target's own layers. scratch: a smaller, untrained model of the "
+            "same class.",
         ),
     ] = DRAFT.origin,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers of the draft model. Default: a sixth of the target's.")
+        int | None, typer.Option(min=1, help="Number of layers of the draft model. Default: a sixth of the target's.")
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option(help="Which of the target's layers, such as 0,1,29; -1 is the last. Default: spread evenly."),
+        typer.Option(help="Target layers to keep, such as 0,1,29; -1 is the last. Default: evenly spread."),
     ] = None,
     hidden: Annotated[
-        int | None, typer.Option(min=1, help="Hidden size from scratch. Default: about a quarter of the target's.")
+        int | None,
+        typer.Option(min=1, help="Hidden size, with --from scratch. Default: about a quarter of the target's."),
     ] = None,
     test: Annotated[
-        list[Path] | None, typer.Option(help="Text for measuring acceptance, for the card. Default: the held-out text.")
+        list[Path] | None,
+        typer.Option(
+            help="Test text file, for the acceptance in the model card. Repeatable. Default: the held-out text."
+        ),
     ] = None,
     tokens: Tokens = DRAFT.tokens,
     length: Length = DRAFT.length,
     own_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the rows that the target continues itself.")
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Fraction of the training sequences that the target writes itself, after their first quarter.",
+        ),
     ] = DRAFT.own_share,
     epochs: Epochs = DRAFT.epochs,
     rows: RowsPerStep = DRAFT.rows,
     rate: Rate = DRAFT.rate,
-    checks: Annotated[int, typer.Option(min=1, help="Checks of held-out agreement per epoch.")] = DRAFT.checks,
+    checks: Annotated[
+        int, typer.Option(min=1, help="Number of evaluations of held-out agreement per epoch.")
+    ] = DRAFT.checks,
     patience: Patience = DRAFT.patience,
     seed: Seed = DRAFT.seed,
     bf16: Bf16 = DRAFT.bf16,
     **options: Any,
 ) -> None:
-    """Make a draft model for a target: some of its layers, or a smaller model, taught by its texts and distributions."""
+    """Train a draft model by distillation: some of the target's layers, or a smaller model from scratch."""
     training = DraftTraining(
         origin=cast(Any, origin), count=layers, keep=indices(keep), hidden=hidden, tokens=tokens, length=length,
         own_share=own_share, epochs=epochs, rows=rows, rate=rate, bf16=bf16, checks=checks, patience=patience, seed=seed,

@@ -20,44 +20,60 @@ if TYPE_CHECKING:
 EDIT_TASKS = 8000
 
 Data = Annotated[
-    list[Path] | None, typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own.")
+    list[Path] | None,
+    typer.Option(
+        help="Training text: a file, or a folder of files. Repeatable. Default for the demo model: its own texts."
+    ),
 ]
 Output = Annotated[
-    Path, typer.Option("--output", "--out", help="New or empty folder to write to, or an interrupted run's.")
+    Path, typer.Option("--output", "--out", help="Output folder: a new or empty one, or that of an interrupted run.")
 ]
 Held = Annotated[
     list[Path] | None,
-    typer.Option(help="Held-out text (early stop); may be repeated. Default: a twentieth of the data."),
+    typer.Option(help="Held-out text file, for early stopping. Repeatable. Default: a twentieth of the data."),
 ]
 TestText = Annotated[
-    list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
+    list[Path] | None, typer.Option(help="Test text file, for the final measurements in the model card. Repeatable.")
 ]
-Tokens = Annotated[int, typer.Option(min=1, help="Most tokens of text.")]
-Length = Annotated[int, typer.Option(min=16, help="Tokens per row.")]
-OwnShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Maximum number of training tokens.")]
+Length = Annotated[int, typer.Option(min=16, help="Length of a training sequence, in tokens.")]
+OwnShare = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Fraction of the training sequences that the target writes itself, after their first quarter.",
+    ),
+]
 ReadLayers = Annotated[
     str | None,
     typer.Option(
-        help="Layers of the model that are read, such as 1,15,28; -1 is the last. Default: chosen by the model's depth."
+        help="Target layers whose hidden states are read, such as 1,15,28; -1 is the last. Default: by the target's depth."
     ),
 ]
-Intermediate = Annotated[int | None, typer.Option(min=1, help="Width of each layer's MLP. Default: the model's.")]
+Intermediate = Annotated[
+    int | None, typer.Option(min=1, help="MLP width of each layer (intermediate_size). Default: the target's.")
+]
 DraftVocab = Annotated[
     int | None,
-    typer.Option(min=1, help="Size of the draft vocabulary, the data's most frequent tokens. Default: all tokens."),
+    typer.Option(
+        min=1, help="Size of the draft vocabulary: the most frequent tokens of the data. Default: all tokens."
+    ),
 ]
-Epochs = Annotated[int, typer.Option(min=1, help="Most passes over the text.")]
-RowsPerStep = Annotated[int, typer.Option(min=1, help="Rows per step.")]
+Epochs = Annotated[int, typer.Option(min=1, help="Maximum number of passes over the training text.")]
+RowsPerStep = Annotated[int, typer.Option(min=1, help="Number of sequences per training step (batch size).")]
 Rate = Annotated[float, typer.Option(min=0, help="Peak learning rate.")]
-Patience = Annotated[int, typer.Option(min=1, help="Checks without a gain before training stops.")]
-Seed = Annotated[int, typer.Option(help="Seed of the weights and of the data order.")]
+Patience = Annotated[
+    int, typer.Option(min=1, help="Number of evaluations without improvement after which training stops.")
+]
+Seed = Annotated[int, typer.Option(help="Random seed of the initial weights and of the data order.")]
 ModelType = Annotated[
     str, typer.Option(callback=known_dtype, help="Dtype of the model: float32, bfloat16, float16 or auto.")
 ]
 Bf16 = Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")]
-Resume = Annotated[bool, typer.Option(help="Continue an interrupted run in the folder.")]
+Resume = Annotated[bool, typer.Option(help="Resume an interrupted run in the output folder.")]
 CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, without progress.")]
 
 
 def prepared(

@@ -173,7 +173,7 @@ def store(grammar: CompiledGrammar, path: Path) -> bool:
     try:
         write_whole(path, json.dumps(head).encode() + b"\n" + content)
     except OSError as error:
-        warnings.warn(f"compiled grammar not kept as {path}: {error}", stacklevel=2)
+        warnings.warn(f"the compiled grammar could not be saved as {path}: {error}", stacklevel=2)
         return False
     return True
 
@@ -189,7 +189,7 @@ def restored(
     except FileNotFoundError:
         return None
     except OSError as error:
-        warnings.warn(f"compiled grammar {path} cannot be read, compiling anew: {error}", stacklevel=2)
+        warnings.warn(f"the compiled grammar {path} cannot be read and is compiled again: {error}", stacklevel=2)
         return None
     try:
         head = json.loads(line)
@@ -203,5 +203,5 @@ def restored(
             raise ValueError("it is damaged")
         return backend.restore(content, language, vocabulary, policy)
     except (ValueError, GrammarError) as error:
-        warnings.warn(f"compiled grammar {path} is ignored, compiling anew: {error}", stacklevel=2)
+        warnings.warn(f"the compiled grammar {path} cannot be used and is compiled again: {error}", stacklevel=2)
         return None

@@ -160,7 +160,7 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        warnings.warn(f"cost curve {path} cannot be read, measuring anew: {error}", stacklevel=2)
+        warnings.warn(f"the measured costs in {path} cannot be read and are measured again: {error}", stacklevel=2)
         return None
     try:
         content = json.loads(text)
@@ -171,7 +171,7 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
             raise ValueError("it belongs to another model or machine")
     except (ValueError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        warnings.warn(f"cost curve {path} is damaged, measuring anew: {reason}", stacklevel=2)
+        warnings.warn(f"the measured costs in {path} are damaged and are measured again: {reason}", stacklevel=2)
         return None
     return curve
 
@@ -184,6 +184,6 @@ def write(folder: Path, curve: CostCurve) -> Path | None:
         whole = kept.with_points(curve.points) if kept is not None else curve
         write_whole(path, (whole.model_dump_json(indent=1) + "\n").encode())
     except OSError as error:
-        warnings.warn(f"cost curve not kept as {path}: {error}", stacklevel=2)
+        warnings.warn(f"the measured costs could not be saved as {path}: {error}", stacklevel=2)
         return None
     return path

@@ -30,17 +30,20 @@ OWN = (
 #: Arguments that the loop cannot honour: name → (test whether a value is refused, what to do instead).
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
-    "num_beam_groups": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy="),
+    "num_beam_groups": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
     "constraints": (lambda v: v is not None, "constrained beam search; take grammar=, or drop strategy="),
     "force_words_ids": (lambda v: v is not None, "constrained beam search; take grammar=, or drop strategy="),
     "penalty_alpha": (lambda v: (v or 0) > 0, "contrastive search re-ranks; drop strategy="),
     "dola_layers": (lambda v: v is not None, "DoLa changes the logits by layer; drop strategy="),
     "use_cache": (lambda v: v is False, "strategies need the key-value cache; leave use_cache out"),
     "is_assistant": (lambda v: bool(v), "transformers sets it while a model drafts in its own assisted generation; leave it out"),
-    "use_mtp": (lambda v: bool(v), "transformers' own multi-token prediction; give one of the two"),
-    "speculation_type": (lambda v: v is not None, "transformers' own speculation; strategy= says how to draft"),
-    "assistant_lookbehind": (lambda v: v is not None, "target and draft must share a vocabulary; drop strategy="),
-    "target_lookbehind": (lambda v: v is not None, "target and draft must share a vocabulary; drop strategy="),
+    "use_mtp": (lambda v: bool(v), "it selects transformers' own multi-token prediction; give either use_mtp= or strategy="),
+    "speculation_type": (
+        lambda v: v is not None, "it selects transformers' own speculation; give either speculation_type= or strategy="),
+    "assistant_lookbehind": (
+        lambda v: v is not None, "it belongs to transformers' own drafting with another tokenizer; leave it out, or drop strategy="),
+    "target_lookbehind": (
+        lambda v: v is not None, "it belongs to transformers' own drafting with another tokenizer; leave it out, or drop strategy="),
     "assistant_ensemble_weight": (lambda v: v is not None, "mixing in the draft changes the text; drop strategy="),
     "guidance_scale": (lambda v: v not in (None, 1, 1.0), "classifier-free guidance runs the model twice; drop strategy="),
     "output_attentions": (lambda v: bool(v), "fused attention has no weights to return; drop strategy="),
@@ -48,12 +51,12 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cache_implementation": (
         lambda v: v not in (None, "static", "dynamic", "hybrid"), "the loop always uses its own static cache"),
     "cache_config": (lambda v: v is not None, "the loop always uses its own static cache"),
-    "max_cache_len": (lambda v: v is not None, 'say decoders_config={"slots": …}'),
+    "max_cache_len": (lambda v: v is not None, 'set decoders_config={"slots": …}'),
     "compile_config": (lambda v: v is not None, 'the loop compiles in its own way; see decoders_config={"compile": …}'),
     "continuous_batching_config": (lambda v: v is not None, "it belongs to generate_batch; leave it out"),
     "low_memory": (lambda v: bool(v), "it belongs to contrastive search; leave it out"),
     "custom_generate": (lambda v: v is not None, "choose either strategy= or custom_generate="),
-    "synced_gpus": (lambda v: bool(v), "sharded models cannot be decoded in one loop"),
+    "synced_gpus": (lambda v: bool(v), "the loop cannot run models sharded by FSDP or DeepSpeed ZeRO-3; drop strategy="),
     "token_healing": (lambda v: bool(v), "it rewrites the prompt; heal it before the call"),
     "adapter_names": (
         lambda v: v is not None,

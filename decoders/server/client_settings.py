@@ -112,9 +112,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
     place, equals, limits = text.partition("=")
     strategy, dot, name = place.strip().partition(".")
     if not dot:
-        message = (
-            f"--client-settings takes bounded, none, STRATEGY.SETTING or STRATEGY.SETTING=LEAST..MOST, not {text!r}"
-        )
+        message = f"--client-settings takes bounded, none, STRATEGY.SETTING or STRATEGY.SETTING=MIN..MAX, not {text!r}"
         raise SettingsError(message)
     cls = Merged if strategy == Merged.name else registry().strategy(strategy)
     settings: type[Settings] = cls.settings_class
@@ -130,7 +128,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
     with suppress(ValueError):
         if float(least) <= float(most):
             return (cls.name, name), (float(least), float(most))
-    raise SettingsError(f"--client-settings {text}: the limits are two numbers, LEAST..MOST, not {limits!r}")
+    raise SettingsError(f"--client-settings {text}: the limits are two numbers, MIN..MAX, not {limits!r}")
 
 
 def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:

@@ -31,12 +31,14 @@ class AutoSettings(Settings):
 
     candidates: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         None,
-        description="Strategies to choose among, the cheapest first. None: all strategies with an auto_place; the built-in ones "
-        "are grammar, suffix, ngram, medusa and speculative. A strategy that a call cannot use is left out, for instance if the "
-        "call has no grammar, no assistant_model or no heads for the model.",
+        description="Strategies to choose among, the cheapest first. None: grammar, suffix, ngram, medusa, speculative, and "
+        "strategies of plugins with an auto_place. Candidates that a call cannot use are skipped, for instance "
+        "speculative without assistant_model.",
     )
-    config: Table = Field(Table(), description='Settings of candidates: {"prompt_lookup": {"max_ngram": 4}}.')
-    nodes: int = Field(64, ge=1, le=256, description="Most draft tokens that a step verifies per row.")
+    config: Table = Field(
+        Table(), description='Settings of the candidates, by name: {"prompt_lookup": {"max_ngram": 4}}.'
+    )
+    nodes: int = Field(64, ge=1, le=256, description="Maximum number of draft tokens verified per step and row.")
 
     @field_validator("candidates")
     @classmethod

@@ -9,7 +9,7 @@ class Autoregressive(Strategy):
     """One token per step, no draft tokens."""
 
     name = "autoregressive"
-    summary = "One token per step in the compiled static-cache loop."
+    summary = "Generates one token per step, without drafting: the baseline."
     on_device = True
 
     def propose(self, state: None, sequences: Sequences) -> Draft:

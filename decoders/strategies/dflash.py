@@ -26,20 +26,21 @@ class DFlashSettings(TreeForms):
 
     draft_model: str | None = Field(
         None,
-        description="Folder of the draft model, in the format of the authors (DFlash, DFlash2, JetSpec), DeepSpec (DSpark), SpecForge "
-        "(Domino), LiLiCorr, speculators or transformers. None: the folder `dflash` beside the model.",
+        description="Folder of the draft model, in the format of the authors (DFlash, DFlash2, JetSpec), DeepSpec (DSpark), "
+        "SpecForge (Domino), LiLiCorr, speculators or transformers. None: the subfolder `dflash` of the model's "
+        "folder.",
     )
     length: int | None = Field(
         None,
         ge=1,
         le=127,
-        description="Tokens drafted in a pass, at most as many as in the draft model's training. None: as many as in training, or "
-        "fewer if the measured costs of a step allow fewer nodes.",
+        description="Number of tokens drafted per forward pass, at most as many as the draft model was trained for. None: as "
+        "many as in training, or fewer if the measured costs of a step allow fewer.",
     )
     tree: Literal["none", "static", "dynamic"] = Field(
         "none",
-        description="none: a chain of the best token of every place. static: a tree of one shape, of the best tokens of every place. "
-        "dynamic: a tree of the likeliest paths, chosen in every step.",
+        description="Shape of a draft. none: a chain of the best token at each position. static: a tree of fixed shape, of "
+        "the best tokens at each position. dynamic: a tree of the likeliest paths, chosen in every step.",
     )
     nodes: NodeBudget = None
     children: Children = 4
@@ -97,7 +98,8 @@ class DFlash(ReadsFeatures):
         length = levels_of(context, s.length, most)
         if length > most:
             raise SettingsError(
-                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {amount(most, 'token')}"
+                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {amount(most, 'token')}: "
+                f"set length to {most} at most"
             )
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:

@@ -28,7 +28,7 @@ class DraftModelSettings(Settings):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     draft_model: DraftModel = Field(
-        None, description="Draft model: a path, or a loaded model. None: the call's assistant_model."
+        None, description="Draft model: a folder, a Hub name, or a loaded model. None: the call's assistant_model."
     )
 
 

@@ -46,7 +46,8 @@ RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
 TreeForm = Annotated[
     Literal["none", "static", "dynamic"],
     Field(
-        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step."
+        description="Shape of a draft. none: a chain. static: a tree of fixed shape. dynamic: a tree of the likeliest nodes, "
+        "chosen in every step."
     ),
 ]
 NodeBudget = Annotated[
@@ -54,11 +55,12 @@ NodeBudget = Annotated[
     Field(
         ge=1,
         le=256,
-        description="Most nodes of a tree, root excluded. None: as many as the measured costs of a step allow, or 24 without costs.",
+        description="Maximum number of draft tokens (nodes) in a tree. None: as many as the measured costs of a step allow, "
+        "or 24 without measured costs.",
     ),
 ]
-Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of a node of a tree.")]
-Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are expanded per level.")]
+Children = Annotated[int, Field(ge=1, le=32, description="Maximum number of children of a tree node.")]
+Beam = Annotated[int, Field(ge=1, le=32, description="Number of nodes of a dynamic tree that are expanded per level.")]
 
 
 class TreeForms(Settings):
@@ -80,7 +82,7 @@ class TreeSettings(TreeForms):
     """Settings of strategies whose drafts may be trees that are expanded level by level; add ``tree: TreeForm`` with a default."""
 
     nodes: NodeBudget = None
-    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
+    children: int = Field(4, ge=2, le=32, description="Maximum number of children of a tree node.")
     beam: Beam = 4
 
 

@@ -27,20 +27,20 @@ class Eagle3Settings(TreeForms):
 
     head: str | None = Field(
         None,
-        description="Folder of the head, in the format of the authors or of vLLM's speculators; `demo`: the demo model's head. None: "
-        "the folder `eagle3` beside the model.",
+        description="Folder of the head, in the format of the authors or of vLLM's speculators; `demo`: the demo model's "
+        "head. None: the subfolder `eagle3` of the model's folder.",
     )
     layers: tuple[int, ...] | None = Field(
         None,
-        description="Decoder layers of the target whose outputs the head reads; -1 is the last. None: the layers that the head's "
+        description="Target layers whose hidden states the head reads; -1 is the last. None: the layers that the head's "
         "config names, else the authors' choice for the target's depth.",
     )
     length: int | None = Field(
         None,
         ge=1,
         le=32,
-        description="Tokens drafted per path: the depth of a tree, one pass of the head for each level. None: 5, or fewer if the "
-        "measured costs of a step allow fewer nodes.",
+        description="Number of tokens drafted per path, one pass of the head for each; for a tree, its depth. None: 5, or "
+        "fewer if the measured costs of a step allow fewer.",
     )
     tree: TreeForm = "dynamic"
     nodes: NodeBudget = None

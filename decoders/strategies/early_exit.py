@@ -16,7 +16,8 @@ class EarlyExitSettings(ShapeSettings):
     exit_layer: int | None = Field(
         None,
         ge=1,
-        description="Number of layers that draft (the paper's E). None: a quarter of the target's layers, at least one.",
+        description="Number of the target's first layers that draft (the paper's E). None: a quarter of the target's layers, "
+        "at least one.",
     )
 
 
@@ -39,7 +40,9 @@ class EarlyExit(Speculative):
             UnsupportedError: the strategy drafts for a draft model, not for the target.
         """
         if context.level > 0:
-            raise UnsupportedError(f"{self.name!r} leaves the target early and cannot be the stage of a draft model")
+            raise UnsupportedError(
+                f"{self.name!r} drafts with layers of the target, so it cannot draft for a draft model"
+            )
         layer = self.settings.exit_layer
         return context.first_layers(max(context.decoder_layers // 4, 1) if layer is None else layer)
 

@@ -20,7 +20,7 @@ from ..strategy import Context, Draft, Sequences, Strategy
 class GrammarSettings(Settings):
     """The length of drafts."""
 
-    length: int = Field(16, ge=1, le=64, description="Most forced tokens proposed per step.")
+    length: int = Field(16, ge=1, le=64, description="Maximum number of forced tokens proposed per step.")
 
 
 class Grammar(Strategy):

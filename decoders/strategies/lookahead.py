@@ -37,25 +37,26 @@ class LookaheadSettings(Settings):
         None,
         ge=1,
         le=64,
-        description="W: number of the window's columns, one for each future position. Paper, 7B: 15. None: by costs.",
+        description="W, the width of the lookahead window: number of future positions. Paper, 7B model: 15. None: by the "
+        "measured costs of a step.",
     )
     ngram: int | None = Field(
         None,
         ge=2,
         le=16,
-        description="N: tokens of an n-gram; a step can accept N - 1 of them. Paper, 7B: 5. None: by costs, 8 at most.",
+        description="N, tokens per n-gram; a step accepts at most N - 1 of them. Paper, 7B model: 5. None: by the measured "
+        "costs of a step, 8 at most.",
     )
     candidates: int | None = Field(
         None,
         ge=1,
         le=64,
-        description="G: n-grams verified per step, and n-grams kept per first token. Paper, 7B: 15. None: by costs.",
+        description="G, maximum number of n-grams verified per step, and kept per first token. Paper, 7B model: 15. None: by "
+        "the measured costs of a step.",
     )
-    capacity: int = Field(
-        512, ge=16, le=4096, description="Most n-grams that the pool holds per row, over all first tokens."
-    )
-    seed_from_prompt: bool = Field(True, description="Put the n-grams of the prompt into the pool.")
-    keep_output: bool = Field(True, description="Put the n-grams of the generated text into the pool.")
+    capacity: int = Field(512, ge=16, le=4096, description="Maximum number of n-grams in the n-gram pool, per row.")
+    seed_from_prompt: bool = Field(True, description="Add the n-grams of the prompt to the pool.")
+    keep_output: bool = Field(True, description="Add the n-grams of the generated text to the pool.")
 
 
 class BlockShape(NamedTuple):

@@ -23,20 +23,20 @@ class MedusaSettings(Settings):
 
     heads: str | None = Field(
         None,
-        description="Folder of the heads, in our format or the authors'; `demo`: the demo model's heads. None: the folder `medusa` "
-        "beside the model.",
+        description="Folder of the heads, in this package's format or the authors'; `demo`: the demo model's heads. None: the "
+        "subfolder `medusa` of the model's folder.",
     )
     tree: tuple[tuple[int, ...], ...] | None = Field(
         None,
-        description="The tree's paths. A path is a tuple of ranks, one per level; rank 0 is a head's best token. None: the tree saved "
-        "with the heads, else the paper's tree of 63 paths.",
+        description="Paths of the tree, each a tuple of ranks, one per level; rank 0 is a head's best token. None: the tree "
+        "saved with the heads, else the paper's tree of 63 paths.",
     )
     nodes: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Most nodes, root excluded: the tree keeps its first paths. None: as many as the measured costs of a step allow, "
-        "or all without measured costs.",
+        description="Maximum number of draft tokens (nodes) in the tree, which keeps its first paths. None: as many as the "
+        "measured costs of a step allow, or all without measured costs.",
     )
 
 
@@ -189,7 +189,8 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
     config = heads.config
     if not picks or topology.max_depth > config.heads:
         raise SettingsError(
-            f"medusa: the tree is {topology.max_depth} levels deep, deeper than {amount(config.heads, 'head')} can draft"
+            f"medusa: the tree is {topology.max_depth} levels deep, deeper than {amount(config.heads, 'head')} can draft: give a tree of "
+            "one level per head at most"
         )
     if any(not 0 <= rank < config.vocab_size for _, rank in picks):
         raise SettingsError(f"medusa: ranks in the tree must lie in 0 … {config.vocab_size - 1}")

@@ -173,8 +173,8 @@ class Merged(Strategy):
             needed = max(node + 1 for node, parent in enumerate(shape.parents) if parent == NO_PARENT)
         if needed > left and self.settings.nodes is not None:
             raise SettingsError(
-                f"{part.name} needs {amount(len(shape), 'node')}, and only draft tokens among them can be left out; a budget of "
-                f"{amount(self.settings.nodes, 'node')} leaves it {left}"
+                f"{part.name} needs {amount(len(shape), 'node')}, {needed} of which cannot be left out; a budget of "
+                f"{amount(self.settings.nodes, 'node')} leaves it {left}: raise nodes"
             )
         return max(left, needed)
 

@@ -34,8 +34,8 @@ class MtpSettings(TreeForms):
         None,
         ge=1,
         le=32,
-        description="Tokens drafted per path, at most one per MTP layer of the model. None: one per layer, or fewer if the measured "
-        "costs of a step allow fewer nodes.",
+        description="Number of tokens drafted per path, at most one per MTP layer of the model. None: one per layer, or fewer "
+        "if the measured costs of a step allow fewer.",
     )
     tree: TreeForm = "none"
     nodes: NodeBudget = None
@@ -65,7 +65,8 @@ class Mtp(ReadsFeatures):
         depth = levels_of(context, s.length, layers.num_mtp_layers)
         if depth > layers.num_mtp_layers:
             raise SettingsError(
-                f"mtp: length is {depth}, and the model predicts {amount(layers.num_mtp_layers, 'token')} ahead"
+                f"mtp: length is {depth}, and the model predicts {amount(layers.num_mtp_layers, 'token')} ahead: set length to "
+                f"{layers.num_mtp_layers} at most"
             )
         tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)
         drafter = MtpDrafter(context, layers, depth, tree.children, tree.ahead)

@@ -35,15 +35,22 @@ class NgramSettings(Settings):
         (2, 1, 1, 1, 1, 1),
         min_length=1,
         max_length=16,
-        description="Number of draft tokens at each depth; they follow the best token of the depth before. Paper: 12, 7, 4, 1, 1, 1.",
+        description="Number of draft tokens at each depth of the tree; all of them follow the best token of the depth before. "
+        "Paper: 12, 7, 4, 1, 1, 1.",
     )
-    max_ngram: int = Field(3, ge=1, le=MAX_NGRAM, description="Longest n-gram, in tokens: 3 reads two tokens back.")
+    max_ngram: int = Field(
+        3,
+        ge=1,
+        le=MAX_NGRAM,
+        description="Maximum length of an n-gram, in tokens: 3 predicts from the last two tokens.",
+    )
     table: Path | None = Field(
         None,
-        description="File of counts from `decoders train ngram`, which are added to the counts of the text. None: the text alone.",
+        description="File of n-gram counts from `decoders train ngram`, which are added to the counts of the text. None: only "
+        "the counts of the text.",
     )
     text_weight: int = Field(
-        512, ge=1, le=10**6, description="An occurrence in the text counts as many times as an occurrence in the table."
+        512, ge=1, le=10**6, description="Weight of an occurrence in the text, relative to an occurrence in the table."
     )
 
     @field_validator("widths")

@@ -17,9 +17,17 @@ from ..strategy import Context, Draft, Sequences, Strategy
 class PromptLookupSettings(Settings):
     """The length of matches, and the size of drafts."""
 
-    max_ngram: int = Field(3, ge=1, le=16, description="Longest suffix, in tokens, that is looked up.")
-    min_ngram: int = Field(1, ge=1, le=16, description="Shortest suffix that counts as a match.")
-    length: int = Field(8, ge=1, le=64, description="Number of tokens proposed per branch.")
+    max_ngram: int = Field(
+        3,
+        ge=1,
+        le=16,
+        description="Maximum length of the suffix that is looked up, in tokens (max_matching_ngram_size in transformers, "
+        "prompt_lookup_max in vLLM).",
+    )
+    min_ngram: int = Field(
+        1, ge=1, le=16, description="Minimum length of a matching suffix, in tokens (prompt_lookup_min in vLLM)."
+    )
+    length: int = Field(8, ge=1, le=64, description="Number of draft tokens per branch.")
     branches: int = Field(
         1, ge=1, le=8, description="Number of different continuations proposed, as branches of one tree."
     )

@@ -27,18 +27,21 @@ class ShapeSettings(TreeSettings):
     """The length and the shape of a draft model's drafts."""
 
     length: int = Field(
-        5, ge=1, le=32, description="Tokens drafted per step (the papers' K or gamma); for a tree, its depth."
+        5, ge=1, le=32, description="Number of tokens drafted per step (the papers' K or gamma); for a tree, its depth."
     )
     schedule: Literal["constant", "heuristic"] = Field(
         "constant",
-        description="heuristic: after a draft that was accepted whole, a row drafts two tokens more, otherwise one token less "
-        "(transformers' rule). For chains only.",
+        description="constant: always `length` tokens. heuristic: two tokens more after a draft that was fully accepted, "
+        "otherwise one token less (transformers' rule). For chains only.",
     )
-    max_length: int = Field(16, ge=1, le=32, description="Most tokens drafted per step with the heuristic schedule.")
+    max_length: int = Field(
+        16, ge=1, le=32, description="Maximum number of tokens drafted per step with schedule heuristic."
+    )
     tree: TreeForm = "none"
     template: tuple[tuple[int, ...], ...] | None = Field(
         None,
-        description="Paths of a static tree, each a tuple of ranks, one per level, as Medusa writes them. None: by the other settings.",
+        description="Paths of a static tree, each a tuple of ranks, one per level (as Medusa's tree choices). None: built "
+        "from the other settings.",
     )
 
     @model_validator(mode="after")
@@ -46,7 +49,7 @@ class ShapeSettings(TreeSettings):
         if self.schedule == "heuristic" and self.tree != "none":
             raise ValueError(f"schedule 'heuristic' is for chains, not for a {self.tree} tree")
         if self.template is not None and self.tree != "static":
-            raise ValueError(f"a template is the shape of a static tree; tree is {self.tree!r}")
+            raise ValueError(f"a template needs tree='static', not tree={self.tree!r}")
         return self
 
 
@@ -55,9 +58,10 @@ class SpeculativeSettings(ShapeSettings, DraftModelSettings):
 
     alignment: Literal["auto", "tokens", "strings"] = Field(
         "auto",
-        description="How a draft model with another vocabulary drafts. tokens: only tokens that both vocabularies have (token-level "
-        "intersection). strings: a chain of its likeliest tokens, whose text is encoded in the target's tokens. auto: tokens for "
-        "trees, and if it has nearly all of the target's tokens; otherwise strings.",
+        description="How a draft model with another vocabulary drafts. tokens: only tokens that both vocabularies have "
+        "(token-level intersection). strings: a chain of its likeliest tokens, whose text is then tokenized by "
+        "the target's tokenizer. auto: tokens for trees, and for draft models that have nearly all of the "
+        "target's tokens; otherwise strings.",
     )
 
 

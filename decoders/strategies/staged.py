@@ -25,20 +25,28 @@ class StagedSettings(DraftModelSettings):
     """The strategy that drafts for the draft model, and the tree of the draft model's tokens."""
 
     stage: str = Field(
-        "ngram", description="Name of the strategy that drafts for the draft model; a+b merges two, and staged nests."
+        "ngram",
+        description="Strategy that drafts for the draft model; a+b merges the drafts of two. It may itself be staged.",
     )
-    stage_config: Table = Field(Table(), description="Settings of the stage, for instance a draft_model of its own.")
-    passes: int = Field(4, ge=1, le=32, description="Passes of the draft model per step.")
-    length: int = Field(16, ge=1, le=32, description="Most tokens of the likeliest path (the paper's depth).")
+    stage_config: Table = Field(
+        Table(), description="Settings of that strategy, for instance a draft_model of its own."
+    )
+    passes: int = Field(4, ge=1, le=32, description="Number of forward passes of the draft model per step.")
+    length: int = Field(
+        16, ge=1, le=32, description="Maximum number of tokens on the likeliest path (the paper's depth)."
+    )
     children: int = Field(
-        4, ge=1, le=32, description="Continuations proposed per node of the likeliest path; 1 gives a chain."
+        4,
+        ge=1,
+        le=32,
+        description="Number of continuations proposed at each node of the likeliest path; 1 gives a chain.",
     )
     nodes: int | None = Field(
         None,
         ge=2,
         le=256,
-        description="Most nodes of the tree, root excluded. None: as many as the measured costs of a step allow, or the paper's 36 "
-        "without costs.",
+        description="Maximum number of draft tokens (nodes) in the tree. None: as many as the measured costs of a step allow, "
+        "or the paper's 36 without measured costs.",
     )
 
 

@@ -31,28 +31,32 @@ class SuffixSettings(Settings):
         4.0,
         gt=0,
         le=64,
-        description="Most draft tokens per token of the match (the paper's α: MAX_SPEC = α p).",
+        description="Maximum number of draft tokens per token of the match (the paper's α: MAX_SPEC = α p).",
     )
-    nodes: int = Field(32, ge=1, le=256, description="Most draft tokens of a row, however long the match is.")
+    nodes: int = Field(
+        32, ge=1, le=256, description="Maximum number of draft tokens per row, however long the match is."
+    )
     min_probability: float = Field(
-        0.1, ge=0, le=1, description="Least probability of a draft token, estimated by the frequencies on its path."
+        0.1, ge=0, le=1, description="Minimum probability of a draft token, estimated from the frequencies on its path."
     )
     depth: int = Field(
         64,
         ge=1,
         le=1024,
-        description="Longest suffix that is looked up, in tokens (the paper's depth of the tree).",
+        description="Maximum length of the suffix that is looked up, in tokens (the paper's depth of the tree).",
     )
     occurrences: int = Field(
         16,
         ge=1,
         le=1024,
-        description="Most occurrences that are counted, the latest first, separately in the row, earlier outputs, and given texts.",
+        description="Maximum number of matches counted, the latest first, in each of three sources: the row, outputs of "
+        "earlier calls, and texts given to remember().",
     )
     remember: int = Field(
         65536,
         ge=0,
-        description="Most tokens of earlier calls' outputs that are kept; the least recently used outputs are dropped. 0 keeps none.",
+        description="Maximum number of tokens kept of the outputs of earlier calls; the least recently used outputs are "
+        "dropped first. 0 keeps none.",
     )
 
 

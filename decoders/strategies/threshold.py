@@ -30,33 +30,44 @@ class ThresholdSettings(DraftTreeSettings):
     """The threshold, how it adapts, and the shape of drafts."""
 
     threshold: float = Field(
-        0.4, gt=0, lt=1, description="The first threshold: the cumulative draft probability below which drafting stops."
+        0.4,
+        gt=0,
+        lt=1,
+        description="Initial threshold: drafting stops when the cumulative draft probability falls below it.",
     )
     rule: Literal["adaptive", "calibrated"] = Field(
         "adaptive",
-        description="How the threshold changes. adaptive: after a rejection it becomes its mean with the rejected token's cumulative "
-        "probability, otherwise it falls by `decrease`. calibrated: it follows from the measured costs of drafting and verifying, "
-        "and from the measured acceptance.",
+        description="How the threshold adapts. adaptive: after a rejection to the mean of the threshold and the rejected "
+        "token's cumulative probability, otherwise down by `decrease`. calibrated: computed from the measured "
+        "costs of drafting and verifying, and the measured acceptance.",
     )
-    decrease: float = Field(0.1, ge=0, le=1, description="The threshold falls by this when a draft is accepted whole.")
-    lowest: float = Field(0.05, gt=0, lt=1, description="Lower bound of the threshold.")
-    highest: float = Field(0.95, gt=0, lt=1, description="Upper bound of the threshold.")
+    decrease: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="With rule adaptive: how much the threshold falls after a draft that was fully accepted.",
+    )
+    lowest: float = Field(0.05, gt=0, lt=1, description="Minimum of the threshold.")
+    highest: float = Field(0.95, gt=0, lt=1, description="Maximum of the threshold.")
     max_length: int | None = Field(
         None,
         ge=1,
         le=32,
-        description="Most tokens drafted per step; for a tree, its depth. None: as many as the measured costs of a step allow for a "
-        "chain; 16 for a tree, and without measured costs.",
+        description="Maximum number of tokens drafted per step; for a tree, its depth. None: for a chain as many as the "
+        "measured costs of a step allow; 16 for a tree, and without measured costs.",
     )
     tree: Literal["none", "dynamic"] = Field(
         "none",
-        description="none: a chain. dynamic: a tree; a node is expanded if its probability is above the threshold.",
+        description="Shape of a draft. none: a chain. dynamic: a tree whose nodes are expanded if their cumulative "
+        "probability is above the threshold.",
     )
 
     @model_validator(mode="after")
     def _ordered(self) -> ThresholdSettings:
         if not self.lowest <= self.threshold <= self.highest:
-            raise ValueError(f"threshold {self.threshold} must lie between {self.lowest} and {self.highest}")
+            raise ValueError(
+                f"threshold {self.threshold} must lie between lowest, {self.lowest}, and highest, {self.highest}"
+            )
         return self
 
 

@@ -24,23 +24,31 @@ class TokenRecyclingSettings(Settings):
         4,
         ge=1,
         le=16,
-        description="Number of successors kept for every token (the paper's k, there 8). 4 take 1.6 MB for 100,000 tokens.",
+        description="Number of candidate successors kept for each token (the paper's k, there 8). 4 take 1.6 MB for a "
+        "vocabulary of 100,000 tokens.",
     )
     nodes: int = Field(
         16,
         ge=1,
         le=256,
-        description="Number of draft tokens in the tree. The paper's tree has about 80, for hardware on which nodes are free.",
+        description="Number of draft tokens in the tree. The paper's tree has about 80, for hardware that verifies them at no "
+        "extra cost.",
     )
-    length: int = Field(6, ge=1, le=32, description="Most draft tokens on a path of the tree, as in the paper.")
+    length: int = Field(
+        6,
+        ge=1,
+        le=32,
+        description="Maximum depth of the tree: number of draft tokens on a path. The default is the paper's.",
+    )
     tree: tuple[tuple[int, ...], ...] | None = Field(
         None,
-        description="The tree's paths, each a tuple of ranks, one per level. None: the `nodes` paths that are likeliest to be right.",
+        description="Paths of the tree, each a tuple of ranks, one per level. None: the `nodes` paths that are likeliest to "
+        "be accepted.",
     )
     prompt_logits: bool = Field(
         False,
-        description="Learn from the logits of the prompt, too: the output head then runs over all its tokens. Otherwise a token "
-        "without successors gets the tokens that followed it in the prompt.",
+        description="true: also learn from the logits of the prompt, for which the output head runs over all prompt tokens. "
+        "false: a token without successors gets the tokens that followed it in the prompt.",
     )
 
 

@@ -87,7 +87,9 @@ class HeadTraining(Recipe):
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.length < self.depth + 2:
-            raise SettingsError(f"eagle3: rows of {self.length} tokens have no room for {self.depth} simulated tokens")
+            raise SettingsError(
+                f"eagle3: for depth={self.depth}, length must be at least {self.depth + 2} tokens, not {self.length}"
+            )
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         """The layers that the head reads of a target with `count` layers, counted from 0.

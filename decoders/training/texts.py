@@ -111,7 +111,9 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
             break
     windows = min(len(stream) // length, rows)
     if windows < 1:
-        raise TrainingError(f"the text has {amount(len(stream), 'token')}, fewer than a row of {length}")
+        raise TrainingError(
+            f"the text has {amount(len(stream), 'token')}, fewer than a training sequence of {length}: give more text, or a smaller length"
+        )
     ids = torch.tensor(stream[: windows * length]).view(windows, length)
     return ids[torch.randperm(windows, generator=generator)]
 

@@ -23,9 +23,7 @@ class Coupled(Verifier):
     """
 
     name = "coupled"
-    summary = (
-        "keeps a draft token if it is the token that the target draws from the seed; same tokens under every strategy"
-    )
+    summary = "accepts a draft token if the target draws the same token from the seed; same tokens under every strategy"
     coupled = True
 
     def outcomes(self, block: Block) -> Outcomes:
@@ -163,10 +161,16 @@ class TypicalSettings(Settings):
     """The threshold of a plausible token."""
 
     epsilon: float = Field(
-        0.09, gt=0, le=1, description="ε, the probability that always suffices. Larger: fewer draft tokens are kept."
+        0.09,
+        gt=0,
+        le=1,
+        description="ε: a draft token with a higher probability is always accepted. A larger ε accepts fewer draft tokens.",
     )
     delta: float = Field(
-        0.3, gt=0, description="δ, scale of the threshold exp(-entropy) where the target's distribution is spread out."
+        0.3,
+        gt=0,
+        description="δ: scale of the threshold δ·exp(-entropy), which applies where the target's entropy is high. A larger δ "
+        "accepts fewer draft tokens.",
     )
 
 
@@ -182,9 +186,7 @@ class TypicalAcceptance(Verifier):
     """
 
     name = "typical"
-    summary = (
-        "LOSSY: keeps every draft token that the target finds plausible; more tokens per step, another distribution"
-    )
+    summary = "LOSSY: accepts every draft token that the target finds plausible; more tokens per step, but another distribution"
     exact = False
     settings_class = TypicalSettings
 

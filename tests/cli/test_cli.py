@@ -500,13 +500,16 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         (["nowhere/t.safetensors", "--prompts", "a.txt"], "there is no folder"),
-        (["t.safetensors"], "has no token that begins a text: give files with --prompts"),
+        (["t.safetensors"], "has no BOS token: give files with --prompts"),
         (["t.safetensors", "--prompts", "empty.txt"], "empty.txt is empty"),
         (["t.safetensors", "--prompts", "none.txt"], "none.txt cannot be read: No such file"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0, and finite, not 0"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0, and finite, not nan"),
         (["pipe", "--prompts", "a.txt"], "pipe cannot be read: it is no regular file"),
-        (["a.txt", "--prompts", "a.txt"], "OUT a.txt is there, and only a table is replaced: a.txt is no n-gram table"),
+        (
+            ["a.txt", "--prompts", "a.txt"],
+            "OUT a.txt exists, and only an n-gram table is overwritten: a.txt is no n-gram table",
+        ),
     ],
 )
 def test_ngram_table_that_cannot_be_trained_is_explained(
@@ -577,7 +580,7 @@ def test_malformed_assignment_is_refused(items: list[str]) -> None:
 
 def test_what_an_argument_too_many_was_meant_for_is_said() -> None:
     assert "`decoders config STRATEGY` explains" in run("strategies", "auto").stderr
-    assert "Longest suffix, in tokens" in run("config", "prompt_lookup").stdout
+    assert "Maximum length of the suffix" in run("config", "prompt_lookup").stdout
     assert "Put a prompt of several words in quotes" in run("generate", "demo", "once", "upon").stderr
 
 

@@ -194,7 +194,7 @@ def other_language(content: bytes) -> bytes:
         (flip_last_byte, "damaged"),
         (lambda content: content[:-1], "damaged"),
         (lambda content: b"", "Expecting value"),
-        (lambda content: b"\x80\x04pickle", "ignored"),
+        (lambda content: b"\x80\x04pickle", "cannot be used"),
         (lambda content: b"[1]\n", "no compiled grammar"),
         (renamed, "made for something else"),
         (other_language, "another language"),
@@ -220,7 +220,7 @@ def test_a_file_of_another_version_is_made_anew(tmp_path: Path, monkeypatch: pyt
 def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    with pytest.warns(UserWarning, match="cannot be read"), pytest.warns(UserWarning, match="not kept"):
+    with pytest.warns(UserWarning, match="cannot be read"), pytest.warns(UserWarning, match="could not be saved"):
         assert Cache().compiled(Plain("a"), BYTES, Keeper(), blocked).source == "compiled"
 
 

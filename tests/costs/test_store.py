@@ -35,7 +35,7 @@ def test_another_subject_has_another_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", '{"version": 1}', "\udcff"])
 def test_a_damaged_file_warns_and_is_measured_anew(tmp_path: Path, content: str) -> None:
     curve_files.path_of(tmp_path, SUBJECT).write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.warns(UserWarning, match="measuring anew"):
+    with pytest.warns(UserWarning, match="are measured again"):
         assert curve_files.read(tmp_path, SUBJECT) is None
 
 
@@ -53,7 +53,7 @@ def test_a_file_of_another_machine_under_this_name_is_refused(tmp_path: Path) ->
 
 def test_a_folder_that_cannot_be_written_warns(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="not kept"):
+    with pytest.warns(UserWarning, match="could not be saved"):
         assert curve_files.write(tmp_path / "file" / "costs", curve(point(3, 1.0))) is None
 
 

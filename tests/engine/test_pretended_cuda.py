@@ -131,7 +131,7 @@ def test_networks_write_the_tokens_of_the_cpu(cuda: TapeRecorder, target: Any, s
 
 
 @pytest.mark.parametrize("name", slow_but(["lfm2"], (*ARCHITECTURES, *RECURRENT)))
-@pytest.mark.filterwarnings("ignore:a step could not be recorded")  # of models that make tensors of the host's data
+@pytest.mark.filterwarnings("ignore:a step could not be captured")  # of models that make tensors of the host's data
 def test_architectures_write_the_tokens_of_the_cpu(cuda: TapeRecorder, name: str) -> None:
     options = dict(max_new_tokens=10, pad_token_id=0, do_sample=False)
     expected = tiny_model(name).generate(input_ids=IDS, attention_mask=MASK, **options).tolist()

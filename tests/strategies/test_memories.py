@@ -97,7 +97,7 @@ def test_clients_that_are_kept_apart_share_what_was_given() -> None:
 def test_texts_are_bounded_and_what_was_cut_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decoders.hf.wrapper.GIVEN_TOKENS", 10)
     model = decoders.enable(tiny_model("llama"))
-    with pytest.warns(UserWarning, match="there was no room for 12,"):
+    with pytest.warns(UserWarning, match="it dropped the 12 least recently used ones"):
         decoders.remember(model, texts=[[3] * 5, [4] * 5, list(range(12))])
     decoders.remember(model, texts=[list(range(2, 12))])  # the same, as it is kept
     (kept,) = decoders.memories(model).values()

@@ -20,7 +20,7 @@ def test_a_tree_has_no_schedule():
 
 @pytest.mark.parametrize("tree", ["none", "dynamic"])
 def test_a_template_belongs_to_a_static_tree(tree):
-    with pytest.raises(SettingsError, match=f"a template is the shape of a static tree; tree is '{tree}'"):
+    with pytest.raises(SettingsError, match=f"a template needs tree='static', not tree='{tree}'"):
         Speculative(tree=tree, template=((0,), (1,)))
 
 

@@ -286,7 +286,7 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer, texts, monk
 
     with pytest.raises(SettingsError, match="the draft vocabulary must have 1 … 128 tokens, not 129"):
         train(draft_vocab=129)
-    with pytest.raises(SettingsError, match="rows of 4 tokens have no room for 3 simulated tokens"):
+    with pytest.raises(SettingsError, match="for depth=3, length must be at least 5 tokens, not 4"):
         run(length=4)
     with pytest.raises(TrainingError, match=re.escape("the text has")):
         train(texts=["w1 w2"])

@@ -119,7 +119,7 @@ class Table(Backend):
     """Regular languages of up to :data:`STATES` states: masks are rows of a table, on the device too."""
 
     name = "table"
-    summary = "regular languages as static tables: masks cost a copy of rows, on the device too"
+    summary = "regular grammars as static tables: a mask costs one table look-up, on the device too"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> TableGrammar:
         if language.regex is None:

@@ -120,7 +120,7 @@ class Thinking:
             count = -1
         if count < 0:
             raise SettingsError(
-                f"thinking={shortened(repr(value))}: give the most tokens that a thought may have, or "
+                f"thinking={shortened(repr(value))}: give the thinking budget, a number of tokens, or "
                 '{"tokens": 512, "begin": "<think>", "end": "</think>"}'
             )
         return Thinking(count, given.get("begin"), given.get("end"))

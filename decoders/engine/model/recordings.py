@@ -363,7 +363,8 @@ class Recordings:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"a step could not be recorded, steps run one by one until it can: {self.unrecorded}", stacklevel=2
+                    f"a step could not be captured as a CUDA graph; until it can, steps run without one, slower: {self.unrecorded}",
+                    stacklevel=2,
                 )
             return None
         self._failed.pop(key, None)

@@ -179,7 +179,7 @@ def test_a_step_that_cannot_be_recorded_is_warned_of_once_and_not_tried_again_at
         return out
 
     state = toy.begin(3, 3)
-    with pytest.warns(UserWarning, match="could not be recorded.*__int__.* waits for the device") as said:
+    with pytest.warns(UserWarning, match="could not be captured.*__int__.* waits for the device") as said:
         assert recordings.record("key", RecordedCapacity(2, 1, 16), state, waits) is None
     assert len(said) == 1 and toy.length.tolist() == [0, 0] and state.next.tolist() == [[1], [1]]
     assert waits().new.tolist() == [[2], [2]]  # steps one by one go on where they were
@@ -442,7 +442,7 @@ def test_a_recording_that_failed_is_tried_again_after_ever_more_steps() -> None:
         return tries[0]
 
     x = torch.ones(2)
-    with pytest.warns(UserWarning, match="could not be recorded") as said:
+    with pytest.warns(UserWarning, match="could not be captured") as said:
         counts = [tried() for _ in range(16)]
     assert counts == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4] and len(said) == 1
     assert "waits for the device" in recordings.unrecorded

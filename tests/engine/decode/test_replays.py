@@ -290,7 +290,7 @@ def test_steps_that_read_lists_are_not_recorded(target: PreTrainedModel, hook: s
             if hook == "observe":
                 read.append(step.read())
 
-    with pytest.warns(UserWarning, match="could not be recorded"):
+    with pytest.warns(UserWarning, match="could not be captured"):
         report = run(target, Reads(), 2, 16)
     assert len(read) == report.steps  # in each of them
 
@@ -721,7 +721,7 @@ def test_parts_that_cannot_be_recorded_run_as_they_are(device: TapeRecorder) -> 
 
     for _ in range(PLAIN_RUNS):
         recordings.run(lambda: "key", waits, (x,))
-    with pytest.warns(UserWarning, match="could not be recorded") as said:
+    with pytest.warns(UserWarning, match="could not be captured") as said:
         assert recordings.run(lambda: "key", waits, (x + 1,)).tolist() == [3, 3]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -86,7 +86,9 @@ class CompiledFunction:
             self._failed.add(kind)
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
-                warnings.warn(f"{name} could not be compiled, running it eagerly instead: {error}", stacklevel=3)
+                warnings.warn(
+                    f"{name} could not be compiled and runs uncompiled, which is slower: {error}", stacklevel=3
+                )
                 self._warned = True
             return result
 
