@@ -61,7 +61,7 @@ def warmup(
         needs_draft = models.needs_assistant(names, assistant, model)
         loaded, tokenizer = models.load(model, dtype, device)
         draft = models.load_assistant(assistant, model, dtype, needs_draft, device)
-    with waiting(console, "making ready and compiling"):
+    with waiting(console, "preparing and compiling"):
         done = decoders.warmup(
             loaded, strategies=names, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer
         )
@@ -74,8 +74,8 @@ def warmup(
 
 
 def warmup_lines(done: Warmup) -> Iterator[str]:
-    """The lines of ``decoders warmup``: what was made ready, and the time for it."""
-    yield f"made ready in {done.pack_seconds:.1f} s"
+    """The lines of ``decoders warmup``: what was compiled, and the time for it."""
+    yield f"model prepared in {done.pack_seconds:.1f} s"
     for part in done.parts:
         graphs = f"{amount(part.compilations, 'graph')} compiled"
         of = f"{part.strategy}, {amount(part.rows, 'row')}{', sampled' if part.sampling else ''}"

@@ -112,7 +112,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
     windows = min(len(stream) // length, rows)
     if windows < 1:
         raise TrainingError(
-            f"the text has {amount(len(stream), 'token')}, fewer than a training sequence of {length}: give more text, or a smaller length"
+            f"the text has {amount(len(stream), 'token')}, fewer than a training sequence of {length}: give more text or a lower length"
         )
     ids = torch.tensor(stream[: windows * length]).view(windows, length)
     return ids[torch.randperm(windows, generator=generator)]
