@@ -174,7 +174,7 @@ def test_what_cannot_be_had_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     plain.config.num_mtp_layers = 1
     with pytest.raises(UnsupportedError, match="cannot be loaded from"):
         call(plain, "mtp")
-    with pytest.raises(SettingsError, match="length is 4, and the model has MTP layers for 3 tokens"):
+    with pytest.raises(SettingsError, match="length is 4, and the model predicts 3 tokens ahead: set length to 3"):
         call(with_layers("llama"), Mtp(length=4))
     use_mtp_layers(plain, None)
     monkeypatch.delattr(sys.modules["transformers.modeling_layers"], "MtpModel")
