@@ -190,6 +190,10 @@ class CacheBuffers:
         if self.shifts is not None and source.shifts is not None:
             self.shifts[row] = source.shifts[source_row]
 
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of a layer's keys and of its values; None if they are not quantized."""
+        return (self.key_scales[layer], self.value_scales[layer]) if self.key_scales else (None, None)
+
     @property
     def slots(self) -> int:
         return self.keys[0].shape[2]

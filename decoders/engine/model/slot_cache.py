@@ -57,27 +57,30 @@ class SlotCache(Cache):
         self.buffers, self.slots, self.view, self.states, self.counts = buffers, slots, view, states, counts
         self.in_levels = in_levels
 
+    @property
+    def is_read_as_stored(self) -> bool:
+        """Whether attention reads the buffers: keys and values are not quantized, or the kernel reads their int8 values."""
+        return self.in_levels or not self.buffers.key_scales
+
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | Levels, Tensor | Levels]:
         keys, values = self.buffers.keys[layer_idx], self.buffers.values[layer_idx]
-        if self.buffers.key_scales:
-            key_scales, value_scales = self.buffers.key_scales[layer_idx], self.buffers.value_scales[layer_idx]
-            return self._quantized(keys, key_scales, key_states), self._quantized(values, value_scales, value_states)
+        key_scales, value_scales = self.buffers.scales(layer_idx)
         if (write := _operator(keys, key_states, value_states)) is not None:
-            write(keys, values, self.slots, key_states, value_states)
+            write(keys, values, self.slots, key_states, value_states, key_scales, value_scales)
         else:
-            write_slots(keys, self.slots, key_states)
-            write_slots(values, self.slots, value_states)
-        return keys[:, :, : self.view], values[:, :, : self.view]
+            _write(keys, key_scales, self.slots, key_states)
+            _write(values, value_scales, self.slots, value_states)
+        return self.seen(keys, key_scales), self.seen(values, value_scales)
 
-    def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor | Levels:
-        """Writes `states` as int8. Returns the view's slots for attention; later passes will read the same quantized values."""
-        levels, scale = quantize_slots(states)
-        write_slots(buffer, self.slots, levels)
-        write_slots(scales, self.slots, scale)
-        seen = Levels(buffer[:, :, : self.view], scales[:, :, : self.view])
-        return seen if self.in_levels else seen.levels.to(states.dtype) * seen.scales
+    def seen(self, buffer: Tensor, scales: Tensor | None) -> Tensor | Levels:
+        """The view's slots of a buffer, for attention."""
+        states = buffer[:, :, : self.view]
+        if scales is None:
+            return states
+        seen = Levels(states, scales[:, :, : self.view])
+        return seen if self.in_levels else seen.levels.to(scales.dtype) * seen.scales
 
     # Models call these methods to compute positions and masks, if they get none. The loop always passes positions and a mask.
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
@@ -103,9 +106,17 @@ def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Non
     """Our CPU kernel that writes keys and values; None if it does not fit. Also None in compiled code: inductor generates a kernel."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
-    if buffer.dtype not in cpu.TYPES or not keys.dtype == values.dtype == buffer.dtype:
+    if keys.dtype not in cpu.TYPES or keys.dtype != values.dtype or buffer.dtype not in (keys.dtype, torch.int8):
         return None
     return on_cpu.get("write_to_cache") if keys.stride(-1) == values.stride(-1) == 1 else None
+
+
+def _write(buffer: Tensor, scales: Tensor | None, slots: Tensor, states: Tensor) -> None:
+    """Writes `states` to their slots, as int8 with scales if the cache has `scales`. Later passes read the same quantized values."""
+    if scales is not None:
+        states, scale = quantize_slots(states)
+        write_slots(scales, slots, scale)
+    write_slots(buffer, slots, states)
 
 
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

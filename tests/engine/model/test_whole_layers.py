@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoders.engine.model import slot_cache
 from decoders.engine.model.attention import KIND_ATTRIBUTE, LayerKind
 from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.compiled import tiers
@@ -77,13 +78,27 @@ def test_whole_layers_have_the_bits_of_their_parts(
     assert equal(ours, of_parts(target, monkeypatch))
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("precision", [Precision("int8"), Precision("int4"), Precision("int4", "int8")], ids=str)
 def test_whole_layers_of_quantized_weights_have_the_bits_of_their_parts(
-    weights: Any, monkeypatch: pytest.MonkeyPatch
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = target_of(tiny_model("qwen2"), precision=Precision(weights=weights))
+    target = target_of(tiny_model("qwen2"), precision=precision)
     assert target.runs_whole_layers
     assert equal(results(target), of_parts(target, monkeypatch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("design", slow_but(["llama", "gemma3"], ["llama", "qwen3", "gemma2", "gemma3"]))
+def test_whole_layers_over_an_int8_cache_have_the_bits_of_their_parts(
+    design: str, dtype: torch.dtype, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(tiny_model(design).to(dtype), precision=Precision(cache="int8"))
+    computed.clear()
+    ours = results(target)
+    assert sum(computed) == 3 * target.decoder_layers and 0 not in computed
+    assert equal(ours, of_parts(target, monkeypatch))
+    monkeypatch.setattr(slot_cache, "_operator", lambda *_: None)  # torch quantizes
+    assert equal(ours, of_parts(target, monkeypatch))
 
 
 # Layers that one operator computes together.
@@ -178,11 +193,6 @@ def test_a_changed_weight_counts() -> None:
 @pytest.mark.parametrize("design", ["mixtral", "gpt2", "gptj"])
 def test_layers_of_another_structure_are_not_whole(design: str) -> None:
     assert not target_of(tiny_model(design)).runs_whole_layers
-
-
-def test_an_int8_cache_takes_the_parts() -> None:
-    target = target_of(tiny_model("llama"), precision=Precision(cache="int8"))
-    assert not target.runs_whole_layers
 
 
 @pytest.fixture

@@ -163,27 +163,31 @@ def linear_rotated(
         norms: the norm of query heads and the norm of key heads, with the same formula.
         cos, sin: ``[B or 1, N, D]``.
         slots: ``[B, N]`` int64; negative slots count from the end.
-        keys, values: the cache, ``[B, h, L, D]``. In uncompiled code, the operator writes new keys and values to their slots.
+        keys, values: the cache, ``[B, h, L, D]``. In uncompiled code, the operator writes new keys and values to their slots, unless
+            the cache is int8.
 
     Returns:
-        In uncompiled code: queries ``[B, N, H, D]``, None and None. In compiled code, whose regions accept no operators that write:
-        queries, and keys and values ``[B, h, N, D]``. None if no kernel computes them.
+        If the operator has written keys and values: queries ``[B, N, H, D]``, None and None. Otherwise (in compiled code, whose
+        regions accept no operators that write, and for an int8 cache): queries, and keys and values ``[B, h, N, D]``. None if no
+        kernel computes them.
     """
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     around = query_norm, key_norm, *formula, cos, sin
-    compiled = torch.compiler.is_dynamo_compiling()
+    writes = not torch.compiler.is_dynamo_compiling() and keys.dtype == x.dtype
     if operator_for(x) is not few_rows_on_cuda:
-        if not compiled:
+        if writes:
             query = _on_cpu("linear_to_cache", x, *by, *around, slots, keys, values)
             return None if query is None else (query, None, None)
         heads, width = keys.shape[1], keys.shape[3]
-        query, key, product = on_cpu["linear_rotated"](x, *by, *around, heads, width)
+        if (all_three := _on_cpu("linear_rotated", x, *by, *around, heads, width)) is None:
+            return None
+        query, key, product = all_three
         value = product[..., -heads * width :].unflatten(-1, (heads, width)).transpose(1, 2)
         return query, key, value
     if not fit(x, by.matrices, by.biases) or not x.dtype == keys.dtype == cos.dtype:
         return None
     given = x, by.matrices, by.biases, *around
-    return rotated(*given) if compiled else (to_cache(*given, slots, keys, values), None, None)
+    return (to_cache(*given, slots, keys, values), None, None) if writes else rotated(*given)
 
 
 def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:

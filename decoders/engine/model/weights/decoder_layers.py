@@ -89,14 +89,20 @@ def whole_layers(
     """
     one = layers[0]
     formula = one.formula or firsts[0][1] or Formula(0.0, False, False)
-    if type(cache) is not SlotCache or cache.buffers.key_scales or any(own not in (None, formula) for _, own in firsts):
+    if (
+        type(cache) is not SlotCache
+        or not cache.is_read_as_stored
+        or any(own not in (None, formula) for _, own in firsts)
+    ):
         return None
     linear = [own for layer in layers for own in layer.linear]
     by = linear[0].operands(linear) if len({*map(type, linear)}) == 1 else None
     if by is None:
         return None
-    keys, values = (
-        [buffers[layer.plan.layer] for layer in layers] for buffers in (cache.buffers.keys, cache.buffers.values)
+    of = cache.buffers
+    keys, values, key_scales, value_scales = (
+        [tensors[layer.plan.layer] for layer in layers] if tensors else []
+        for tensors in (of.keys, of.values, of.key_scales, of.value_scales)
     )
     norms = [module for layer, first in zip(layers, firsts, strict=True) for module, _ in (*layer.norms, first)]
     # Windows are read in every call, because the self-check shortens them.
@@ -116,6 +122,8 @@ def whole_layers(
         cache.slots,
         keys,
         values,
+        key_scales,
+        value_scales,
         cache.view,
         mask,
         [own_parameters(layer.attention)[layer.plan.sinks] for layer in layers if layer.plan.sinks is not None],

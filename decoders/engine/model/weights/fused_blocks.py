@@ -119,7 +119,7 @@ def _attention(
         return None
     if any(layer not in linear for layer in group):  # the layer is inside an adapter, which adds to its result
         return None
-    if not isinstance(result, tuple) or len(result) != 2 or result[1] is not None or cache.buffers.key_scales:
+    if not isinstance(result, tuple) or len(result) != 2 or result[1] is not None:
         return None
     out = next((m for m in linear if m not in group and calls[m][0].result is result[0]), None)
     reads: Any = calls[group[0]][0].given[0] if calls[group[0]][0].given else None

@@ -246,7 +246,7 @@ def attend(
     module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any
 ) -> Tensor | None:
     """The input of an attention module's last linear layer, ``[B, N, H D]``; None if the kernels do not compute it."""
-    if type(cache) is not SlotCache or cache.buffers.key_scales:
+    if type(cache) is not SlotCache or not cache.is_read_as_stored:
         return None
     keys, values = cache.buffers.keys[plan.layer], cache.buffers.values[plan.layer]
     if cache.view > keys.shape[2]:
@@ -257,12 +257,12 @@ def attend(
         return None
     query, new_keys, new_values = rotated
     if new_keys is not None and new_values is not None:
-        cache.update(new_keys, new_values, plan.layer)
-    view, sinks = cache.view, None if plan.sinks is None else own_parameters(module)[plan.sinks]
+        seen: Any = cache.update(new_keys, new_values, plan.layer)
+    else:
+        seen = cache.seen(keys, None), cache.seen(values, None)
+    sinks = None if plan.sinks is None else own_parameters(module)[plan.sinks]
     options: dict[str, Any] = dict(scaling=plan.scaling, softcap=plan.softcap, s_aux=sinks, kernel=plan.kernel)
-    out, _ = attention.kernel_attention(
-        module, query.transpose(1, 2), keys[:, :, :view], values[:, :, :view], mask, **options
-    )
+    out, _ = attention.kernel_attention(module, query.transpose(1, 2), *seen, mask, **options)
     return out.reshape(*x.shape[:-1], -1)
 
 

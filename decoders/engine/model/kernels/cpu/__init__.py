@@ -251,9 +251,18 @@ def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
         return f"a wrong write of {name} to the cache"
     if not torch.equal(values.gather(2, place), heads[:, 2:]):
         return f"a wrong write of {name} to the cache"
-    kernels.write_to_cache(keys, values, slots, heads[:, 2:], heads[:, 2:])
+    kernels.write_to_cache(keys, values, slots, heads[:, 2:], heads[:, 2:], None, None)
     if not torch.equal(keys.gather(2, place), heads[:, 2:]):
         return f"a wrong write of {name} to the cache"
+    levels, scales = (torch.zeros_like(keys[..., :size], dtype=of) for size, of in ((10, torch.int8), (1, dtype)))
+    kernels.write_to_cache(levels, levels, slots, heads[:, 2:], heads[:, 2:], scales, scales)
+    if (
+        not ((levels * scales.double()).gather(2, place) - heads[:, 2:])
+        .abs()
+        .le(0.6 * scales.gather(2, place[..., :1]))
+        .all()
+    ):
+        return f"a wrong write of {name} to an int8 cache"
     return None
 
 

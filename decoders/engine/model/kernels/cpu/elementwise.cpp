@@ -122,22 +122,45 @@ Tensor linear_to_cache(
     return split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, data<int64_t>(slots), own, others);
 }
 
+// keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
+// scales: [B, h, L, 1], written in place if keys and values are int8; null otherwise.
+void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, Tensor new_values, std::optional<Tensor> key_scales,
+                    std::optional<Tensor> value_scales) {
+    for (auto [buffer, states, scales] : {std::tuple(&keys, &new_keys, &key_scales), std::tuple(&values, &new_values, &value_scales)}) {
+        Heads own = heads_of(*states), all = heads_of(*buffer), of_scales = *scales ? heads_of(**scales) : all;
+        STD_TORCH_CHECK(own.rows == all.rows && own.heads == all.heads && own.width == all.width, "new keys and values have the sizes of the cache");
+        check_slots(slots, all, own.nodes);
+        check_types(*states, {*scales ? &**scales : buffer});
+        const bool levels = buffer->scalar_type() == torch::headeronly::ScalarType::Char;
+        STD_TORCH_CHECK(levels == scales->has_value() && of_scales.rows == all.rows && of_scales.heads == all.heads && of_scales.nodes == all.nodes,
+                        "int8 keys and values have a scale for every head and slot");
+        const bool half = states->scalar_type() == torch::headeronly::ScalarType::Half;
+        const float least = half ? 0x1p-14f : std::numeric_limits<float>::min();  // a zero scale would divide by zero
+        with_type(*states, [&, scales = of_scales](auto type) {
+            using T = decltype(type);
+            if (levels) quantize_slots<T>(own, data<int64_t>(slots), all, scales, least, threads());
+            else write_slots<T>(own, data<int64_t>(slots), all, threads());
+        });
+    }
+}
+
 // Computes decoder layers by the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer.
-// x: [B, N, H]; reads: the first layer's first norm of x. keys, values, windows, chunks and sinks have an entry per layer; sinks may be
-// empty. The other lists have the tensors of one layer after another. matrices: seven per layer, of queries, keys, values, the attention's
+// x: [B, N, H]; reads: the first layer's first norm of x. keys, values, their scales, windows, chunks and sinks have an entry per layer;
+// sinks, and the scales of keys and values that are not int8, are empty. The other lists have the tensors of one layer after another. matrices: seven per layer, of queries, keys, values, the attention's
 // output, gate and up (as in gated_linear), and down. scales: one per matrix, or none. Bit i of `biased`: matrix i of a layer has a bias.
 // norms: up to six per layer, of queries, of keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of
 // the second sum (the next layer's first norm; the last layer may lack it). Bit i of `normed`: a layer has norm i.
 // Returns the second sum of each layer, and the norm of the last layer's second sum.
 std::tuple<Tensors, Tensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
-    double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, int64_t view,
+    double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, Tensors key_scales, Tensors value_scales, int64_t view,
     Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale, double softcap, int64_t kind, bool gate_first) {
     constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
     const size_t layers = keys.size();
     STD_TORCH_CHECK(matrices.size() == MATRICES * layers && (scales.empty() || scales.size() == matrices.size()), "seven matrices, and as many scales or none");
-    STD_TORCH_CHECK(values.size() == layers && windows.size() == layers && chunks.size() == layers && (sinks.empty() || sinks.size() == layers),
-                    "every layer has keys, values, a window and a chunk, and sinks or none");
+    STD_TORCH_CHECK(values.size() == layers && windows.size() == layers && chunks.size() == layers && (sinks.empty() || sinks.size() == layers) &&
+                        key_scales.size() == value_scales.size() && (key_scales.empty() || key_scales.size() == layers),
+                    "every layer has keys, values, a window and a chunk, and sinks and scales or none");
     size_t matrix = 0, bias = 0, norm = 0;  // the index of the next entry of each list
     auto part = [](const Tensors& from, size_t first, size_t count) {
         STD_TORCH_CHECK(first + count <= from.size(), "a tensor for every bit is needed");
@@ -159,16 +182,28 @@ std::tuple<Tensors, Tensor> decoder_layers(
     Tensors sums;
     for (size_t layer = 0; layer < layers; layer++) {
         auto [m, s, b] = next_factors(0);
-        std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1), own_sinks;
-        Tensor queries = linear_to_cache(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, slots, keys[layer], values[layer]);
+        std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1), own_sinks, seen_key_scales, seen_value_scales;
+        Tensor queries;
+        if (key_scales.empty()) {
+            queries = linear_to_cache(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, slots, keys[layer], values[layer]);
+        } else {
+            const int64_t kv_heads = keys[layer].size(1), size = keys[layer].size(3);
+            auto [rotated, new_keys, all] = linear_rotated(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, kv_heads, size);
+            const int64_t step = all.size(2), count = all.size(1);
+            Tensor new_values = viewed(all, {all.size(0), kv_heads, count, size}, {count * step, size, step, 1}, step - kv_heads * size);
+            write_to_cache(keys[layer], values[layer], slots, new_keys, new_values, key_scales[layer], value_scales[layer]);
+            queries = rotated;
+        }
         int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), width = queries.size(3);
         STD_TORCH_CHECK(0 < view && view <= keys[layer].size(2), "the cache has the slots of the view");
         auto seen = [&](const Tensor& all) {
             return viewed(all, {all.size(0), all.size(1), view, all.size(3)}, {all.stride(0), all.stride(1), all.stride(2), all.stride(3)});
         };
         if (!sinks.empty()) own_sinks = sinks[layer];
+        if (!key_scales.empty()) seen_key_scales = seen(key_scales[layer]), seen_value_scales = seen(value_scales[layer]);
         Tensor turned = viewed(queries, {rows, heads, nodes, width}, {nodes * heads * width, width, heads * width, 1});
-        Tensor attended = slot_attention(turned, seen(keys[layer]), seen(values[layer]), mask, own_sinks, {}, {}, windows[layer], chunks[layer], scale, softcap);
+        Tensor attended = slot_attention(turned, seen(keys[layer]), seen(values[layer]), mask, own_sinks, seen_key_scales, seen_value_scales,
+                                         windows[layer], chunks[layer], scale, softcap);
         Tensor inner = viewed(attended, {rows, nodes, heads * width}, {nodes * heads * width, heads * width, 1});
         for (int step = 0; step < 2; step++) {
             if (step == 1) {
@@ -187,20 +222,6 @@ std::tuple<Tensors, Tensor> decoder_layers(
     return {sums, reads};
 }
 
-// keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
-void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, Tensor new_values) {
-    for (auto [buffer, states] : {std::pair(&keys, &new_keys), std::pair(&values, &new_values)}) {
-        check_types(*buffer, {states});
-        Heads own = heads_of(*states), all = heads_of(*buffer);
-        STD_TORCH_CHECK(own.rows == all.rows && own.heads == all.heads && own.width == all.width, "new keys and values have the sizes of the cache");
-        check_slots(slots, all, own.nodes);
-        with_type(*buffer, [&, buffer = buffer](auto type) {
-            using T = decltype(type);
-            write_slots<T>(own, data<int64_t>(slots), all, threads());
-        });
-    }
-}
-
 }  // namespace
 
 #define OPERANDS "Tensor x, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int digits"
@@ -215,8 +236,9 @@ DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("linear_to_cache(" OPERANDS ", " TURNS ", Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor");
     m.def("decoder_layers(Tensor x, Tensor reads, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int biased, int digits, Tensor[] norms, "
           "int normed, float epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor(a!)[] keys, Tensor(b!)[] values, "
-          "int view, Tensor mask, Tensor[] sinks, int[] windows, int[] chunks, float scale, float softcap, int kind, bool gate_first) -> (Tensor[], Tensor)");
-    m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values) -> ()");
+          "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, int view, Tensor mask, Tensor[] sinks, int[] windows, int[] chunks, float scale, float softcap, int kind, bool gate_first) -> (Tensor[], Tensor)");
+    m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values, Tensor(c!)? key_scales, "
+          "Tensor(d!)? value_scales) -> ()");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("rms_norm", TORCH_BOX(&norm));

@@ -1,6 +1,7 @@
 // The operations around the products of a layer: norms, gated activations, rotary positions, and writes to the cache. Each operation reads
 // its data once.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -166,15 +167,36 @@ void split_heads(
     });
 }
 
-// Sets buffer[b, :, slots[b, n]] = states[b, :, n]. buffer: [B, h, L, d]; slots: [B, N], negative slots count from the end.
-template <class T>
-void write_slots(const Heads& states, const int64_t* slots, const Heads& buffer, int threads) {
+// Calls `body(row, head, node, slot)` for every state [B, h, N, d] and its slot [B, N] of `nodes`; negative slots count from the end.
+template <class Body>
+void by_slots(const Heads& states, const int64_t* slots, long nodes, int threads, Body body) {
     by_rows(states.rows * states.nodes, states.heads * states.width, threads, [&](long begin, long end) {
         for (long token = begin; token < end; token++) {
-            long row = token / states.nodes, slot = slots[token] < 0 ? slots[token] + buffer.nodes : slots[token];
-            for (long head = 0; head < states.heads; head++)
-                memcpy(buffer.at<T>(row, head, slot), states.at<T>(row, head, token % states.nodes), states.width * sizeof(T));
+            long slot = slots[token] < 0 ? slots[token] + nodes : slots[token];
+            for (long head = 0; head < states.heads; head++) body(token / states.nodes, head, token % states.nodes, slot);
         }
+    });
+}
+
+// Sets buffer[b, :, slots[b, n]] = states[b, :, n]. buffer: [B, h, L, d].
+template <class T>
+void write_slots(const Heads& states, const int64_t* slots, const Heads& buffer, int threads) {
+    by_slots(states, slots, buffer.nodes, threads, [&](long row, long head, long node, long slot) {
+        memcpy(buffer.at<T>(row, head, slot), states.at<T>(row, head, node), states.width * sizeof(T));
+    });
+}
+
+// The same in int8, with a scale per head and slot, [B, h, L, 1]. The scale is rounded to T before the division, as attention will read it.
+template <class T>
+void quantize_slots(const Heads& states, const int64_t* slots, const Heads& levels, const Heads& scales, float least, int threads) {
+    by_slots(states, slots, levels.nodes, threads, [&](long row, long head, long node, long slot) {
+        const T* from = states.at<T>(row, head, node);
+        int8_t* to = levels.at<int8_t>(row, head, slot);
+        float largest = 0;
+        for (long i = 0; i < states.width; i++) largest = std::max(largest, std::abs(widen(from[i])));
+        const float scale = rounded<T>(std::max(largest / 127, least));
+        narrow(scale, *scales.at<T>(row, head, slot));
+        for (long i = 0; i < states.width; i++) to[i] = int8_t(std::clamp(std::nearbyint(widen(from[i]) / scale), -127.0f, 127.0f));
     });
 }
 

@@ -27,10 +27,9 @@ inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) {
     return Tensor(made);
 }
 
-// A view of `x` from its first element on, with other sizes and strides.
-inline Tensor viewed(const Tensor& x, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+// A view of `x` from its element `from` on, with other sizes and strides.
+inline Tensor viewed(const Tensor& x, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t from = 0) {
     AtenTensorHandle made;
-    const int64_t from = 0;  // added to the offset of x
     TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), from, &made));
     return Tensor(made);
 }
