@@ -86,7 +86,7 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
         return counting
 
     monkeypatch.setattr(replaced, "product_or_none", counted(replaced.product_or_none))
-    for name in ("gated_linear", "linear_to_residual", "linear_to_cache"):
+    for name in ("gated_linear", "linear_to_residual", "linear_rotated"):
         monkeypatch.setitem(products.on_cpu, name, counted(products.on_cpu[name]))
     whole = products.on_cpu["decoder_layers"]
     monkeypatch.setitem(

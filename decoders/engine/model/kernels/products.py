@@ -163,31 +163,25 @@ def linear_rotated(
         norms: the norm of query heads and the norm of key heads, with the same formula.
         cos, sin: ``[B or 1, N, D]``.
         slots: ``[B, N]`` int64; negative slots count from the end.
-        keys, values: the cache, ``[B, h, L, D]``. In uncompiled code, the operator writes new keys and values to their slots, unless
-            the cache is int8.
+        keys, values: the cache, ``[B, h, L, D]``. On CUDA, in uncompiled code, the operator writes new keys and values to their slots.
 
     Returns:
-        If the operator has written keys and values: queries ``[B, N, H, D]``, None and None. Otherwise (in compiled code, whose
-        regions accept no operators that write, and for an int8 cache): queries, and keys and values ``[B, h, N, D]``. None if no
-        kernel computes them.
+        Queries ``[B, N, H, D]``, and new keys and values ``[B, h, N, D]``, which are None if the operator has written them. The regions
+        of compiled code accept no operators that write. None if no kernel computes them.
     """
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     around = query_norm, key_norm, *formula, cos, sin
-    writes = not torch.compiler.is_dynamo_compiling() and keys.dtype == x.dtype
     if operator_for(x) is not few_rows_on_cuda:
-        if writes:
-            query = _on_cpu("linear_to_cache", x, *by, *around, slots, keys, values)
-            return None if query is None else (query, None, None)
         heads, width = keys.shape[1], keys.shape[3]
-        if (all_three := _on_cpu("linear_rotated", x, *by, *around, heads, width)) is None:
+        if (computed := _on_cpu("linear_rotated", x, *by, *around, heads, width)) is None:
             return None
-        query, key, product = all_three
-        value = product[..., -heads * width :].unflatten(-1, (heads, width)).transpose(1, 2)
-        return query, key, value
+        query, key, product = computed
+        return query, key, product[..., -heads * width :].unflatten(-1, (heads, width)).transpose(1, 2)
     if not fit(x, by.matrices, by.biases) or not x.dtype == keys.dtype == cos.dtype:
         return None
     given = x, by.matrices, by.biases, *around
-    return (to_cache(*given, slots, keys, values), None, None) if writes else rotated(*given)
+    compiled = torch.compiler.is_dynamo_compiling()
+    return rotated(*given) if compiled else (to_cache(*given, slots, keys, values), None, None)
 
 
 def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from decoders.engine.model.kernels import cpu
+from decoders.engine.model.slot_cache import quantize_slots
 
 from .variants import IN_TURN
 
@@ -128,15 +129,30 @@ def test_keys_and_values_go_to_their_slots(variant: str, dtype: torch.dtype) -> 
     cache = torch.zeros(2, 2, 3, 12, 8, dtype=dtype)
     new = drawn(2, 4, 3, 8, dtype=dtype).transpose(1, 2)
     slots = torch.tensor([[0, 3, 4, -1], [7, 2, 11, 10]])
-    kernels.write_to_cache(cache[0], cache[1], slots, new, 2 * new)
+    kernels.write_to_cache(cache[0], cache[1], slots, new, 2 * new, None, None)
     expected = torch.zeros_like(cache)
     for row in range(2):
         for node, slot in enumerate(slots[row].tolist()):
             expected[0, row, :, slot], expected[1, row, :, slot] = new[row, :, node], 2 * new[row, :, node]
     assert torch.equal(cache, expected)
     with pytest.raises(RuntimeError, match="a slot outside the cache"):
-        kernels.write_to_cache(cache[0], cache[1], slots + 12, new, new)
+        kernels.write_to_cache(cache[0], cache[1], slots + 12, new, new, None, None)
     assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0, 1e-7, 300.0])
+def test_an_int8_cache_has_the_bits_of_torch(variant: str, dtype: torch.dtype, factor: float) -> None:
+    levels, scales = torch.zeros(2, 2, 3, 12, 8, dtype=torch.int8), torch.zeros(2, 2, 3, 12, 1, dtype=dtype)
+    new = drawn(2, 4, 3, 8, dtype=dtype).transpose(1, 2) * factor
+    slots = torch.tensor([[0, 3, 4, -1], [7, 2, 11, 10]])
+    cpu.loaded(variant).write_to_cache(*levels, slots, new, -new, *scales)
+    row = torch.arange(2)[:, None]
+    for own, scale, states in zip(levels, scales, (new, -new), strict=True):
+        expected, expected_scale = quantize_slots(states)
+        assert torch.equal(own[row, :, slots].transpose(1, 2), expected)
+        assert torch.equal(scale[row, :, slots].transpose(1, 2), expected_scale)
+    with pytest.raises(RuntimeError, match="a scale for every head and slot"):
+        cpu.loaded(variant).write_to_cache(*levels, slots, new, new, *scales[:, :, :, :5])
 
 
 def test_a_planted_wrong_norm_is_found(variant: str, dtype: torch.dtype) -> None:
@@ -152,5 +168,5 @@ def test_a_planted_wrong_norm_is_found(variant: str, dtype: torch.dtype) -> None
         kernels, linear_rotated=lambda *given: kernels.linear_rotated(*given[:-4], *given[-3:-5:-1], *given[-2:])
     )
     assert cpu.check(wrong) == "wrong rotary positions of float32"
-    wrong = replace(kernels, linear_to_cache=lambda *given: kernels.linear_to_cache(*given[:-2], given[-1], given[-2]))
+    wrong = replace(kernels, write_to_cache=lambda *given: kernels.write_to_cache(given[1], given[0], *given[2:]))
     assert cpu.check(wrong) == "a wrong write of float32 to the cache"

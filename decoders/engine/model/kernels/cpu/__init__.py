@@ -39,7 +39,7 @@ class Kernels:
 
     Attributes:
         path: the shared object.
-        few_rows_linear, rms_norm, gated_linear, linear_to_residual, linear_rotated, linear_to_cache: see
+        few_rows_linear, rms_norm, gated_linear, linear_to_residual, linear_rotated: see
             :mod:`~decoders.engine.model.kernels.products`.
         decoder_layers: computes whole decoder layers and writes to the cache; only uncompiled code calls it.
         write_to_cache: writes keys and values to their slots.
@@ -55,7 +55,6 @@ class Kernels:
     gated_linear: Callable[..., Tensor]
     linear_to_residual: Callable[..., tuple[Tensor, Tensor]]
     linear_rotated: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    linear_to_cache: Callable[..., Tensor]
     decoder_layers: Callable[..., tuple[list[Tensor], Tensor]]
     write_to_cache: Callable[..., None]
     slot_attention: Callable[..., Tensor]
@@ -91,9 +90,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
         x.new_empty((*x.shape[:2], len(matrices[0]) // more[-1], more[-1])),
         x.new_empty((x.shape[0], more[-2], x.shape[1], more[-1])),
         _product(x, matrices),
-    ),
-    "linear_to_cache": lambda x, matrices, *more: x.new_empty(
-        (*x.shape[:2], len(matrices[0]) // more[-1].shape[3], more[-1].shape[3])
     ),
     "decoder_layers": lambda x, reads, *more: (
         [x.new_empty(x.shape) for _ in more[13]],  # the keys, one tensor per layer
@@ -243,16 +239,11 @@ def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
     keys, values = torch.zeros(2, 2, 1, 4, 10, dtype=dtype, device="cpu")
     slots = torch.tensor([[2, 0, 3, 1], [0, 1, -1, 2]], device="cpu")
     place = (slots % 4)[:, None, :, None].expand(2, 1, 4, 10)
-    queries = kernels.linear_to_cache(*given, slots, keys, values)
     query, key, _ = kernels.linear_rotated(*given, 1, 10)
     if not _is_close(torch.cat([query.transpose(1, 2), key], 1), turned[:, :2]):
         return f"wrong rotary positions of {name}"
-    if not (torch.equal(queries, query) and torch.equal(keys.gather(2, place), key)):
-        return f"a wrong write of {name} to the cache"
-    if not torch.equal(values.gather(2, place), heads[:, 2:]):
-        return f"a wrong write of {name} to the cache"
-    kernels.write_to_cache(keys, values, slots, heads[:, 2:], heads[:, 2:], None, None)
-    if not torch.equal(keys.gather(2, place), heads[:, 2:]):
+    kernels.write_to_cache(keys, values, slots, key, heads[:, 2:], None, None)
+    if not (torch.equal(keys.gather(2, place), key) and torch.equal(values.gather(2, place), heads[:, 2:])):
         return f"a wrong write of {name} to the cache"
     levels, scales = (torch.zeros_like(keys[..., :size], dtype=of) for size, of in ((10, torch.int8), (1, dtype)))
     kernels.write_to_cache(levels, levels, slots, heads[:, 2:], heads[:, 2:], scales, scales)

@@ -79,47 +79,28 @@ void check_slots(const Tensor& slots, const Heads& buffer, int64_t nodes) {
         STD_TORCH_CHECK(-buffer.nodes <= data<int64_t>(slots)[i] && data<int64_t>(slots)[i] < buffer.nodes, "a slot outside the cache");
 }
 
-// Computes norms and rotary positions of queries and keys, and writes keys and values to their slots. x: [B, N, (H + 2 h) d], the product;
-// keys and values: [B, h, L, d]; slots: [B, N], or null for the first N slots. Returns queries [B, N, H, d].
-Tensor split(const Tensor& x, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm, double epsilon, bool one_added,
-             bool rounded_first, const Tensor& cos, const Tensor& sin, const int64_t* slots, const Heads& keys, const Heads& values) {
-    int64_t rows = x.size(0), nodes = x.size(1), turned = cos.size(2), heads = x.size(2) / keys.width - 2 * keys.heads;
-    check_types(x, {&cos, &sin});
-    STD_TORCH_CHECK(heads > 0 && x.size(2) == (heads + 2 * keys.heads) * keys.width && keys.rows == rows, "queries, keys and values have heads of one width");
-    STD_TORCH_CHECK(cos.dim() == 3 && cos.size(1) == nodes && (cos.size(0) == 1 || cos.size(0) == rows) && sin.numel() == cos.numel() &&
-                        turned <= keys.width && turned % 2 == 0, "cos and sin of every token are needed");
-    Tensor queries = empty({rows, nodes, heads, keys.width}, x), cosines = without_gaps(cos), sines = without_gaps(sin);
-    Heads to = {queries.data_ptr(), rows, heads, nodes, keys.width, nodes * heads * keys.width, keys.width, heads * keys.width};
-    with_type(x, [&](auto type) {
-        using T = decltype(type);
-        const Norm<T> norms[2] = {norm_of<T>(query_norm, x, keys.width, epsilon, one_added, rounded_first),
-                                  norm_of<T>(key_norm, x, keys.width, epsilon, one_added, rounded_first)};
-        split_heads(data<T>(x), norms, data<T>(cosines), data<T>(sines), turned, cos.size(0) == 1 ? 0 : nodes * turned, slots, to, keys, values, threads());
-    });
-    return queries;
-}
-
-// Returns queries [B, N, H, d], keys [B, h, N, d], and the whole product, which contains the values. heads: h, width: d.
+// Computes norms and rotary positions of queries and keys. Returns queries [B, N, H, d], keys [B, h, N, d], and the whole product
+// [B, N, (H + 2 h) d], which contains the values. heads: h, width: d.
 std::tuple<Tensor, Tensor, Tensor> linear_rotated(
     Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, std::optional<Tensor> query_norm,
     std::optional<Tensor> key_norm, double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, int64_t heads, int64_t width) {
-    Tensor all = product(x, std::move(matrices), std::move(scales), std::move(biases), digits), keys = empty({x.size(0), heads, x.size(1), width}, all);
-    Heads own = heads_of(keys), no_values = own;
-    no_values.values = nullptr;
-    Tensor queries = split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, nullptr, own, no_values);
-    return {queries, keys, all};
-}
-
-// Writes keys and values to their slots, and returns queries [B, N, H, d].
-Tensor linear_to_cache(
-    Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, std::optional<Tensor> query_norm,
-    std::optional<Tensor> key_norm, double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor keys, Tensor values) {
     Tensor all = product(x, std::move(matrices), std::move(scales), std::move(biases), digits);
-    Heads own = heads_of(keys), others = heads_of(values);
-    check_types(all, {&keys, &values});
-    STD_TORCH_CHECK(own.heads == others.heads && own.width == others.width && own.nodes == others.nodes, "keys and values have the same sizes");
-    check_slots(slots, own, x.size(1));
-    return split(all, query_norm, key_norm, epsilon, one_added, rounded_first, cos, sin, data<int64_t>(slots), own, others);
+    STD_TORCH_CHECK(all.dim() == 3 && width > 0, "x is [B, N, H]");
+    int64_t rows = all.size(0), nodes = all.size(1), turned = cos.size(2), own = all.size(2) / width - 2 * heads;
+    check_types(all, {&cos, &sin});
+    STD_TORCH_CHECK(own > 0 && all.size(2) == (own + 2 * heads) * width, "queries, keys and values have heads of one width");
+    STD_TORCH_CHECK(cos.dim() == 3 && cos.size(1) == nodes && (cos.size(0) == 1 || cos.size(0) == rows) && sin.numel() == cos.numel() &&
+                        turned <= width && turned % 2 == 0, "cos and sin of every token are needed");
+    Tensor queries = empty({rows, nodes, own, width}, all), keys = empty({rows, heads, nodes, width}, all);
+    Tensor cosines = without_gaps(cos), sines = without_gaps(sin);
+    Heads to = {queries.data_ptr(), rows, own, nodes, width, nodes * own * width, width, own * width};
+    with_type(all, [&](auto type) {
+        using T = decltype(type);
+        const Norm<T> norms[2] = {norm_of<T>(query_norm, all, width, epsilon, one_added, rounded_first),
+                                  norm_of<T>(key_norm, all, width, epsilon, one_added, rounded_first)};
+        split_heads(data<T>(all), norms, data<T>(cosines), data<T>(sines), turned, cos.size(0) == 1 ? 0 : nodes * turned, to, heads_of(keys), threads());
+    });
+    return {queries, keys, all};
 }
 
 // keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
@@ -182,27 +163,21 @@ std::tuple<Tensors, Tensor> decoder_layers(
     Tensors sums;
     for (size_t layer = 0; layer < layers; layer++) {
         auto [m, s, b] = next_factors(0);
-        std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1), own_sinks, seen_key_scales, seen_value_scales;
-        Tensor queries;
-        if (key_scales.empty()) {
-            queries = linear_to_cache(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, slots, keys[layer], values[layer]);
-        } else {
-            const int64_t kv_heads = keys[layer].size(1), size = keys[layer].size(3);
-            auto [rotated, new_keys, all] = linear_rotated(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, kv_heads, size);
-            const int64_t step = all.size(2), count = all.size(1);
-            Tensor new_values = viewed(all, {all.size(0), kv_heads, count, size}, {count * step, size, step, 1}, step - kv_heads * size);
-            write_to_cache(keys[layer], values[layer], slots, new_keys, new_values, key_scales[layer], value_scales[layer]);
-            queries = rotated;
-        }
-        int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), width = queries.size(3);
+        std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1), own_sinks, own_key_scales, own_value_scales;
+        if (!key_scales.empty()) own_key_scales = key_scales[layer], own_value_scales = value_scales[layer];
+        const int64_t kv_heads = keys[layer].size(1), width = keys[layer].size(3);
+        auto [queries, new_keys, all] = linear_rotated(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, kv_heads, width);
+        const int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), step = all.size(2);
+        Tensor new_values = viewed(all, {rows, kv_heads, nodes, width}, {nodes * step, width, step, 1}, step - kv_heads * width);
+        write_to_cache(keys[layer], values[layer], slots, new_keys, new_values, own_key_scales, own_value_scales);
         STD_TORCH_CHECK(0 < view && view <= keys[layer].size(2), "the cache has the slots of the view");
         auto seen = [&](const Tensor& all) {
             return viewed(all, {all.size(0), all.size(1), view, all.size(3)}, {all.stride(0), all.stride(1), all.stride(2), all.stride(3)});
         };
         if (!sinks.empty()) own_sinks = sinks[layer];
-        if (!key_scales.empty()) seen_key_scales = seen(key_scales[layer]), seen_value_scales = seen(value_scales[layer]);
+        if (own_key_scales) own_key_scales = seen(*own_key_scales), own_value_scales = seen(*own_value_scales);
         Tensor turned = viewed(queries, {rows, heads, nodes, width}, {nodes * heads * width, width, heads * width, 1});
-        Tensor attended = slot_attention(turned, seen(keys[layer]), seen(values[layer]), mask, own_sinks, seen_key_scales, seen_value_scales,
+        Tensor attended = slot_attention(turned, seen(keys[layer]), seen(values[layer]), mask, own_sinks, own_key_scales, own_value_scales,
                                          windows[layer], chunks[layer], scale, softcap);
         Tensor inner = viewed(attended, {rows, nodes, heads * width}, {nodes * heads * width, heads * width, 1});
         for (int step = 0; step < 2; step++) {
@@ -233,7 +208,6 @@ DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("linear_to_residual(" OPERANDS ", Tensor residual, Tensor? before, float before_epsilon, bool before_one_added, "
           "bool before_rounded_first, Tensor? after, float after_epsilon, bool after_one_added, bool after_rounded_first) -> (Tensor, Tensor)");
     m.def("linear_rotated(" OPERANDS ", " TURNS ", int heads, int width) -> (Tensor, Tensor, Tensor)");
-    m.def("linear_to_cache(" OPERANDS ", " TURNS ", Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor");
     m.def("decoder_layers(Tensor x, Tensor reads, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int biased, int digits, Tensor[] norms, "
           "int normed, float epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor(a!)[] keys, Tensor(b!)[] values, "
           "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, int view, Tensor mask, Tensor[] sinks, int[] windows, int[] chunks, float scale, float softcap, int kind, bool gate_first) -> (Tensor[], Tensor)");
@@ -245,7 +219,6 @@ DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("gated_linear", TORCH_BOX(&gated_linear));
     m.impl("linear_to_residual", TORCH_BOX(&linear_to_residual));
     m.impl("linear_rotated", TORCH_BOX(&linear_rotated));
-    m.impl("linear_to_cache", TORCH_BOX(&linear_to_cache));
     m.impl("decoder_layers", TORCH_BOX(&decoder_layers));
     m.impl("write_to_cache", TORCH_BOX(&write_to_cache));
 }

@@ -138,29 +138,23 @@ inline void rotate(const T* from, const T* cos, const T* sin, long turned, long 
 }
 
 // Computes norms and rotary positions of queries and keys. x: [B, N, (H + 2 h) d], the heads of queries, then keys, then values. Writes
-// queries [B, N, H, d], and keys and values to their slots [B, N] in buffers [B, h, L, d]; negative slots count from the end. If `slots`
-// is null, a token's slot is the index of its node. If the buffer of values is null, values are not written.
+// queries [B, N, H, d] and keys [B, h, N, d].
 template <class T>
 void split_heads(
-    const T* x, const Norm<T> (&norms)[2], const T* cos, const T* sin, long turned, long position_stride, const int64_t* slots,
-    const Heads& queries, const Heads& keys, const Heads& values, int threads) {
+    const T* x, const Norm<T> (&norms)[2], const T* cos, const T* sin, long turned, long position_stride, const Heads& queries,
+    const Heads& keys, int threads) {
     const long width = queries.width, all = queries.heads + 2 * keys.heads;
     by_rows(queries.rows * queries.nodes, all * width, threads, [&](long begin, long end) {
         std::vector<T> normed(width);
         for (long token = begin; token < end; token++) {
             const long row = token / queries.nodes, node = token % queries.nodes;
-            const long slot = !slots ? node : slots[token] < 0 ? slots[token] + keys.nodes : slots[token];
             const long place = row * position_stride + node * turned;
             const T* from = x + token * all * width;
-            for (long head = 0; head < all; head++, from += width) {
-                const bool is_query = head < queries.heads, is_key = !is_query && head < queries.heads + keys.heads;
-                if (!is_query && !is_key) {
-                    if (values.values) memcpy(values.at<T>(row, head - queries.heads - keys.heads, slot), from, width * sizeof(T));
-                    continue;
-                }
+            for (long head = 0; head < queries.heads + keys.heads; head++, from += width) {
+                const bool is_key = head >= queries.heads;
                 const Norm<T>& norm = norms[is_key];
                 if (norm.weight) norm(from, 1, width, normed.data());
-                T* to = is_query ? queries.at<T>(row, head, node) : keys.at<T>(row, head - queries.heads, slot);
+                T* to = is_key ? keys.at<T>(row, head - queries.heads, node) : queries.at<T>(row, head, node);
                 rotate(norm.weight ? normed.data() : from, cos + place, sin + place, turned, width, to);
             }
         }
