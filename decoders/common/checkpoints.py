@@ -76,7 +76,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def absent(name: str) -> str | None:
-    """The reason why `name` cannot name a model; None for a path that exists, and for a possible name on the hub."""
+    """Why `name` cannot be the name of a model; None if it is an existing path, or may be a name on the hub."""
     repository, _ = _source(name)
     if Path(name).exists() or _HUB_NAME.fullmatch(repository):
         return None
@@ -84,7 +84,7 @@ def absent(name: str) -> str | None:
 
 
 def _source(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name, and the arguments by which ``from_pretrained`` reads a GGUF file; no arguments for other checkpoints."""
+    """The folder or hub name, and the arguments with which ``from_pretrained`` reads a GGUF file: {} for other checkpoints."""
     if not is_gguf(path):
         return os.fspath(path), {}
     return str(PurePath(path).parent), {"gguf_file": PurePath(path).name}

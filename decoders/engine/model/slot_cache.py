@@ -42,10 +42,10 @@ class SlotCache(Cache):
     Args:
         buffers: keys and values, which are written in place.
         slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
-        view: attention sees slots ``0 … view-1``. So its cost depends on the length of the texts, not on the size of the cache.
+        view: attention sees slots ``0 … view-1``, so that its cost depends on the length of the texts, not on the size of the cache.
         states: runs the recurrent layers in this pass; None if the model has no recurrent layers.
-        counts: ``[N]``, for a single row, the number of tokens before each node minus the node's index in the pass. Designs with
-            :class:`~decoders.engine.model.layout.CountedTokens` add the index themselves. None for all other designs.
+        counts: ``[N]``, for a single row, the number of tokens before each node minus the node's index in the pass. Models with
+            :class:`~decoders.engine.model.layout.CountedTokens` add the index themselves. None for all other models.
         in_levels: whether attention gets quantized keys and values as :class:`Levels`; otherwise the cache dequantizes them.
     """
 
@@ -72,7 +72,7 @@ class SlotCache(Cache):
         return keys[:, :, : self.view], values[:, :, : self.view]
 
     def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor | Levels:
-        """Writes `states` as int8. Returns the view's slots for attention; later passes will read the same quantized values."""
+        """Writes `states` as int8. Returns the slots of the view, so that attention uses the quantized values, as later passes will."""
         levels, scale = quantize_slots(states)
         write_slots(buffer, self.slots, levels)
         write_slots(scales, self.slots, scale)
@@ -100,7 +100,7 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
-    """Our CPU kernel that writes keys and values; None if it does not fit. Also None in compiled code: inductor generates a kernel."""
+    """Our CPU kernel that writes keys and values; None if it does not fit, or in compiled code: inductor generates a kernel."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     if buffer.dtype not in cpu.TYPES or not keys.dtype == values.dtype == buffer.dtype:

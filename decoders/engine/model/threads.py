@@ -22,7 +22,7 @@ import torch
 from ...common.devices import waiting_share
 from ...report.surroundings import WAITING, busy_share
 
-#: A number of threads is judged after STEPS steps, or after LONG seconds.
+#: The mean time per step with a number of threads is judged after STEPS steps, or after LONG seconds.
 STEPS = 4
 LONG = 0.1
 #: Another number of threads is better if a step then takes at most this share of the former time.
@@ -41,7 +41,7 @@ _own = _TorchsOwn()
 
 
 def torchs_own() -> int:
-    """torch's number of threads in this thread outside of calls."""
+    """torch's number of threads for this thread, without the changes that running calls made."""
     return _own.number if _own.calls else torch.get_num_threads()
 
 
@@ -110,7 +110,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """A new object for a new model. It begins with torch's number of threads, or with half of it if the machine is busy."""
+        """The threads for a new model: at first torch's number of threads, or half of it if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and busy_share():
             threads.count = threads.most // 2
