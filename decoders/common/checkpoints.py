@@ -25,11 +25,11 @@ class GgufError(DecodersError, ImportError):
 
 
 def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
-    """The causal language model or vision-language model at `path`, in evaluation mode. Dequantizes a GGUF file.
+    """Loads the causal language model or vision-language model at `path`, in evaluation mode. Dequantizes a GGUF file.
     options: further arguments of ``from_pretrained``.
 
     Raises:
-        OSError, ValueError: the errors of transformers: there is no such model, or it is not a causal language model.
+        OSError, ValueError: the errors of transformers: there is no such model, or it is of neither kind.
         GgufError: a package that reads GGUF files is missing.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -54,7 +54,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of the checkpoint at `path`. options: further arguments of ``from_pretrained``.
+    """Loads the tokenizer of the checkpoint at `path`. options: further arguments of ``from_pretrained``.
 
     Raises:
         OSError, ValueError: the errors of transformers. GgufError: a package that reads GGUF files is missing.

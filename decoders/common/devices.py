@@ -56,7 +56,7 @@ def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def accelerator(device: torch.device) -> Any:
-    """``torch.cuda`` or ``torch.xpu``, which have the same functions of streams and memory; None for other devices."""
+    """``torch.cuda`` or ``torch.xpu``, which have the same functions for streams and memory; None for other devices."""
     return {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
 
 

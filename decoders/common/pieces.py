@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: The text to which tokenizers decode an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: Earlier tokens, the window, are decoded again with new tokens. A window of this length is replaced, at the cost of one decoding.
+#: Earlier tokens, the window, are decoded again with new tokens. A window of this length ends, at the cost of one more decoding.
 AGAIN = 12
 
 

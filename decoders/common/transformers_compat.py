@@ -97,7 +97,7 @@ def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def rope_type_of(module: nn.Module) -> Any:
     """The rope type of a rotary module: a name, or a name per type of layer; None for other modules. There is no public attribute.
 
-    If the type is dynamic, transformers may compute the table of rotary positions again in a forward pass.
+    From the rope type, transformers decides whether a forward pass computes the table of rotary positions again.
     """
     kind = getattr(module, "rope_type", None)
     return kind if isinstance(kind, (str, dict)) else None
@@ -117,7 +117,7 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index that no other has.
+    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index, different from all others.
 
     If no list is like this (GPT-Neo): the only list whose length is the config's number of layers. Empty if neither is found.
     """

@@ -220,7 +220,7 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask layout of a trial pass. Records the keys, and the number of query heads per key head, of every layer that calls it."""
+    """The mask layout of a trial pass. Records each layer's keys, and its number of query heads per key head."""
 
     groups: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)

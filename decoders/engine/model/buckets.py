@@ -1,4 +1,4 @@
-"""Sizes are rounded up to buckets, so that few sizes occur.
+"""Rounds the sizes of tensors up to buckets, so that few sizes occur.
 
 On CUDA every size needs its own recording, so rows, nodes, slots and prefill chunks are rounded up to the next bucket. On the CPU
 nothing is recorded: `static` is False, and most sizes stay as they are. Compiled code has dynamic sizes on both devices.

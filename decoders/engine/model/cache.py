@@ -85,7 +85,7 @@ class LayoutProbe(Cache):
         return query_length, 0
 
     def watching(self, model: nn.Module) -> AbstractContextManager:
-        """The context to run `model` in with this cache. Does nothing here, but more in a subclass."""
+        """The context in which to run `model` with this cache; empty here, for subclasses to replace."""
         return nullcontext()
 
 
@@ -132,7 +132,7 @@ class CacheBuffers:
         return CacheBuffers(*parts, states, shifts).placed(by_kernel)
 
     def placed(self, by_kernel: bool) -> CacheBuffers:
-        """The same buffers, with :attr:`places` if `by_kernel`. Must not be recorded, because it copies addresses from the host."""
+        """The same buffers, with :attr:`places` if `by_kernel`. Must not be recorded, because it copies data from the host."""
         return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
@@ -182,7 +182,7 @@ class CacheBuffers:
         return own.placed(self.places is not None)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
-        """Copies from `source`, row `source_row`, to `row`: the first `count` slots, the states and the shift."""
+        """Copies the first `count` slots, the states and the shift of a row of `source`, `source_row`, to `row` of these buffers."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
         if self.states is not None and source.states is not None:

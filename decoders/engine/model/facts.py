@@ -18,11 +18,11 @@ from .weights.quantization import Quantized
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that a model reads and writes.
+    """The tokens that a model accepts and predicts.
 
     Attributes:
         size: number of logits ``V``.
-        embeddings: number of token ids that the model can read.
+        embeddings: number of token ids that the model accepts as input.
         placeholders: ``[P]`` int64 on the model's device, the tokens that stand for images, videos and sounds; None for text only.
         placeholders_on_host: `placeholders` on the host.
     """

@@ -15,7 +15,7 @@ The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one
     are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on another branch run again before the
     next block (:func:`branch_length`). While another branch is verified, a near-tie between two tokens may come out differently.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds differently
-  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round alike.
+  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round all alike.
 - torch uses another kernel if an expert has a single row, and an expert's number of rows depends on the block.
 """
 
@@ -106,7 +106,10 @@ class _Text:
     def run(
         self, buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
-        """Runs a block after the text. Returns the logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text."""
+        """Runs a block after the text. Returns the logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text.
+
+        spare: number of further slots that attention looks at; padded: whether the block is padded to a bucket.
+        """
         target, length, device = self.target, self.length, self.target.device
         if padded:
             tree = tree.padded(node_bucket(len(tree), target.static, self._multiple))

@@ -1,4 +1,4 @@
-"""Keeps the results of passed checks on a CPU in files, so that later processes need not check the same model design again.
+"""Keeps the results of passed checks on a CPU in files, so that later processes need not check the same architecture again.
 
 The name of a result's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
 their plain attributes, the files of code, the versions and the machine. Only results for unmodified models of transformers are kept.
@@ -37,7 +37,7 @@ from .target import Target
 from .torch_compat import float32_precision, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: A buffer with more bytes is not hashed. The result of a check of its model is not kept.
+#: A buffer with more bytes is not hashed, and the check of a model with such a buffer is not kept.
 _BUFFER = 64 << 20
 #: Packages whose code is identified by the package's version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}

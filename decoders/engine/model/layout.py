@@ -32,7 +32,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def embeddings_of(model: PreTrainedModel) -> int:
-    """The number of token ids that the model can read: the rows of its embedding, else the vocabulary size in its config."""
+    """The number of token ids that the model accepts: the rows of its embedding, else the vocabulary size in its config."""
     embeddings = model.get_input_embeddings()
     told = getattr(embeddings, "num_embeddings", None)
     if isinstance(told, int):
@@ -317,7 +317,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Turns an exception that `model` raises in a trial pass into an UnsupportedError with the text `trouble`."""
+    """Turns an exception that `model` raises in a trial pass into an UnsupportedError whose text contains `trouble`."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):

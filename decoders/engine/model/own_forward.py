@@ -58,7 +58,7 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images, or "" without images. If its images are not known: the row's entry in `hashes`."""
+        """The hash of a row's own images; "" without images. If it is unknown which are its own: the row's entry in `hashes`."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
@@ -169,7 +169,7 @@ class OwnForward:
         try:
             plain, zeros = (self.model(input_ids=tokens, use_cache=False, **given).logits for given in ({}, typed))
             self._ignores_zeros = torch.equal(plain, zeros)
-        except Exception:  # a design may raise anything
+        except Exception:  # a model may raise anything
             self._ignores_zeros = False
         finally:
             self._forget()

@@ -202,7 +202,7 @@ class Recording:
         self.replays += 1
 
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
-        """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never waits.
+        """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never idles.
 
         The caller stops when all rows have ended. One more step may still be running at that time. It does no harm: ended rows get no
         tokens, and the device runs later work on the same tensors only after this step.
@@ -255,8 +255,8 @@ class _Failure:
 class Recordings:
     """The recordings of a session, by key. If there are too many, the least recently used are dropped first.
 
-    A key contains everything that a recording depends on besides tensors: strategy and settings, plan, verifier, buckets, compiled
-    parts. It need not contain weights and attention: if they change, a new engine with new sessions is created.
+    A key contains everything that a recording depends on besides tensors: strategy and settings, sampling plan, verifier, buckets,
+    compiled parts. It need not contain weights and attention: if they change, a new engine with new sessions is created.
 
     Attributes:
         recorded: number of successful recordings.
@@ -319,7 +319,7 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if none fits.
+        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if it does not fit.
 
         Afterwards the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
 
@@ -345,7 +345,7 @@ class Recordings:
         Args:
             capacity: the sizes that `body` supports.
             inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass the
-                :class:`StaticInputs` from the beginning of the call, because a later call is compared with it at its own beginning. If
+                :class:`StaticInputs` of the beginning of the call, because later calls at their beginning are compared with it. If
                 steps of this call have replaced tensors since then, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """

@@ -1,4 +1,4 @@
-"""Creates a model's target (our copy of it) with kernels that work on this machine, and compares their logits with the model's."""
+"""Creates a model's target (our copy of it) with kernels that work on this machine, and compares its logits with the model's."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .kernels import cpu
 from .kernels.products import on_cpu
 
 #: Runs a module on some of its input tokens, and returns the output. The first argument is a function that selects the entries of these
-#: tokens, ``[M, n, …]``, from a tensor of all tokens. The second argument is the cache for the call.
+#: tokens, ``[M, n, …]``, from a tensor of all tokens. The second argument is the cache that the module uses.
 RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
 
 

@@ -32,9 +32,9 @@ from .recurrent import (
 MOST_LAYERS = 4096
 #: Number of tokens of a trial text.
 TRIED = 6
-#: Tolerated relative difference between reading a text in one piece and in two pieces, in float32 and in lower precision.
+#: Tolerated relative difference of the results for a text in one piece and in two pieces, in float32 and in lower precision.
 IN_PIECES, LOW_IN_PIECES = 1e-3, 2e-2
-#: Tolerated relative difference between reading a text in one piece and token by token. Some models use other equations for single
+#: Tolerated relative difference of the results for a text in one piece and token by token. Some models use other equations for single
 #: tokens: Nemotron-H and Zamba2 differ by 3e-2.
 TOKEN_BY_TOKEN = 0.1
 
@@ -201,7 +201,7 @@ def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttention
 
 
 def may_keep_states(model: PreTrainedModel) -> bool:
-    """Whether the config, or transformers, says that some layers keep a recurrent state."""
+    """Whether the config's layer types, or the model's class in transformers, indicate a recurrent state."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return keeps_recurrent_state(model) or bool(
         {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"} & set(types)

@@ -84,23 +84,23 @@ class Target:
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded up to buckets.
         precision: precision of the matrices and of the cache, if it differs from the model's precision.
-        vocabulary: the tokens that the model reads and writes.
+        vocabulary: the tokens that the model accepts and predicts.
         attending: how attention is computed.
         products: how matrices are multiplied.
         lengths: how results depend on the length of a text.
         checks: the results of the checks made when the target was created.
-        weights: the state of the weights from which kept keys and values, and quantized matrices, were computed.
+        weights: the state of the weights when kept keys and values, and quantized matrices, were computed from them.
         rounds: whether intermediate values are rounded (activations, keys or values are quantized, or float32 products use
             TensorFloat-32), so that a difference in the last bit may become larger.
         recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`). A model with recurrent layers runs uncompiled.
         continues: whether all recurrent layers can continue a text with several tokens at once.
-        taps: the hooks that keep outputs of a pass besides logits.
-        multiple: the numbers of nodes in blocks and chunks of text are multiples of this. It is more than 1 if bits matter and depend
-            on the slots of a path. Then tokens accepted on a branch run again in the slots ``base + depth``.
+        taps: the hooks that store outputs of a pass besides logits.
+        multiple: blocks and chunks of text have a multiple of this number of nodes. It is more than 1 if the last bits of logits matter
+            and depend on the slots of a path. Then tokens accepted on a branch run again in the slots ``base + depth``.
         ranks: the processes that share the weights.
 
     Raises:
-        UnsupportedError: the model's design does not fit the loop. A kernel that does not run may raise any exception.
+        UnsupportedError: the loop does not support the model's architecture. A kernel that does not run may raise any exception.
     """
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
@@ -250,7 +250,7 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if a token could then change."""
+        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if that could change a token."""
         if self.static:
             return False
         if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):

@@ -102,7 +102,7 @@ class RegionalForward:
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Declares constant dimensions of tensors, such as heads and widths of the cache. sizes: tensors with these dimensions."""
+    """Declares constant dimensions of tensors, such as heads and widths of the cache. sizes: pairs of a tensor and dimensions."""
     for tensor, dims in sizes:
         for dim in dims:
             torch_compat.mark_static(tensor, dim)

@@ -145,8 +145,8 @@ class Tiers:
         Args:
             mode: the call's setting ``compile``; only "auto" sets a limit.
             plan: if given, pairs with other sampling plans are left out.
-            joined: whether requests join and leave. A request is then part of passes over one row and over several rows, so either both
-                kinds of passes run compiled or none (:meth:`compile_both`).
+            joined: whether requests join and leave the batch. A request is then part of passes over one row and over several rows, so
+                either both kinds of passes run compiled or none (:meth:`compile_both`).
         """
         if mode != "auto":
             return None
@@ -156,7 +156,7 @@ class Tiers:
         return kinds | self.beside.ready(plan)
 
     def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
-        """Whether more passes or draws are compiled now than when :meth:`steady_tiers` returned `tiers`."""
+        """Whether more is compiled now than when :meth:`steady_tiers` returned `tiers`. Always False without a limit."""
         return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
