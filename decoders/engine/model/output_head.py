@@ -61,7 +61,7 @@ class _Output(BaseModelOutputWithPast):
 
 @dataclass
 class _HiddenStates:
-    """hidden: the head's input ``[B, N, H]`` during a call of :class:`OutputHead`; otherwise None."""
+    """The head's input. hidden: ``[B, N, H]`` during a call of :class:`OutputHead`; otherwise None."""
 
     hidden: Tensor | None = None
 

@@ -267,7 +267,7 @@ def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
 
 
 class Running:
-    """nodes: those of the level that runs now, see :attr:`Level.nodes`."""
+    """The level that runs now. nodes: see :attr:`Level.nodes`."""
 
     nodes: Tensor
 

@@ -60,7 +60,7 @@ class _Tier:
     """The compilation of the passes of one kind.
 
     Attributes:
-        seconds: seconds of uncompiled passes so far.
+        seconds: seconds so far of passes and steps that compiling this kind would make faster.
         job: the compilation, running or finished; None before it has begun.
         booked: whether the compilation's seconds are in a report.
     """
@@ -92,7 +92,7 @@ class Tiers:
     when the compiler is ready.
 
     Attributes:
-        kinds: for each kind of pass, its compilation and the seconds of its uncompiled passes.
+        kinds: for each kind of pass, its compilation and the seconds spent without it.
         regional, regional_mixed: the compiled pass without and with a piece of a prompt; None before their compilation begins.
         mode: the setting ``compile`` of the present call.
         report: the present call's report.
