@@ -21,7 +21,7 @@ Problem: TypeAlias = Literal[
     "atomic group", "group without a name", "unknown group", "lone surrogate",
 ]  # fmt: skip
 
-#: One character of a set.
+#: A node that matches one character, out of a set.
 Set: TypeAlias = Chars | Class
 #: What a letter after a backslash means, or why it is refused.
 Escape: TypeAlias = Set | Anchor | Problem

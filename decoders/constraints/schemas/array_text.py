@@ -18,7 +18,7 @@ _MOST_VALUES = 9
 
 
 def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
-    """The expression for the texts of `array`. The names of its rules begin with `name`."""
+    """An expression for the texts of `array`. The names of the rules that are added to `rules` begin with `name`."""
     whitespace = rules.whitespace
     opened, closed = text(rf"\[{whitespace.opened}"), text(rf"{whitespace.closing}\]")
     empty = [text(rf"\[{whitespace.empty}\]")] if array.low == 0 else []
@@ -148,7 +148,7 @@ def _unique_state(name: str, state: tuple[int, frozenset[Node]]) -> str:
 
 
 def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
-    """The values of `node` as nodes; None if there are more than `most`, or they cannot be enumerated."""
+    """The values that `node` allows, each as a node; None if there are more than `most`, or they cannot be enumerated."""
     shapes = normaliser.shapes(node)
     known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
     for numbers in shapes.numbers:

@@ -90,4 +90,4 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def step(self, count: int = 1) -> None:
-        """Counts work against the limit. Raises GrammarError: the limit is exceeded."""
+        """Adds `count` to the work done so far. Raises GrammarError: the limit of the work is exceeded."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from ...errors import GrammarError
 
-#: Every integer up to this number is exactly a float.
+#: Floats represent every integer up to this number exactly.
 EXACT = 2**53
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers between `low` and `high` (None: no bound) that are of a kind.
+    """The numbers between `low` and `high` (None: no bound) that are of one kind.
 
     Attributes:
         open_low: whether `low` itself is excluded.
