@@ -62,7 +62,7 @@ class CallFormat:
         also: other pairs of `opening` and `middle` that models use.
         ids: ids in front of `middle`; None: calls have none.
         source: texts in the source of chat templates that use this format but do not take calls in messages.
-        shown: a text in a chat template's rendering of a call; None: `begin`, `opening`, the name and `middle`.
+        shown: a text by which a chat template's rendering of a call shows this format; None: `begin`, `opening`, the name and `middle`.
     """
 
     name: str
@@ -133,7 +133,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A regular expression for a call between its :attr:`mark` (included if `opening` is only the mark) and its arguments."""
+        """A regular expression for a call from the end of :attr:`mark` (the start if `opening` is only the mark) to the arguments."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):

@@ -17,7 +17,7 @@ from .python_types import schema_of
 from .specs import Choice, JsonSchema, Lark, Regex
 from .typed import OfType, asks_more
 
-#: What to write instead of a flag.
+#: What to write instead of a flag of ``re``.
 _INSTEAD = {
     re.IGNORECASE: "spell both cases, [Aa]",
     re.DOTALL: r"write (.|\n) for any character",

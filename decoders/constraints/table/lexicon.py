@@ -109,7 +109,7 @@ class Trie:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
             starts: the states in which walks start.
-            strings: ``[S]``: states inside strings. The walk stops at such a state if only plain characters led there.
+            strings: ``[S]`` bool, which states are inside strings. The walk stops at such a state if only plain characters led there.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()
@@ -228,7 +228,7 @@ class Lexicon:
 
     @cached_property
     def ends(self) -> Trie:
-        """A trie of the rests, with their indices as tokens."""
+        """A trie of the rests that are not empty, with their indices as tokens."""
         count = len(self.rests)
         return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
 
@@ -306,7 +306,7 @@ class Room:
 
 
 def room(transitions: NDArray[np.int32], byte_class: NDArray[np.int64], longest: int) -> Room:
-    """The room of the states of an automaton ``[S, C]``, counted up to `longest` plain characters.
+    """How many plain characters may follow each state of an automaton ``[S, C]``, counted up to `longest`.
 
     Counting ends where plain characters lead to different states, which never happens within strings.
     """
