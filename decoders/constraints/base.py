@@ -63,12 +63,12 @@ class Tables:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all tensors."""
+        """Memory of all tensors, in bytes."""
         return sum(t.numel() * t.element_size() for t in (self.next, self.classes, self.mask_of, self.masks))
 
 
 class CompiledGrammar(ABC):
-    """A language compiled for a vocabulary. Immutable; shared by all calls.
+    """A language compiled for a vocabulary. Immutable; shared by all calls of ``generate``.
 
     Attributes:
         language: the language that was compiled.
@@ -89,7 +89,7 @@ class CompiledGrammar(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory of the compiled grammar."""
+        """Memory of the compiled grammar, in bytes."""
 
     @property
     def parts(self) -> Sequence[CompiledGrammar]:
@@ -111,7 +111,7 @@ class CompiledGrammar(ABC):
 
 
 class Tabulated(CompiledGrammar):
-    """A grammar that is an automaton with a mask for each state, so that a step by a token takes only table look-ups.
+    """A grammar that is an automaton with a mask for each state, so that a token costs only table look-ups.
 
     Attributes:
         first: the state of the empty text.
@@ -230,14 +230,14 @@ def mask_words(vocabulary: int) -> int:
 
 
 def pack(allowed: Tensor) -> Tensor:
-    """``[…, V]`` bool as packed masks ``[…, W]`` int32."""
+    """Packs masks ``[…, V]`` bool into words ``[…, W]`` int32."""
     padded = torch.nn.functional.pad(allowed, (0, -allowed.shape[-1] % 32)).unflatten(-1, (-1, 32))
     bits = padded.to(torch.int64) << torch.arange(32, device=allowed.device)
     return bits.sum(-1).to(torch.int32)
 
 
 def unpack(masks: Tensor, vocabulary: int) -> Tensor:
-    """Packed masks ``[…, W]`` int32 as ``[…, V]`` bool."""
+    """Unpacks masks ``[…, W]`` int32 to ``[…, V]`` bool. vocabulary: ``V``."""
     eighths = masks.contiguous().view(torch.uint8)  # little-endian, as on every platform of PyTorch
     bits = (eighths[..., None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return bits.view(torch.bool).flatten(-2)[..., :vocabulary]

@@ -61,7 +61,7 @@ class CallFormat:
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: ids in front of `middle`; None: calls have none.
-        source: texts in the source of chat templates that use this format but do not take calls in messages.
+        source: texts by which this format is found in the source of a chat template that cannot render calls.
         shown: a text by which a chat template's rendering of a call shows this format; None: `begin`, `opening`, the name and `middle`.
     """
 
@@ -150,7 +150,7 @@ class CallFormat:
         """Parses a growing text: the text in front of the calls, and the calls.
 
         Args:
-            functions: the known functions, with the types of their parameters. Calls of other functions are text.
+            functions: the known functions, with the types of their parameters. Calls of other functions are parsed as text.
             ended: whether the text is complete.
             known: for each index at which arguments begin, their progress in earlier reads; this read updates it.
         """

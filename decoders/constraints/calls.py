@@ -107,7 +107,7 @@ class _Arguments(JsonSchema):
 
 @dataclass(frozen=True)
 class Arguments(Spec):
-    """The arguments of a function."""
+    """The specification of a function's arguments, in JSON."""
 
     function: Called
 

@@ -37,7 +37,7 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
     """The specification of one row; None for free text. A compiled grammar is returned as it is.
 
     Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them) are
-    written as in outlines, in Python's notation: ``True``, ``None``, ``"text"``. Structured types are JSON.
+    written as in outlines, in Python's notation: ``True``, ``None``, ``"text"``. Values of structured types are written as JSON.
 
     Raises:
         UnknownNameError: the value is a string, but not the name of a grammar that ``decoders grammars`` lists.
@@ -67,7 +67,7 @@ def type_names(value: object) -> Iterator[str]:
 
 
 def spec_of_file(path: Path) -> Spec:
-    """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
+    """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` a regular expression, ``.lark`` a Lark grammar.
 
     Raises:
         GrammarError: a file of another kind, an unreadable file, or a file without a valid grammar.

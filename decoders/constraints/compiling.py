@@ -148,7 +148,7 @@ _shared = Cache()
 compiled, forget = _shared.compiled, _shared.clear
 
 
-# A file consists of a header line and the result of :meth:`CompiledGrammar.dump`. Nothing in it is executed. Its name is a hash of
+# A file consists of a header line and the result of :meth:`CompiledGrammar.dump`. Nothing in a file is executed. Its name is a hash of
 # everything that its content depends on, so another version of the language or vocabulary has another file. Only tables are stored:
 # llguidance compiles in a millisecond and cannot serialize its state.
 

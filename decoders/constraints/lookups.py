@@ -1,4 +1,4 @@
-"""Look-up tables of :class:`Tabulated` grammars: a device's table of next states by state and token; rows computed when first used."""
+"""Look-up tables: next states of a :class:`Tabulated` grammar by state and token, on a device; rows that are computed on first use."""
 
 from __future__ import annotations
 

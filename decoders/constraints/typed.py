@@ -96,7 +96,7 @@ class OfType(JsonSchema):
 
 @dataclass(frozen=True)
 class _Checker:
-    """Raises GrammarError for a text that the type does not validate. Keeps the type alive, because keys of caches contain its id."""
+    """Called with a text, raises GrammarError if the type refuses it. Keeps the type alive, because keys of caches contain its id."""
 
     base: Language
     kind: Any

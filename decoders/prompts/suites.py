@@ -126,7 +126,7 @@ def _question(suite: Suite, name: str, number: int, row: dict[str, Any]) -> Ques
 def conversations(
     suite: Suite, questions: Sequence[Question], answer: Callable[[Content], str], template: bool
 ) -> Texts:
-    """The prompts of all turns; a later turn's prompt contains the earlier answers.
+    """The prompts of all turns of `questions`; a later turn's prompt contains the earlier answers.
 
     Args:
         answer: returns the answer to a prompt.

@@ -23,13 +23,13 @@ _NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
 
 
 class LLGuidance(Backend):
-    """llguidance in strict mode: Lark grammars, recursion, and languages too large for a table; masks are computed on the host."""
+    """Languages compiled by llguidance: Lark grammars, recursion, languages too large for a table; masks are computed on the host."""
 
     name = "llguidance"
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """Compiles `language` for `vocabulary`, without the texts that contain a byte of :data:`_SELDOM` that has no token.
+        """Compiles `language` for `vocabulary`, without texts that contain bytes of :data:`_SELDOM` for which there is no token.
 
         Raises:
             GrammarError: llguidance cannot read `language`, hits a limit at once, or may reach dead ends because another byte of
@@ -222,8 +222,8 @@ class LLGuidanceMatcher(Matcher):
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
         """Queries the ``LLMatcher``.
 
-        An ``LLMatcher`` never recovers from an error. The query is repeated with a new lexer, because the old one may have hit its
-        limit of states.
+        An ``LLMatcher`` never recovers from an error. So a failed query is repeated with a new lexer, because the old one may have hit
+        its limit of states.
 
         Args:
             question: the query.

@@ -29,8 +29,8 @@ STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 #: Deepest nesting of terminals that is compiled; it takes 0.1 seconds.
 DEEPEST = 500
 
-#: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 items (Earley) take 2.5
-#: ms (100 to 700 ms in the most ambiguous grammars found). A row of items grows with the number of alternatives and holds 20,000.
+#: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 Earley items take
+#: 2.5 ms (100 to 700 ms in the most ambiguous grammars found). A row of items grows with the number of alternatives and holds 20,000.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 20_000,
     "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
@@ -117,7 +117,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
 
 
 def refuse_invalid(language: Language) -> None:
-    """Raises the GrammarError that compiling a grammar in Lark's notation would raise for every vocabulary."""
+    """Raises the GrammarError that compiling `language` would raise for any vocabulary; checks only languages in Lark's notation."""
     import llguidance
 
     if language.lark is None:

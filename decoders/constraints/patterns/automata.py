@@ -112,7 +112,7 @@ def minimal(machine: FSM) -> FSM:
 
 
 class _ConditionAutomaton:
-    """Thompson's automaton of one condition, determinised lazily."""
+    """Thompson's automaton of one condition. Its deterministic moves are computed on first use."""
 
     def __init__(self, tree: Pattern, symbols: Symbols) -> None:
         self.symbols = symbols

@@ -57,7 +57,7 @@ class ClassReader:
         return self.pattern.startswith(text, self.place)
 
     def take(self, text: str) -> bool:
-        """Reads `text`, if it comes next."""
+        """Reads `text` if it comes next; returns whether it did."""
         if self.peek(text):
             self.place += len(text)
             return True
@@ -170,7 +170,7 @@ class ClassReader:
     # Escapes.
 
     def escaped(self, in_class: bool) -> Set | Anchor:
-        """Reads an escape."""
+        """Reads an escape; returns the characters or the anchor that it stands for."""
         begin, dialect = self.place, self.dialect
         letter = self.pattern[begin + 1 : begin + 2]
         if not letter:

@@ -107,7 +107,7 @@ def check_part(regex: str) -> None:
 
 
 def not_read(regex: str, reason: str) -> str:
-    """The error message for a `regex` that is not read for this `reason`."""
+    """The error message that `regex` is not read, with the `reason`."""
     return f"{shown(regex)} is not a regular expression that is read here: {reason}"
 
 

@@ -23,7 +23,7 @@ class _Node:
     """A part of a pattern.
 
     Attributes:
-        place: index of its first character in the pattern that was read, for messages; equal nodes may differ in it.
+        place: index of its first character in the pattern that was read, for messages; ignored when nodes are compared.
     """
 
     place: int = field(default=0, compare=False, repr=False, kw_only=True)

@@ -20,7 +20,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Items:
-    """Items that keywords have evaluated, for ``unevaluatedItems``: items up to index `first` (None: all), and items of `kinds`."""
+    """Items that keywords have evaluated, for ``unevaluatedItems``: those before index `first` (None: all), and those of `kinds`."""
 
     first: int | None = 0
     kinds: tuple[Node, ...] = ()

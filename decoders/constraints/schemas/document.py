@@ -47,7 +47,7 @@ class Place:
     subtracted: bool = False
 
     def child(self, *keys: str | int) -> Place | bool:
-        """The schema under `keys`. Raises GrammarError: there is no schema."""
+        """The schema under `keys`. Raises GrammarError: the value under `keys` is no schema."""
         target: Any = self.schema
         for key in keys:
             target = target[key]
@@ -104,7 +104,7 @@ def step(key: str | int) -> str:
 
 
 def members(contents: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of all objects in `contents`."""
+    """Yields the name and value of each member of the objects in `contents`, at any depth."""
     todo = [contents]
     while todo:
         part = todo.pop()

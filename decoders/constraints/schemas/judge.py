@@ -1,6 +1,6 @@
 """Validates values and finished texts against a schema: every keyword of every draft, in bounded time.
 
-Every pair of schema and value is evaluated once, which bounds the cost of references that fan out; patterns are matched by automata.
+Every pair of schema and value is evaluated once, which bounds the cost of references that fan out; automata match regular patterns.
 Formats are annotations, as in the drafts since 2019.
 """
 

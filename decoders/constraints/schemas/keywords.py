@@ -41,7 +41,7 @@ def of_type(name: Any) -> Shapes:
 
 
 def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
-    """The shapes of one value. leaf: returns the node of a value inside it."""
+    """The shapes of one value. leaf: returns the node of a value inside `value`."""
     if value is None or isinstance(value, bool):
         return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
     if isinstance(value, int | float):

@@ -27,7 +27,7 @@ def kind_of(value: Any) -> str:
 
 
 class Kinds:
-    """The types of each property of the objects that a schema allows.
+    """``kinds[name]``: the types that the property `name` may have in objects that a schema allows.
 
     Args:
         text: the schema, as JSON.
@@ -122,5 +122,5 @@ def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
 
 @lru_cache(64)
 def kinds_of(schema: str) -> Kinds:
-    """The types of the properties of a schema, given as JSON."""
+    """The :class:`Kinds` of `schema`, a JSON text; cached."""
     return Kinds(schema)

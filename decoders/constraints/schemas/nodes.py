@@ -76,7 +76,7 @@ class Nodes:
 
 
 class NodeAlgebra(ABC):
-    """Operations on nodes, which sets of arrays and objects need for the values in arrays and objects.
+    """Operations on nodes that :mod:`.arrays` and :mod:`.objects` need for the values inside arrays and objects.
 
     Attributes:
         nodes: the table of expressions.

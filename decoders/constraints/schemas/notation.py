@@ -1,6 +1,6 @@
-"""A grammar as a tree, and writing it in two notations: llguidance's Lark, and one regular expression.
+"""The rules of a grammar as trees, and writing them in two notations: llguidance's Lark, and one regular expression.
 
-Both notations of a tree denote the same texts.
+Both notations of the rules denote the same texts.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 
 
 class _Productive:
-    """Finds the rules that have a text.
+    """Finds the rules that derive at least one text.
 
     Every expression counts the parts that it still needs and notifies the enclosing expression when the count is zero, so that the
     work is linear in the size of the grammar.

@@ -178,7 +178,7 @@ def _plain(value: Fraction) -> str:
     return text.replace(".", r"\.").replace("+", r"\+").replace("-", r"\-")
 
 
-# Digits between bounds, which are not negative except in :func:`integers`.
+# Regular expressions for digits between bounds. The bounds are not negative except in :func:`integers`.
 
 
 def integers(low: int | None, high: int | None) -> str:

@@ -142,7 +142,7 @@ def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
 
 
 def canonical(value: Any) -> str:
-    """A text that is the same for equal values: 1, 1.0 and 1e0 are equal, and so are objects in any order; 1 and true are not equal.
+    """A text that is the same for equal values: 1, 1.0 and 1e0 are equal, and so are reordered objects; 1 and true are not equal.
 
     Raises:
         GrammarError: `value` contains an infinite number.

@@ -1,4 +1,4 @@
-"""Objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
+"""Writing objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
 
 A grammar does not remember which keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may
 occur twice, and JSON readers keep the last value: so only one occurrence is counted, and conditions are met by the last members.
@@ -113,7 +113,7 @@ class ObjectWriter:
         return alt(*alternatives)
 
     def named(self, state: str, expression: Callable[[], Expr]) -> Expr:
-        """A reference to the rule of `state`, for which :meth:`write` calls `expression`."""
+        """A reference to the rule of `state`, which :meth:`inside` writes later by calling `expression`."""
         rule = f"{self.name}{state}"
         if rule not in self.done:
             self.done.add(rule)

@@ -58,7 +58,7 @@ class MaskedAutomaton:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all arrays."""
+        """Memory of all arrays, in bytes."""
         return sum(part.nbytes for part in (self.next, self.classes, self.mask_of, self.rows, self.accepting))
 
     def tables(self) -> Tables:
@@ -116,7 +116,7 @@ STATES = 4096
 
 
 class Table(Backend):
-    """Regular languages of up to :data:`STATES` states: masks are rows of a table, on the device too."""
+    """Regular languages of up to :data:`STATES` states: masks are rows of a table, which may be on the device."""
 
     name = "table"
     summary = "regular grammars as static tables: a mask costs one table look-up, on the device too"

@@ -37,7 +37,7 @@ SECONDS, MEGABYTES = 5, 1024
 #: every text inside the automaton: then only whole texts match. END is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
 #: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. An empty alternative of
-#: lower priority ends all matches that do not begin at once. It also makes the first state final, and a final first state has no
+#: lower priority ends all matches that do not begin at once. It also makes the first state final, so that this state has no
 #: transitions. So BEGIN stands in front of every text: no state within a text is the first state.
 BEGIN = "\0\0"
 

@@ -78,7 +78,7 @@ class MaskRows:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all masks."""
+        """Memory of all masks, in bytes."""
         return sum(row.nbytes for row in self.each)
 
     def fill(self, number: int, out: Tensor) -> None:
@@ -193,7 +193,7 @@ class _Distinct:
 
 @dataclass(frozen=True)
 class _Automaton:
-    """A trimmed automaton with the tokens to walk; see :func:`masks`."""
+    """A trimmed automaton, and the lexicon with the tokens to walk; see :func:`masks`."""
 
     transitions: Ints
     byte_class: NDArray[np.int64]

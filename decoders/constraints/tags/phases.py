@@ -86,7 +86,7 @@ class Place:
         node: in free text, the node in the automaton of the phase's markers.
         count: number of tokens in this phase so far.
         inner: the grammar's matcher; None in free text.
-        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None if there is none.
+        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None: no matcher.
         lead: the first bytes of the grammar's text, if the last token of the begin marker contained them.
     """
 

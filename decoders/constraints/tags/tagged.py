@@ -57,7 +57,7 @@ class TaggedGrammar(CompiledGrammar):
 
     @property
     def nbytes(self) -> int:
-        """Memory of all grammars inside."""
+        """Memory of the grammars of all phases, in bytes."""
         return sum(grammar.nbytes for grammar in self.grammars)
 
     def mask_of(self, tokens: Sequence[int], out: Tensor, *, without: bool = False) -> None:
