@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
 
 
 def written(arguments: str, notation: Notation | None) -> str:
-    """`arguments`, a JSON object, converted to `notation`; None: JSON."""
+    """`arguments`, a JSON object, converted to `notation` (None: unchanged)."""
     if notation is None:
         return arguments
     value = json.loads(arguments)

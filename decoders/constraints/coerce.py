@@ -1,4 +1,4 @@
-"""Coercing values of ``grammar=`` to specifications: names of library grammars, types, outlines' terms, a list with one per prompt."""
+"""Coercing values of ``grammar=`` to specifications: names of library grammars, types, outlines' terms, lists (one per prompt)."""
 
 from __future__ import annotations
 

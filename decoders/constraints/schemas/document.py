@@ -32,7 +32,7 @@ class Place:
         schema: the schema, a JSON object.
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
-        resolver, specification: what :mod:`referencing` resolves references with, and the draft.
+        resolver, specification: what ``referencing`` resolves references with, and the draft.
         dynamic: whether the document has dynamic references, whose targets depend on the path to them.
         subtracted: whether the values of the schema are excluded, as under ``not``. If a keyword is left out, an excluded schema must
             allow fewer values, other schemas must allow more.
