@@ -42,7 +42,7 @@ class LoadResult:
 
     Attributes:
         method: the method's name.
-        seconds: from the first arrival to the last end.
+        seconds: seconds from the first arrival to the last end.
         tokens: number of requested tokens, of all requests.
         first_token: per request, seconds from arrival to first token; empty if the method does not report first tokens.
         latency: per request, seconds from arrival to end.
@@ -61,7 +61,7 @@ class LoadResult:
         return self.tokens / self.seconds
 
     def goodput(self, within: float) -> float:
-        """Requests per second that ended within `within` seconds of their arrival."""
+        """The number of requests per second that ended within `within` seconds of their arrival."""
         return sum(latency <= within for latency in self.latency) / self.seconds
 
 
