@@ -155,12 +155,12 @@ class Record:
 
 
 def waiting(records: Sequence[Record]) -> float:
-    """The median over our calls of :attr:`Report.waiting`, the share of a step's time spent waiting for processors; 0 if none is ours."""
+    """The median over our calls of :attr:`Report.waiting`, the share of a step's time spent waiting for processors; 0 without calls."""
     return median([sample.waiting for r in records if r.ours for sample in r.samples] or [0.0])
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns `records` and "". If steps waited for more than the share `BUSY` of their time: `records` without ratios, and a warning."""
+    """Returns `records` and ""; or, if steps waited for more than the share `BUSY` of their time, without ratios, and a warning."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (
