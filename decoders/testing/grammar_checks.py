@@ -42,7 +42,7 @@ class GrammarCase:
         return legal
 
     def walks(self, count: int = WALKS, steps: int = STEPS) -> Iterator[tuple[Matcher, Hashable, list[int]]]:
-        """Yields matcher, automaton's state and tokens so far at every position of walks. A stop token, or `steps` steps, end a walk."""
+        """Yields matcher, automaton's state and tokens so far at every position of walks of at most `steps` tokens."""
         for _ in range(count):
             matcher, state = self.grammar.start(), self.start
             taken: list[int] = []

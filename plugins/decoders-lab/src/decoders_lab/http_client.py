@@ -1,6 +1,6 @@
 """An HTTP client for a separate process, so that it takes no time from the server. It imports nothing of this package.
 
-Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``, and answers each request line with the seconds that it took.
+Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``. Each of the latter is posted and answered with the seconds it took.
 """
 
 from __future__ import annotations
