@@ -60,9 +60,9 @@ class Outlook:
     """An estimate of what a draft model or heads would bring.
 
     Attributes:
-        what: "a draft model" or "heads".
+        what: the drafter: "A draft model" or "Heads (medusa, eagle3)".
         ratio: estimated ratio to transformers' tokens/s, from the measured costs of steps and the assumptions.
-        supposed: the assumptions of the estimate.
+        supposed: the assumptions, as a text.
     """
 
     what: str
@@ -84,7 +84,7 @@ class Advice:
         records: the measurements, uncompiled and compiled.
         given: number of given prompts; more than `prompts` if time was too short for all.
         machine: processor, threads, device and versions, as :func:`decoders.bench.machine.facts` returns them.
-        weights: for each number format, the method's tokens/s with this format divided by its tokens/s without, both uncompiled.
+        weights: for each number format, tokens/s with this format divided by tokens/s without it, with the best strategy, uncompiled.
         busy: a warning if other processes used the cores during the measurement, else "".
     """
 
@@ -126,7 +126,7 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The recommended call as code; "" if transformers' own ``generate`` is as fast."""
+        """The recommended call as code; "" if no strategy is recommended."""
         return self.verdict.code if self.verdict.arguments else ""
 
     @property

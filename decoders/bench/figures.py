@@ -14,7 +14,7 @@ from ..report import Stage
 from .measurement import Check, Competitor, Measurement
 from .repetition import in_loops
 
-#: The parts of a step of our loop, in order.
+#: The parts of a step of our loop, in order: attributes of :class:`~decoders.report.Timings`.
 PARTS = ("propose", "mask", "core", "observe", "host")
 
 
@@ -42,7 +42,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Median milliseconds per step without prefill. Only the `total` is known for transformers."""
+    """Median milliseconds of a step and of its :data:`PARTS`, prefill excluded. Only the `total` is known for transformers."""
 
     total: float
     propose: float | None = None

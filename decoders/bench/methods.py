@@ -288,7 +288,7 @@ class Configured:
     Attributes:
         variant: the variant as written.
         classes: the strategy classes of its parts.
-        settings: all settings of each part, those in brackets included.
+        settings: the given settings of each part, those in brackets included.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
         verifier: the verifier of its calls.

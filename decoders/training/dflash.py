@@ -416,6 +416,6 @@ def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
 
 
 def _rows_at(values: Tensor, at: Tensor) -> Tensor:
-    """Selects ``values[b, at[b, a, k]]`` from values ``[B, T, …]``, as ``[B·A, K, …]``."""
+    """Selects ``values[b, at[b, a, k]]`` from `values` ``[B, T, …]``; returned as ``[B·A, K, …]``."""
     rows = torch.arange(len(values), device=values.device)[:, None, None]
     return values[rows, at].flatten(0, 1)

@@ -341,7 +341,7 @@ def train_head(
 
 
 def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
-    """The decoder layers whose outputs a network reads, counted from 0. run: the recipe, which chooses the layers.
+    """The indices (from 0) of the decoder layers whose outputs a network reads. run: the recipe, which chooses the layers.
 
     Raises:
         TrainingError: the target has no list of decoder layers. SettingsError: the target lacks a layer that the recipe names.
@@ -358,7 +358,7 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
     its config has Llama's field names.
 
     Args:
-        intermediate: width of the layers' MLPs; None: the target's.
+        intermediate: width of the layers' MLPs; None: the target's, or four times the hidden size if the target has no single width.
     """
     text = model.config.get_text_config(decoder=True)
     vocab, hidden = model.get_output_embeddings().weight.shape

@@ -45,7 +45,7 @@ class Texts:
 
     Attributes:
         ids: ``[W, T]`` int64.
-        own: ``[W]``, the first position of each row that the target wrote; T if it wrote none.
+        own: ``[W]``, in each row the first position that the target wrote; T if it wrote none.
     """
 
     ids: Tensor
@@ -283,8 +283,8 @@ class TextStore:
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`, some of them continued by the target. Rows that were
-        made under `name` before, from the same target and texts, are read from disk.
+        """At most `count` rows of `texts`, some of them continued by the target. Rows that were made under `name` before, from the same
+        target and texts, are read from disk.
 
         Raises:
             TrainingError: the texts do not fill one row.

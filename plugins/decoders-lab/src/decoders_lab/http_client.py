@@ -1,6 +1,6 @@
 """An HTTP client for a separate process, so that it takes no time from the server. It imports nothing of this package.
 
-Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``. Each of the latter is posted and answered with the seconds it took.
+Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``. For each PATH, posts BODY and writes the seconds until the answer.
 """
 
 from __future__ import annotations

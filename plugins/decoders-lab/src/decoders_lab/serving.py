@@ -26,7 +26,7 @@ class Overhead:
         method: the route.
         scheduler: seconds without a server, from submission to the end.
         server: seconds with a server, as its client measures them.
-        added: seconds by which a request through the server is longer than the request without it that is sent beside it.
+        added: difference in seconds between a request with the server and the request without it that was sent just before.
     """
 
     method: str

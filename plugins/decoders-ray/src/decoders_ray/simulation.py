@@ -195,7 +195,7 @@ def sustainable(
 
 
 def replicas_for(rate: float, each: float, headroom: float = 0.7) -> int:
-    """Number of replicas for `rate` requests per second, if each gets at most the share `headroom` of the rate `each` it sustains."""
+    """Number of replicas for `rate` requests per second. One sustains `each` per second, and the share `headroom` of it is used."""
     return max(1, math.ceil(rate / (each * headroom)))
 
 
