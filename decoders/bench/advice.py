@@ -188,7 +188,7 @@ def advise(
         progress: called at the start of each part, with its description and the remaining seconds.
 
     Raises:
-        SettingsError: there is no prompt, no tokenizer or no time. UnsupportedError: the model cannot be decoded.
+        SettingsError: there is no prompt or no tokenizer, or `seconds` is not above 0. UnsupportedError: the model cannot be decoded.
     """
     check_seconds(seconds)
     begin, busy = time.monotonic(), machine.busy()

@@ -137,8 +137,8 @@ def in_batches(
     model: PreTrainedModel, strategy: str | Synthetic | None, load: Sequence[Arrival], rows: int,
     options: Mapping[str, Any],
 ) -> LoadResult:  # fmt: skip
-    """Runs the load in batches of ``generate``. A batch takes up to `rows` requests that have arrived, and lasts until its longest
-    row ends. strategy: None for transformers' own ``generate``.
+    """Runs the load in batches of ``generate``. A batch consists of up to `rows` requests that have arrived, and lasts until its
+    longest row ends. strategy: None for transformers' own ``generate``.
     """
     ours = {} if strategy is None else {"strategy": strategy, **options}
     waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.monotonic()

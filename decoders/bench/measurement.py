@@ -41,7 +41,7 @@ class Measurement:
         compile_seconds: seconds spent on compiling.
         compilations: number of graphs compiled.
         new_tokens: number of new tokens in all rows.
-        first_token: from the start of a call to its first token, measured in a separate call that ends there.
+        first_token: seconds from the start of a call to its first token, measured in a separate call that ends with this token.
         steps: ``report.steps``.
         prefill_steps: ``report.prefill_steps``.
         overhead: ``report.overhead``.

@@ -226,7 +226,7 @@ class DraftLearner(EpochLearner):
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a checkpoint must have the same."""
+        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a resumed run must have equal ones."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:

@@ -27,7 +27,7 @@ WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
 #: Greatest number of held-out rows on which acceptance is measured between steps.
 WATCHED = 32
-#: Greatest number of bytes of the target's results that are kept in memory for the next epoch.
+#: Greatest number of bytes of the target's results that stay in memory for the next epoch.
 KEPT = 2 << 30
 
 
@@ -205,7 +205,7 @@ class FeatureLearner(EpochLearner):
             teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this network. identity: fingerprints of text and target; a checkpoint must have the same."""
+        """The :class:`Run` of this network. identity: fingerprints of text and target; a resumed run must have equal ones."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
@@ -301,8 +301,8 @@ def train_head(
 
     Args:
         run: the recipe; its `rows` is the number of rows per step.
-        make: takes the training text and the held-out text, and returns the learner.
-        write: takes the learner and the figures, writes the network, and returns the card.
+        make: returns the learner, given the training text and the held-out text.
+        write: writes the network of the given learner, and returns its card with the given figures.
         goes_on: whether an earlier network is trained further. If so, only a run from the same initial weights can be resumed.
 
     Returns:

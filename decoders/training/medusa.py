@@ -49,7 +49,7 @@ def train_medusa(
     nodes: int = len(DEFAULT_TREE), given: MedusaHeads | None = None, dtype: torch.dtype = torch.float16,
     resume: bool = True, checkpoint_minutes: float = 1.0, console: Console | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains heads for the frozen target `model`, searches their tree, and writes both to `out` with a card.
+    """Trains heads for the frozen target `model`, searches the best draft tree for them, and writes both to `out` with a card.
 
     Until the run is complete, ``out/training`` holds hidden states and checkpoints. With `resume` an interrupted run continues from
     there, and its weights are those of a run without interruption.
@@ -264,7 +264,7 @@ class Head:
 
 
 def config_of(training: HeadsTraining, hidden_size: int, vocab_size: int) -> HeadsConfig:
-    """The shape of the heads for a target of these sizes."""
+    """The shape of the heads for a target with this hidden size and vocabulary size."""
     return HeadsConfig(
         heads=training.heads, layers=training.layers, projection=training.projection, rank=training.rank,
         hidden_size=hidden_size, vocab_size=vocab_size,
@@ -295,7 +295,7 @@ class HeadsLearner(EpochLearner):
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of these heads. identity: fingerprints of text and target; a checkpoint must have the same."""
+        """The :class:`Run` of these heads. identity: fingerprints of text and target; a resumed run must have equal ones."""
         return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:

@@ -46,7 +46,7 @@ class HeadsTraining(Recipe):
         layers: number of residual blocks in each head.
         projection: each head's projection to the vocabulary: tied, low_rank or full.
         rank: rank of the projection low_rank.
-        tokens: greatest number of training tokens; their hidden states are kept on disk.
+        tokens: greatest number of training tokens; their hidden states are stored on disk.
         batch: number of positions per step.
         decay: head k's loss has the weight ``decay ** k`` (the paper's λ_k).
     """
@@ -68,7 +68,7 @@ class HeadTraining(Recipe):
 
     Attributes:
         depth: number of drafted tokens that training simulates; the head's outputs are fed back ``depth - 1`` times.
-        layers: decoder layers of the target whose outputs are read, -1 is the last; None: :func:`default_layers`.
+        layers: indices of the target's decoder layers whose outputs are read, -1 is the last; None: :func:`default_layers`.
         intermediate: width of the layer's MLP; None: the target's.
         draft_vocab: number of tokens that the head can propose, the most frequent tokens of the text; None: all.
         rows: number of rows per step.
@@ -110,7 +110,7 @@ class BlockTraining(Recipe):
     Attributes:
         block: number of tokens that are drafted in one pass.
         depth: number of the draft model's decoder layers.
-        layers: decoder layers of the target whose outputs are read; None: three, spread over all layers but the last.
+        layers: indices of the target's decoder layers whose outputs are read; None: three, spread over all layers but the last.
         intermediate: width of the MLPs in the draft model's layers; None: the target's.
         rank: rank of the bias that the head adds (DSpark); 0: no head.
         head: inputs of the bias at a draft token. vanilla: the token before it; rnn: all tokens before it in the block, and the

@@ -100,7 +100,7 @@ class DeviceBench:
         nodes: sizes of blocks; one node is always measured.
         prompts: lengths of prompts.
         new_tokens: number of new tokens of the longer calls.
-        repeats: number of repeats of every measurement; the median counts.
+        repeats: number of repeats of every measurement, of which the median is reported.
         seconds: after this time, no further block size and no sampling are measured, because each may have to be compiled.
         say: called with the name of each measurement, before the measurement.
     """

@@ -287,7 +287,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> di
 def in_new_process(
     job: Job, compile_cache: Path | None = None, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
-    """Runs `job` in a new process, and returns its figures by name; with an ``error`` if the process failed.
+    """Runs `job` in a new process, and returns its figures by name, or only an ``error`` if the process failed.
 
     Args:
         compile_cache: folder of torch.compile's disk cache; None uses the default.

@@ -253,7 +253,7 @@ def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
 
 
 def cost_tables(costs: Sequence[Cost], seconds: Mapping[tuple[str, int], float]) -> list[Table]:
-    """A table per vocabulary, with a row for each grammar and backend; captions say what could not be compiled and why.
+    """A table per vocabulary, with a row for each grammar and backend; captions list what could not be compiled, and why.
 
     Args:
         seconds: preparation time of each backend for each size of vocabulary.
