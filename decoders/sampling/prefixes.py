@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.devices import host_reads
 
 NEVER = float("-inf")
-# Places without a token are of three kinds. Their values differ, so that places of different kinds never match.
+# The values at places without a token, of three kinds. They differ, so that places of different kinds never match.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 
@@ -96,7 +96,7 @@ class BiasedSequences:
 def _changed(
     scores: Tensor, tokens: Tensor, change: Callable[[Tensor, Tensor], Tensor], onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """A copy of `onto` (or `scores`) ``[B, N, V]`` with changed scores of a few tokens. No other tensor of this size is allocated.
+    """A copy of `onto` (or `scores`) ``[B, N, V]`` with new scores of a few tokens. No other tensor of this size is allocated.
 
     Args:
         tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
@@ -129,7 +129,7 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`scores` with new scores of generated tokens. change: returns new scores for old scores and each token's count up to a node."""
+    """`scores` with new scores of generated tokens. change: their new scores, given old scores and how often the row wrote each."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])
@@ -200,7 +200,7 @@ def suppress_at(scores: Tensor, value: Tensor, positions: Tensor, **more: object
 def forced_tokens(
     scores: Tensor, value: Tensor, positions: Tensor, sequences: BiasedSequences, **_: object
 ) -> Tensor:  # fmt: skip
-    """After `value` new tokens, allows only the last tokens of `sequences`."""
+    """After `value` new tokens, allows only the last token of each of the `sequences`."""
     here = positions[..., None] == value
     if host_reads(scores) and not here.any():
         return scores

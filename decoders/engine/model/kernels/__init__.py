@@ -26,10 +26,10 @@ class Norm(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The matrices of a product.
+    """The matrices of a product, or of whole decoder layers.
 
     Attributes:
-        matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` with the same input, or their quantized levels.
+        matrices: ``[O, K]``, or their quantized levels; those of a product (up to :data:`MOST_MATRICES`) have the same input.
         scales: the scales of quantized matrices; empty for other matrices.
         biases: a bias ``[O]`` for each matrix; or empty.
         digits: how many integers represent an activation in a quantized product (:mod:`~decoders.engine.model.weights.quantized`).

@@ -95,7 +95,7 @@ _alone = threading.Lock()
 
 
 def compile_kernels(passes: Callable[[], Any]) -> int:
-    """Compiles the kernels that `passes` launches, in parallel. Returns the number of noted calls. Errors appear at the real launch."""
+    """Compiles the kernels that `passes` launches, in parallel. Returns the number of calls noted. Errors appear at the real launch."""
     try:
         from triton import AsyncCompileMode
 

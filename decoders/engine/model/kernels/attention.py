@@ -1,4 +1,4 @@
-"""Kernels for attention of a block of nodes to the slot cache. Their cost depends on each row's length. They read no mask of all slots.
+"""Kernels for attention of a block of nodes to the slot cache. Their cost grows with each row's length; they read no mask over slots.
 
 A small 4-D tensor takes the place of the mask and describes the block (:func:`pack_mask`); model code passes it on unchanged. The
 operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.

@@ -1,6 +1,6 @@
 """Chooses the gated feed-forward layers that are fused.
 
-In a small layer, the operators around the products cost as much as the products, mostly because of the calls. A layer is recognized by
+In a small layer, the operators around the products cost as much as the products, mostly by call overhead. A layer is recognized by
 its results: the layer and the kernel run on random numbers. If their results differ by more than rounding, the layer stays unfused.
 """
 

@@ -1,7 +1,7 @@
 """Formats in which other libraries pack matrices of 4 and 8 bits into words of 32 bits. A layer's tensors show its format.
 
 An entry of :data:`FORMATS` describes where levels, scales and zeros are, and how they are packed. A format is used for a layer if the
-matrix that it reads gives the layer's own output for a random input.
+matrix, unpacked in this format, gives the layer's own output for a random input.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ FORMATS = (
 def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
     """The format of a layer's matrix and the bits per level; None for a layer in none of the formats.
 
-    hooks: the model's pre-hooks. If the layer fails without them, they run on a copy first: compressed-tensors unpacks in such a hook.
+    hooks: the model's pre-hooks. If the layer raises an error, they first run on a copy: compressed-tensors unpacks in a pre-hook.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):

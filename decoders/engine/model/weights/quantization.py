@@ -1,4 +1,4 @@
-"""Chooses the matrices that run quantized: matrices that a library has quantized, and dense matrices if the setting `weights` asks."""
+"""Chooses the matrices that run quantized: those that a library has quantized, and dense matrices if the setting `weights` says so."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def quantize(
 
     Args:
         smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None for :data:`SMALLEST`.
-        groups: layers with the same input. Layers of a group that are quantized alike become one product.
+        groups: paths of layers with the same input. Layers of a group that are quantized alike multiply in one product.
         given: the result of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest

@@ -1,7 +1,7 @@
 """Detects changes of a model between two calls: changed weights, modules, attributes of modules, hooks, and config.
 
-The loop reads the model's own weights, so a changed weight takes effect at once. Results of the old weights must be dropped: keys and
-values of kept texts, quantized copies, and code and recordings that hold values or addresses.
+The loop reads the model's own weights, so a changed weight takes effect at once. What depends on the old weights must be dropped: keys
+and values of earlier texts, quantized copies, and compiled code and CUDA graphs that contain values or addresses.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
             step = span // _SAMPLED + 1
             entries = tensor.detach().view(bits).as_strided((span // step,), (step,))
             elsewhere.setdefault((tensor.device, bits), []).append(entries)
-    # There is one copy to the host per device and size of entries.
+    # One copy to the host per device and size of entries, because each copy waits for the device.
     copied = [torch.cat(entries).tolist() for entries in elsewhere.values()]
     return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in own], host, copied
 
@@ -174,7 +174,7 @@ def content(value: Any, depth: int = _DEPTH) -> object:
 
 def _read_by(hook: Any) -> Iterator[object]:
     """Yields the plain values and tensors that a user's hook can read: in its closure, its defaults, its globals and the attributes of
-    its object. From dicts found there, it yields plain values only.
+    its object. From dicts among these, it yields plain values only.
     """
     held: list[Any] = []
     while isinstance(hook, functools.partial):

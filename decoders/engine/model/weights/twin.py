@@ -117,7 +117,10 @@ class _Twin:
         return twin
 
     def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
-        """Whether `value` is another object that holds a part of the model. within: depth of the search in containers and functions."""
+        """Whether `value` is an object of another type (no module, config, function …) that holds a part of the model.
+
+        depth, within: how many levels of objects, and of containers and functions, are searched.
+        """
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False
@@ -188,7 +191,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     for module in twin.modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:
             del module[count:]
-    # Only the whole model's config has the new number: by their own, modules divide tables with a part for each layer (Gemma 4).
+    # Only the whole model's config gets the new number. Modules use their own config to split tables with a part per layer (Gemma 4).
     twin.config = copy.deepcopy(twin.config)
     twin.config.get_text_config(decoder=True).num_hidden_layers = count
     return twin
