@@ -33,7 +33,7 @@ WHICHEVER = -1
 
 
 class AcceptanceRates:
-    """Probability that a draft token is right if its parent is, by kind; recent tokens count more.
+    """Probability that a draft token is right if its parent is, by :data:`Kind`; recent tokens count more.
 
     Args:
         common: the rates of all rows, which are the prior of a single row's rates; None if these are the rates of all rows.
@@ -142,7 +142,7 @@ class Proposals:
 
         Args:
             source: the drafter's bit.
-            tokens: tokens of nodes 1, 2, …; -1: no token, the branch ends there.
+            tokens: tokens of nodes 1, 2, …; -1: no token, so the branch ends before this node.
             parents: parents of nodes 0, 1, 2, …
             grades: grades of nodes 1, 2, …, 0 or more.
 

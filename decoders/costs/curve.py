@@ -1,4 +1,4 @@
-"""Cost curves: measured seconds of a step by nodes, rows, context and tier (compiled or not), and files that store them."""
+"""Cost curves: measured seconds of a step by nodes (root and drafts), rows, context and tier (compiled or not), and their files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Subject(_Stored):
     Attributes:
         model: class and sizes of the model; weights do not matter.
         dtype: dtype of the weights.
-        quantization: method of a quantized checkpoint, precision of quantized weights and cache; "" without quantization.
-        device: name of the GPU, or of the processor with its instructions and the kernels for them.
+        quantization: quantization, inexact products and tensor parallelism, in words; "" without them.
+        device: name of the GPU; or name and instruction set of the processor, and the variant of the CPU kernels.
         threads: number of torch's intra-op threads; 0 on a GPU.
         attention: what computes attention: "sdpa", or the kernels "triton" or "cpu".
         torch, package: versions; package is "" in older files.
@@ -96,7 +96,7 @@ class CostCurve(_Stored):
         return min(measured, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
-        """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the last two.
+        """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the largest.
 
         If `rows` was not measured, uses the nearest measured number of rows, at the same total of nodes. If the tier was not measured,
         uses the other tier.

@@ -21,7 +21,7 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
         costs: :attr:`Context.costs`, which returns None if nothing was measured.
         chosen: the user's choice; returned unless None.
         otherwise: returned if nothing was measured.
-        most: upper bound of a result from costs, which is a power of two from 4 on, so that calls of different lengths share graphs.
+        most: upper bound of a result from costs, which is a power of two (at least 4), so that calls of different lengths share graphs.
     """
     if chosen is not None:
         return chosen

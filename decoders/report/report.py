@@ -42,8 +42,8 @@ class Report:
         same_bits: in low precision, whether a token's logits have the same bits in every block, so that drafts do not change
             near-ties; from a brief check when the model was prepared. False for models with recurrent layers, which are not checked.
             None in float32.
-        checked: ISO date of the comparison of the prepared model with transformers' forward passes: today, or the date of a stored
-            result.
+        checked: ISO date on which the prepared model was compared with transformers' forward passes; not today if the result was
+            stored.
         weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
@@ -302,7 +302,7 @@ def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, eq=False)
 class ObservedCall:
-    """One call of ``generate``, or one request of a scheduler. Every method of an observer gets the same object.
+    """One call of ``generate``, or one request of a scheduler. An observer's methods receive the same object for a call.
 
     Attributes:
         model: the model that decodes.

@@ -19,7 +19,7 @@ COLOURS = ("#2e7d32", "#1565c0", "#ad1457", "#e65100", "#6a1b9a", "#00838f")
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The block of nodes that a step verified in a row, and the result.
+    """The nodes of one row that a step verified, and the accepted path.
 
     Attributes:
         tokens: token of every node; node 0 is the last token before the step, -1 is no token.

@@ -1,4 +1,7 @@
-"""Finds the tokens that the processors keep after each node, and draws one of them; computes few scores if few are kept."""
+"""Finds the tokens that logits processors keep after each node (a draft token or the last committed token), and draws one of them.
+
+If few tokens are kept, few scores are computed.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Prefixes:
         nodes: ``[B, N]`` int64, tokens of the nodes; -1 for no draft token.
         offsets: ``[B, N]`` int64, position of each node minus the position of node 0.
         visible: ``[B, N, N]`` bool; ``visible[b, q, k]``: node ``k`` is on the path to node ``q``, or is ``q``.
-        padding: ``[B, P]`` int64, the left padding that transformers gives a row, aligned on the right; -1 for none.
+        padding: ``[B, P]`` int64, the rows' left padding in transformers' `input_ids`, aligned on the right; -1 for none.
     """
 
     tokens: Tensor

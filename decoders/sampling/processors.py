@@ -1,4 +1,7 @@
-"""Choosing a token: operations, equal to transformers' logits processors, turn logits into scores; Gumbel noise draws by them."""
+"""Choosing a token: operations, equal to transformers' logits processors, turn logits into scores; Gumbel noise then draws a token.
+
+A step verifies ``N`` nodes in each of ``B`` rows: the last committed token and draft tokens. A token is drawn after each node.
+"""
 
 from __future__ import annotations
 

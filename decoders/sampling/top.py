@@ -65,7 +65,7 @@ def counted(marked: Tensor) -> Tensor:
     return (inside + (whole.cumsum(-2, dtype=torch.int32) - whole)).flatten(-2)[..., :vocab]
 
 
-# The functions below find the lowest score to keep (the border) bit by bit, in a few passes of static size (for CUDA graphs).
+# The functions below find the lowest score to keep (the border) by radix selection: few passes of static size, for CUDA graphs.
 
 #: Number of a score's bits that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)

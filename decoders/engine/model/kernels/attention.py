@@ -1,4 +1,5 @@
-"""Kernels for attention of a block of nodes to the slot cache. Their cost grows with each row's length; they read no mask over slots.
+"""Kernels for attention of a block of nodes (a draft tree or a piece of text) to the slot cache. Their cost grows with a row's length,
+not with the cache's size, and they read no mask of all slots.
 
 A small 4-D tensor takes the place of the mask and describes the block (:func:`pack_mask`); model code passes it on unchanged. The
 operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
@@ -62,7 +63,7 @@ def attend(
         value: ``[B, Hkv, view, Dv]``.
         mask: the result of :func:`pack_mask`.
         sinks: ``[Hq]``, an additional score per head, which belongs to no key and no value.
-        kind: how far the layer looks back.
+        kind: the layer's window and chunk, which limit how far it looks back.
         scale: factor of the scores; by default ``D ** -0.5``.
         softcap: if given, scores are ``softcap · tanh(scores / softcap)``.
     """

@@ -120,7 +120,7 @@ def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor
     """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None if no kernel computes it.
 
     Args:
-        by: both matrices ``[I, K]``; the gate's matrix is the first if `gate_first`.
+        by: the matrices of gate and up ``[I, K]``, the gate's first if `gate_first`, else last.
         kind: the activation; 0 is silu, 1 is gelu approximated by tanh.
     """
     if operator_for(x) is not few_rows_on_cuda:
@@ -199,5 +199,5 @@ def _on_cpu(name: str, *given: Any) -> Any:
         return on_cpu[name](*given)
     try:
         return on_cpu[name](*given)
-    except RuntimeError:  # the unfused layer then computes it, or raises
+    except RuntimeError:  # the caller's unfused layer then computes the result, or raises
         return None

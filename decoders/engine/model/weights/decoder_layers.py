@@ -69,7 +69,7 @@ class Whole(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """A key that is equal for layers that one call of the operator can compute: the arguments that all its layers share."""
+        """A key that is equal for layers that one call of the operator can compute; it holds the arguments that they share."""
         normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
         return self.formula, self.activation, self.biased, normed, plan.scaling, plan.softcap, plan.sinks is None
 
@@ -180,7 +180,7 @@ class Ahead(threading.local):
         return result if fits else None
 
 
-#: With more tokens than this, layers are computed one by one: each takes long anyway, and the results of all layers would take memory.
+#: With more tokens than this, layers are computed one by one: each takes long anyway, and the results of all layers would need memory.
 MOST_AHEAD = 64
 #: The result of a layer's first norm, which the layer before it has computed.
 _normed = Latest()
@@ -215,7 +215,7 @@ def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
 
 @functools.cache
 def layer_class(plain: Any) -> type[nn.Module]:
-    """The class that replaces the class `plain` of a decoder layer. Its objects store a :class:`Layer` as ``decoders_block``."""
+    """The class that replaces `plain`, a class of decoder layers. Its objects store a :class:`Layer` as ``decoders_block``."""
 
     def compute(plan: Layer, x: Tensor | None, *rest: Any, own: nn.Module | None = None) -> Tensor | None:
         """The layer's result; None if no kernel computes it.

@@ -76,7 +76,7 @@ def fuse_blocks(
 
 
 def _alike(one: Call, other: Call) -> bool:
-    """Whether an operator can compute both layers together."""
+    """Whether an operator can compute the layers of the two calls together."""
     plans = [vars(call.module)["decoders_block"] for call in (one, other)]
     rest = [taken(call.given, call.options, plan.names)[1:] for call, plan in zip((one, other), plans, strict=True)]
     wholes, formulas = [plan.whole for plan in plans], [plan.first[1] for plan in plans]

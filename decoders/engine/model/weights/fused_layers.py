@@ -33,7 +33,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
-    """The class that fuses a gated layer ``down(activation(gate(x)) * up(x))``, and its linear layers; None for other modules."""
+    """The class that fuses the gated layer ``down(activation(gate(x)) * up(x))``, and the linear layers; None for other modules."""
     children = list(module.children())
     linear: list[Any] = [child for child in children if isinstance(child, Joint)]
     others = [child for child in children if not isinstance(child, Joint)]

@@ -87,7 +87,7 @@ class Joint:
 
 def bias_of(layer: Any) -> Tensor | None:
     """The bias of a linear layer; None without a bias."""
-    own = own_parameters(layer)  # asked first, because `layer.bias` takes ten times as long
+    own = own_parameters(layer)  # looked up first, because `layer.bias` takes ten times as long
     if "bias" in own:
         return own["bias"]
     return cast(Tensor | None, layer.bias)
@@ -127,7 +127,7 @@ class FewRows(Joint):
 def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     """The product ``[…, out]`` of `x` and all `layers`; None if no kernel computes it as one product.
 
-    The kernel checks the weights in every call, because a weight may get data of another dtype or with other strides.
+    The kernel checks the weights in every call, because a user may assign data with another dtype or other strides.
     """
     by = FewRows.operands(layers)
     return product_or_none(x, by.matrices, by.biases)
@@ -245,8 +245,8 @@ class Attention(NamedTuple):
 def attend(
     module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any
 ) -> Tensor | None:
-    """Writes keys and values to the cache. Returns the input of the module's last linear layer, ``[B, N, H D]``; None if there is no
-    kernel for this. turns: cos and sin.
+    """Writes keys and values to the cache. Returns the input of the module's last linear layer, ``[B, N, H D]``; None if no kernel
+    computes it. turns: cos and sin.
     """
     if type(cache) is not SlotCache or cache.buffers.key_scales:
         return None
@@ -278,7 +278,7 @@ def taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[
 
 @functools.cache
 def attention_class(plain: Any) -> type[nn.Module]:
-    """The class that replaces the class `plain` of an attention module. Its objects store an :class:`Attention` as ``decoders_block``."""
+    """The class that replaces `plain`, a class of attention modules. Its objects store an :class:`Attention` as ``decoders_block``."""
 
     def forward(self: Any, *given: Any, **options: Any) -> Any:
         plan = self.decoders_block

@@ -81,7 +81,7 @@ class QuantizedWeight:
 
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized.
-        made: attributes for the layer. Their tensors always stay the same objects, because graphs hold them.
+        made: attributes to set on the layer. Their tensors are only written in place, because graphs hold them.
         of: the state of the sources (:func:`values_of`) when the copy was made.
     """
 
@@ -137,7 +137,7 @@ def take_packed(model: nn.Module) -> Quantized:
         if (weight := _packed(module, form, bits)) is not None:
             quantized.layers[path] = (module, weight)
     for module, weight in quantized.layers.values():
-        for name in ("forward", "quantization_scheme"):  # by these attributes compressed-tensors would unpack
+        for name in ("forward", "quantization_scheme"):  # with these attributes, compressed-tensors would unpack
             vars(module).pop(name, None)
         vars(module).update(weight.made)
         module.__class__ = QuantizedLinear
@@ -174,7 +174,7 @@ def quantize(
 ) -> Quantized:  # fmt: skip
     """Makes layers of `model`, our copy of a model, multiply with quantized matrices.
 
-    Layers that a library has quantized keep their values, and get a kernel if there is one. With a `scheme`, dense layers get copies of
+    Layers that a library has quantized keep their values, and use a kernel if there is one. With a `scheme`, dense layers get copies of
     their weights. For ``int4``, the output `head` and layers whose size the kernel does not support get ``int8`` copies. ``16bit``
     copies only float32 weights whose numbers 16 bits can hold.
 
@@ -221,7 +221,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]]) -> QuantizedWeight:
-    """The quantized copy of `sources` that is in use; if there is none, a new copy by `make`. key: the kind of copy."""
+    """The quantized copy of `sources` that is in use; a new copy by `make` if none is, or if it is outdated. key: the kind of copy."""
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
     copy = _in_use.get(key)

@@ -43,7 +43,7 @@ class WeightState:
         modules: changes when a weight is replaced by another tensor, resized, cast or stored in another way; when a module is replaced,
             or gets a hook, another mode or another ``forward``; when a plain attribute of a module or a value of a config is set.
         contents: changes with the entries of dicts, lists and sets that modules hold, and with a plain value that a hook reads.
-        values: changes when a weight, or a tensor that a hook reads, is written in place or gets other memory.
+        values: changes when a weight, or a tensor that a hook reads, is written in place or moves to other memory.
     """
 
     modules: tuple[object, ...]
@@ -100,8 +100,8 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """A key that changes when any of `tensors` gets other memory or is written. PyTorch's counter shows writes; samples of the contents
-    show writes that the counter misses (through ``.data``, through numpy, in inference mode).
+    """A key that changes when any of `tensors` moves to other memory or is written. PyTorch's counter shows writes; samples of the
+    contents show writes that the counter misses (through ``.data``, through numpy, in inference mode).
     """
     own = [local_part(tensor) for tensor in with_parts(tensors)]
     host: list[object] = []

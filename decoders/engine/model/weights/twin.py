@@ -109,7 +109,7 @@ class _Twin:
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The twin's counterpart of a value in a closure. Unlike in attributes of modules, other objects that hold parts are copied."""
+        """The twin's counterpart of a value in a closure. Unlike :meth:`of`, copies any object that holds a part of the model."""
         if not self._captures(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # because accelerate's wrapper of a forward cannot be copied by copy.copy
