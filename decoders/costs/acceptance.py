@@ -60,7 +60,7 @@ class AcceptanceRates:
         return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
     def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:
-        """Learns whether a token was `right`, given that its parent was right."""
+        """Updates the rates of a token's kind. right: whether the token was right, given that its parent was right."""
         depth, rank = min(depth, DEEPEST), min(rank, LOWEST_RANK)
         keep = KEEP if depth < DEEPEST else KEEP_DEEPEST
         kinds = [(sources, depth, rank, WHICHEVER)]
@@ -99,7 +99,7 @@ class AcceptanceRates:
         return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank, WHICHEVER)) for source in single)
 
     def _declared(self, sources: int, rank: int, grade: int) -> list[tuple[int, float]]:
-        """``(drafter, rate)``: the rates that the drafters among `sources` declare for this grade and rank."""
+        """Pairs ``(drafter, rate)`` for the drafters in `sources` that declare a rate for this grade, adjusted to the rank."""
         declared = []
         for drafter, rates in self.grade_rates.items():
             if sources & drafter and 0 <= grade < len(rates):

@@ -110,8 +110,8 @@ def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
-    """The running mean `known` (None or 0 before the first measurement) after the measurement `seconds`, which is clipped to four times
-    the mean, because a longer duration is an interruption.
+    """The running mean `known` (None or 0 before the first measurement), updated by the measurement `seconds`, which is clipped to four
+    times the mean, because a longer duration is an interruption.
     """
     return seconds if not known else known + weight * (min(seconds, 4 * known) - known)
 

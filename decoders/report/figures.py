@@ -106,7 +106,7 @@ LEFT_OUT = "is left to the validation of the finished text."
 
 @dataclass
 class GrammarUse:
-    """A row's grammar, and whether its text is complete and valid.
+    """A row's grammar, which describes a language of allowed texts, and whether the text is complete and valid.
 
     Attributes:
         name: name of the language.

@@ -30,7 +30,7 @@ class Report:
         strategy: registry name.
         settings: the strategy's settings; for merged strategies, the settings of every part by name, and of the merging.
         exact: False if the strategy or verifier may change the distribution of the tokens.
-        verifier, verifier_settings: name of the verifier ("coupled") and its settings.
+        verifier, verifier_settings: name of the verifier, "coupled" by default, and its settings.
         compiled_steps: number of `steps` that ran compiled.
         threads: number of processor threads of the last step, below torch's number if other processes take the cores; 0 on a GPU.
         waiting: share of the steps' time in which the decoding thread, or a thread that it waited for, had no processor because
@@ -51,7 +51,7 @@ class Report:
         steps: number of forward passes of the target that commit tokens.
         prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt. Their core counts as ``timings.prefill``.
         drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
-        accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
+        accepted_lengths: histogram; entry ``n`` counts steps (of each row) that committed ``n + 1`` tokens.
         nodes: size of the largest verified block.
         timings: see :class:`Timings`.
         time_to_first_token: seconds from the call to the first committed token.
@@ -278,7 +278,7 @@ def seconds_line(timings: Timings) -> str:
 
 
 def grammar_line(use: GrammarUse, seconds: float) -> str:
-    """The line about a row's grammar: its cost, and whether the text is complete. seconds: the masks', in all rows."""
+    """The line about a row's grammar: its cost, and whether the text is complete. seconds: for all rows' masks."""
     outcome = "complete" if use.complete else "not complete"
     if use.invalid:
         outcome = f"invalid: {use.invalid}"

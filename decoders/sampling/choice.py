@@ -243,8 +243,9 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. It computes the noise of few tokens only.
 
-    The noise is ``-log E`` with ``E >= u``, where ``u`` is the hash's upper bits divided by 2^32. Let `bound` be the best noisy score
-    of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win. For most tokens, only the hash's bits are computed.
+    The noise is ``-log E`` with ``E >= u``, where ``u`` is the upper half of the token's 64-bit hash divided by 2^32. Let `bound` be
+    the best noisy score of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win, so for most tokens only ``u`` is
+    computed.
     """
     vocab = scores.shape[-1]
     if vocab <= _FEW:

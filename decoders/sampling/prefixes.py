@@ -156,7 +156,7 @@ def presence_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: obj
 def no_repeat_ngram(
     scores: Tensor, value: Tensor, prefixes: Prefixes, sequences: BiasedSequences, **_: object
 ) -> Tensor:
-    """Removes tokens that would complete an n-gram that the text has already. value: n, at most the length ``S`` of `sequences`."""
+    """Removes tokens that would repeat an n-gram of the text. value: n, at most the length ``S`` of the `sequences`."""
     size = sequences.tokens.shape[-1]
     last, text = prefixes.last(size), prefixes.text()
     back = torch.arange(size - 1, device=scores.device)

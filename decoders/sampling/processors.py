@@ -123,7 +123,7 @@ class Replacements:
         return torch.where(self.keys[place] == keys, self.tokens[place], tokens)
 
     def moved(self, probabilities: Tensor) -> Tensor:
-        """The probabilities ``[B, N, V]`` of the tokens after replacement, given the `probabilities` ``[B, N, V]`` of drawing them."""
+        """Turns the `probabilities` ``[B, N, V]`` of drawn tokens into the probabilities of the tokens after replacement."""
         drawn = self.keys % probabilities.shape[-1]
         here = self.kinds[..., None] == self.keys - drawn
         mass = torch.where(here, probabilities[..., drawn], 0.0)

@@ -76,7 +76,7 @@ MOST_AT_ONCE = 2**23
 
 
 def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function that applies `function`, of scores ``[B, N, V]`` and a value (``[]`` or ``[B, 1, 1]``), to a few nodes at a time."""
+    """Wraps `function` (arguments: scores ``[B, N, V]``, a value ``[]`` or ``[B, 1, 1]``) to process a few nodes at a time."""
 
     @wraps(function)
     def sliced(scores: Tensor, value: Tensor) -> Tensor:

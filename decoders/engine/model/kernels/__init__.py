@@ -17,7 +17,7 @@ MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm: weight ``[H]`` (None: no norm), and the :class:`~decoders.engine.model.weights.layers.Formula`."""
+    """A root-mean-square norm: weight ``[H]`` (None: no norm), and its :class:`~decoders.engine.model.weights.layers.Formula`."""
 
     weight: Tensor | None = None
     epsilon: float = 0.0
@@ -69,7 +69,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     would compile another graph for every size that changes a launch.
 
     Args:
-        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes come last.
+        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that are written come last.
         fake: returns empty tensors of the result's sizes, for tracing.
     """
     name = schema.partition("(")[0]

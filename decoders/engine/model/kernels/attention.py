@@ -32,13 +32,13 @@ Kernel = Literal["triton", "cpu"]
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """Describes a block by ``[B, 1, K, words + 2]`` int64: per node, words with a bit for each visible node, the offset and the base.
+    """Describes a block as ``[B, 1, K, words + 2]`` int64: for each node, words with a bit per visible node, its offset, and the base.
 
     Args:
         base: ``[B]`` int64, slot and position of each row's node 0; may be negative.
         offsets: ``[B, K]`` int64, positions of the nodes relative to `base`.
         visible: ``[B, N, K]`` bool, which nodes each of the last ``N`` nodes sees. None for text, where a token sees all tokens before
-            it; then there are no words.
+            it; the result then has no words.
     """
     rows, nodes = offsets.shape
     columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]
@@ -76,7 +76,7 @@ def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     kernel: Kernel = "triton", **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Computes :func:`decoders.engine.model.attention.tree_attention` by a kernel. The mask is a result of :func:`pack_mask`."""
+    """Computes :func:`decoders.engine.model.attention.tree_attention` by a kernel. attention_mask: from :func:`pack_mask`."""
     if given.get("position_bias") is not None:
         refuse_position_bias(module)
     sinks, softcap, kind = given.get("s_aux"), given.get("softcap"), getattr(module, KIND_ATTRIBUTE, LayerKind())

@@ -46,7 +46,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of all parts' entries at `place`, in order. size: entries per part, a multiple of the outputs to allow wide loads."""
+    """The sum of all parts' entries at `place`, in order. size: entries per part; as ``rows * outputs``, it allows wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)

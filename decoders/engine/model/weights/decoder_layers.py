@@ -188,7 +188,7 @@ _ahead = Ahead()
 
 
 def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tuple[Tensor | None, Any]:
-    """The input of the last linear layer in an attention module or a feed-forward layer, and that linear layer."""
+    """The input of the last linear layer of an attention or feed-forward module (None without a kernel), and that linear layer."""
     if (gated := vars(module).get("decoders_gated")) is not None:
         return type(module).inner(gated, x), gated[1]
     plan = module.decoders_block

@@ -19,7 +19,7 @@ Name = int | str | None
 
 
 class Call(NamedTuple):
-    """One call of a module."""
+    """One call of a module: its positional arguments `given`, its keyword arguments `options`, and its result."""
 
     module: nn.Module
     given: tuple

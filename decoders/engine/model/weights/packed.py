@@ -74,7 +74,7 @@ class Format:
         return [each for each in named if isinstance(each, Tensor)]
 
     def unpacked(self, bits: int, words: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Levels:
-        """The matrix that the tensors of :meth:`sources` hold."""
+        """The matrix that is packed in the tensors of :meth:`sources`."""
         levels = self._numbers(words, bits, self.packed).to(torch.uint8)
         steps, middles = scales.float(), self.middles(bits, scales, zeros)
         return Levels(*(each.t().contiguous() if self.inputs_first else each for each in (levels, steps, middles)))
@@ -138,7 +138,7 @@ def _output(layer: nn.Module, hooks: Sequence[Callable[..., object]], x: Tensor)
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Format, int]]:
-    """Yields path, layer, format and bits of each layer in one of the :data:`FORMATS`. model: our copy, which has not run yet."""
+    """Yields path, layer, format and bits of each layer in one of the :data:`FORMATS`. model: our copy, which must not have run."""
     hooks = [*hooks_of(model)[1].values()]
     for path, layer in model.named_modules(remove_duplicate=False):
         if (found := format_of(layer, hooks)) is not None:

@@ -108,7 +108,7 @@ _in_use: weakref.WeakValueDictionary[tuple, QuantizedWeight] = weakref.WeakValue
 
 @dataclass
 class Quantized:
-    """The result of :func:`quantize`. layers: by path, every layer with a quantized matrix, and this matrix."""
+    """The result of :func:`take_packed` and :func:`quantize`. layers: by path, each layer that runs quantized, and its matrix."""
 
     layers: dict[str, tuple[nn.Module, QuantizedWeight]] = field(default_factory=dict)
 
@@ -232,7 +232,7 @@ def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]
 
 
 def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWeight | None:
-    """The quantized weight of a plain dense layer by `scheme`; None for layers that `scheme` does not quantize."""
+    """The weight of a plain dense layer, quantized by `scheme`; None for layers that `scheme` does not quantize."""
     weight = plain_weight(module)
     if (
         weight is None

@@ -175,7 +175,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
     Raises:
         UnsupportedError: the model's decoder layers were not found.
-        SettingsError: the model does not have more than `count` layers.
+        SettingsError: `count` is less than 1, or the model does not have more than `count` layers.
     """
     name, twin = type(model).__name__, share_weights(model)
     layers = decoder_layers(twin)
