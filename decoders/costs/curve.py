@@ -109,7 +109,7 @@ class CostCurve(_Stored):
         by_context: dict[int, list[tuple[float, float]]] = {}
         for p in points:
             by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
-        # The total number of nodes counts: many rows of few nodes cost as much as few rows of many nodes.
+        # The total number of nodes sets the cost: many rows of few nodes cost as much as few rows of many nodes.
         same_work = nodes * rows / nearest
         by_length = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
         return interpolated(by_length, context)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.devices import host_reads
 
 NEVER = float("-inf")
-# The values at places without a token, of three kinds. They differ, so that places of different kinds never match.
+# Values for three kinds of places without a token. They differ, so that places of different kinds never match.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: The largest k of the operation ``top_k``; for a larger k, ``large_top_k`` sorts the vocabulary.
+#: The largest k of the operation ``top_k``; a larger k requires the operation ``large_top_k``.
 MOST_OF_TOP_K = 1024
 #: Number of tokens per block of a running count; blocks run in parallel.
 _BLOCK = 1024

@@ -84,7 +84,7 @@ def kernel_attention(
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *_: int) -> Tensor:
         return attend(query, key, value, mask, sinks, kind, scaling, softcap, kernel)
 
-    shape = getattr(attention_mask, "decoders_shape", None)  # only the mask of a mixed pass has this attribute
+    shape = getattr(attention_mask, "decoders_shape", None)  # only the mask of a mixed pass (mixed.py) has it
     if shape is not None:
         return shape.attend(query, key, value, attention_mask, 0, compute), None
     return compute(query, key, value, attention_mask), None

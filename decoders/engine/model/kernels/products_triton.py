@@ -30,7 +30,7 @@ from .epilogues_triton import activated, added, added_to_residual, rotated_to_ca
 TILE = 16
 #: Greatest number of tiles of rows that a program multiplies.
 MOST_TILES = 8
-#: With more nodes per row of the batch than this (long texts), PyTorch computes the product, because cuBLAS is fast then.
+#: With more nodes per row of the batch than this (long texts), PyTorch computes the product, because cuBLAS is fast with many rows.
 MOST_ROWS = TILE * MOST_TILES
 #: Wanted number of programs of a product: about two for each of the 132 multiprocessors of an H100. It is the same on every device,
 #: because bits depend on it.

@@ -110,7 +110,7 @@ class FewRows(Joint):
 
     def matrix(self) -> Tensor:
         """The matrix ``[out, in]``, with any strides."""
-        narrow = getattr(self, "decoders_narrow", None)  # this also runs for plain layers, which lack this attribute
+        narrow = getattr(self, "decoders_narrow", None)  # the method also runs for plain layers, without this attribute
         return own_parameters(self)["weight"] if narrow is None else narrow  # type: ignore[arg-type, return-value]
 
     @staticmethod

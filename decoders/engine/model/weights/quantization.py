@@ -97,7 +97,7 @@ class QuantizedWeight:
         """If the sources have changed, copies them again to the same tensors. Raises LossyError."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-                if own.data_ptr() != new.data_ptr():  # they are equal if a library's levels are used without a copy
+                if own.data_ptr() != new.data_ptr():  # equal addresses: a library's levels are used without a copy
                     own.copy_(new)
             self.of = present
 
