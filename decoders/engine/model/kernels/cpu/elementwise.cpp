@@ -123,12 +123,12 @@ Tensor linear_to_cache(
 }
 
 // Computes decoder layers by the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer.
-// x: [B, N, H]; reads: the first layer's first norm of x. keys, values, windows, chunks and sinks have an entry per layer; sinks may be
+// x: [B, N, H]; reads: x after the first layer's first norm. keys, values, windows, chunks and sinks have an entry per layer; sinks may be
 // empty. The other lists have the tensors of one layer after another. matrices: seven per layer, of queries, keys, values, the attention's
 // output, gate and up (as in gated_linear), and down. scales: one per matrix, or none. Bit i of `biased`: matrix i of a layer has a bias.
 // norms: up to six per layer, of queries, of keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of
 // the second sum (the next layer's first norm; the last layer may lack it). Bit i of `normed`: a layer has norm i.
-// Returns the second sum of each layer, and the norm of the last layer's second sum.
+// Returns the second sum of each layer, and the last layer's second sum after its norm.
 std::tuple<Tensors, Tensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
     double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, int64_t view,
