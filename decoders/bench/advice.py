@@ -40,14 +40,14 @@ TUNED = {
 #: Number formats of weights that are tried with the winning strategy. `NARROW` is tried only if 16 bits hold all numbers of some
 #: float32 matrix. The formats in `WEIGHTS` change the text, so they are mentioned, but not recommended.
 WEIGHTS, NARROW = ("int8", "int4"), "16bit"
-#: Numbers of new tokens: the greatest per text; the least per text, for a slow machine or many prompts; the number in a first call.
+#: Numbers of new tokens: the greatest per text; the least per text, for a slow machine or many prompts; the number in warm-up calls.
 MOST, FEWEST, FEW = 96, 16, 2
 #: Methods above this share of the fastest method's speed count as equally fast, because only few texts are measured.
 ABOUT = 0.9
-#: Shares of the time after which each part must have ended: the comparison of strategies, of settings, of weights, of compiled steps.
+#: Shares of the time at which these parts must have ended: comparisons of strategies, of settings, of weights, of compiled steps.
 #: The first three are shares of the time without :data:`COMPILING`, if steps are compiled.
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
-#: Seconds kept for compiling, which takes one to three minutes on two cores. In less than twice this time, nothing is compiled.
+#: Seconds reserved for compiling, which takes one to three minutes on two cores. With less than twice this time, nothing is compiled.
 COMPILING = 60.0
 #: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
@@ -60,9 +60,9 @@ class Outlook:
     """An estimate of what a draft model or heads would bring.
 
     Attributes:
-        what: "a draft model" or "heads".
+        what: the drafter: "A draft model" or "Heads (medusa, eagle3)".
         ratio: estimated ratio to transformers' tokens/s, from the measured costs of steps and the assumptions.
-        supposed: the assumptions of the estimate.
+        supposed: the assumptions, as a text.
     """
 
     what: str
@@ -75,7 +75,7 @@ class Advice:
     """The recommendation of :func:`advise`.
 
     Attributes:
-        verdict: the recommended method, its speed, and a sentence.
+        verdict: the recommended method, its speed, and the recommendation in a sentence.
         compiling: tokens/s of compiled steps divided by tokens/s of uncompiled steps. None if only uncompiled steps were measured;
             the verdict is then about uncompiled steps.
         outlooks: estimates for a draft model and heads.
@@ -84,7 +84,7 @@ class Advice:
         records: the measurements, uncompiled and compiled.
         given: number of given prompts; more than `prompts` if time was too short for all.
         machine: processor, threads, device and versions, as :func:`decoders.bench.machine.facts` returns them.
-        weights: for each number format, the method's tokens/s with this format divided by its tokens/s without, both uncompiled.
+        weights: for each number format, tokens/s with this format divided by tokens/s without it, with the best strategy, uncompiled.
         busy: a warning if other processes used the cores during the measurement, else "".
     """
 
@@ -106,7 +106,7 @@ class Advice:
 
     @property
     def headline(self) -> str:
-        """The verdict's sentence, with a reservation if the machine was busy."""
+        """The verdict's sentence, with a proviso before it if the machine was busy."""
         return f"If that holds on a quiet machine: {self.verdict.text}" if self.busy else self.verdict.text
 
     @property
@@ -126,7 +126,7 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The recommended call as code; "" if transformers' own ``generate`` is as fast."""
+        """The recommended call as code; "" if no strategy is recommended."""
         return self.verdict.code if self.verdict.arguments else ""
 
     @property
@@ -177,18 +177,18 @@ def advise(
 
     Args:
         model: a model, which is enabled if it is not yet.
-        prompts: texts or messages that resemble your use, since speed depends on them. None: ready instructions if there is a chat
-            template, else ready code and texts to copy.
+        prompts: texts or messages that resemble your use, since speed depends on them. None: built-in prompts, which are
+            instructions if the tokenizer has a chat template.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. No part begins
-            that is expected to end later. The measurement takes longer only if one text per strategy, compiling or quantizing does.
+        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. A part that is
+            expected to end later is not begun. The measurement is longer only if one text per strategy, compiling or quantizing is.
         compile: whether to measure compiled steps, too, if `seconds` is at least 120. With the default settings, a model in long use is
             compiled in the background.
-        progress: called with what begins and the remaining seconds.
+        progress: called at the start of each part, with its description and the remaining seconds.
 
     Raises:
-        SettingsError: there is no prompt, no tokenizer or no time. UnsupportedError: the model cannot be decoded.
+        SettingsError: there is no prompt or no tokenizer, or `seconds` is not above 0. UnsupportedError: the model cannot be decoded.
     """
     check_seconds(seconds)
     begin, busy = time.monotonic(), machine.busy()
@@ -202,7 +202,7 @@ def advise(
     compile = compile and seconds >= 2 * COMPILING
     first_parts = seconds - COMPILING * compile
     new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
-    #: Last measured seconds: in which a method writes all texts once, and for converting weights to a number format.
+    #: Last measured seconds of a method to write all texts once, and of a conversion of the weights to a number format.
     each, packing = 0.0, time.monotonic() - begin
 
     def told(what: str, _: float = 0.0) -> None:
@@ -323,8 +323,8 @@ def _workloads(
 
 
 def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float) -> tuple[int, list[Workload]]:
-    """The number of new tokens and the prompts with which all methods can write each text twice within `seconds`. If time is short,
-    texts get shorter before prompts are left out.
+    """The number of new tokens per text, and the prompts, with which all methods can write each text twice within `seconds`. If time
+    is short, texts get shorter before prompts are left out.
     """
     rates = []
     for method in (methods[0], next(method for method in methods if method.name == PLAIN)):
@@ -358,7 +358,7 @@ def _failed(records: Sequence[Record]) -> Verdict:
 
 
 def _outlooks(curve: CostCurve, context: int, compiled: bool, plain: float) -> list[Outlook]:
-    """Estimates for a draft model and for heads, from the cost of steps. plain: plain decoding's ratio to transformers."""
+    """Estimates for a draft model and for heads, from the costs of steps. plain: plain decoding's speed relative to transformers'."""
 
     def step(nodes: int) -> float:
         return curve.seconds(nodes, 1, context, compiled) / curve.seconds(1, 1, context, compiled)

@@ -14,7 +14,7 @@ from ..report import Stage
 from .measurement import Check, Competitor, Measurement
 from .repetition import in_loops
 
-#: The parts of a step of our loop, in order.
+#: The parts of a step of our loop, in order: attributes of :class:`~decoders.report.Timings`.
 PARTS = ("propose", "mask", "core", "observe", "host")
 
 
@@ -42,7 +42,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Median milliseconds per step without prefill. Only the `total` is known for transformers."""
+    """Median milliseconds of a step and of its :data:`PARTS`, prefill excluded. Only the `total` is known for transformers."""
 
     total: float
     propose: float | None = None
@@ -92,13 +92,13 @@ def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
 
 
 def looping(rows: Sequence[Sequence[int]]) -> float | None:
-    """Share of the tokens of all rows that continue a loop; None if there are no tokens."""
+    """The share of tokens, over all rows, that continue a loop (:func:`in_loops`); None if there are no tokens."""
     count = sum(map(len, rows))
     return sum(int(in_loops(torch.tensor(row)).sum()) for row in rows if row) / count if count else None
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models; a model that drafts for a draft model follows it. calls: pairs of a call's stages and the call."""
+    """Figures of the draft models, each followed by the model that drafts for it. calls: pairs of a call's stages and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
         passes, tokens_and_passes, shares = [], [0, 0], []
@@ -130,7 +130,7 @@ def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
 
 
 def ratio(samples: Sequence[Measurement], baseline: Sequence[Measurement]) -> Spread | None:
-    """The spread over repeats of tokens per second divided by the baseline's in the same repeat. None without a common repeat."""
+    """Tokens per second divided by the baseline's in the same repeat, as a spread over the repeats. None without a common repeat."""
     speeds, others = per_repeat(samples), per_repeat(baseline)
     return Spread.of([speeds[repeat] / others[repeat] for repeat in speeds if repeat in others])
 
@@ -151,8 +151,8 @@ def parts_of_a_step(sample: Measurement) -> dict[str, float]:
 
 
 def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Medians over the calls. For transformers, the time after the first token is divided by the later steps. steps: numbers by
-    workload.
+    """Medians over the calls; None if no step was timed. For transformers, the time after the first token is divided by the number of
+    later steps. steps: the number of steps of each workload.
     """
     parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if parts_of_calls:
@@ -167,7 +167,7 @@ def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTim
 
 
 def difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
-    """The first place where the new tokens differ from the baseline's; "" if they are equal."""
+    """Describes the first place where the new tokens differ from the baseline's; "" if they are equal."""
     tokens, expected = entry.checks[workload].tokens, baseline.checks[workload].tokens
     for row, (row_tokens, row_expected) in enumerate(zip(tokens, expected, strict=True)):
         if row_tokens != row_expected:

@@ -42,7 +42,7 @@ class LoadResult:
 
     Attributes:
         method: the method's name.
-        seconds: from the first arrival to the last end.
+        seconds: seconds from the first arrival to the last end.
         tokens: number of requested tokens, of all requests.
         first_token: per request, seconds from arrival to first token; empty if the method does not report first tokens.
         latency: per request, seconds from arrival to end.
@@ -61,7 +61,7 @@ class LoadResult:
         return self.tokens / self.seconds
 
     def goodput(self, within: float) -> float:
-        """Requests per second that ended within `within` seconds of their arrival."""
+        """The number of requests per second that ended within `within` seconds of their arrival."""
         return sum(latency <= within for latency in self.latency) / self.seconds
 
 
@@ -137,8 +137,8 @@ def in_batches(
     model: PreTrainedModel, strategy: str | Synthetic | None, load: Sequence[Arrival], rows: int,
     options: Mapping[str, Any],
 ) -> LoadResult:  # fmt: skip
-    """Runs the load in batches of ``generate``. A batch takes up to `rows` requests that have arrived, and lasts until its longest
-    row ends. strategy: None for transformers' own ``generate``.
+    """Runs the load in batches of ``generate``. A batch consists of up to `rows` requests that have arrived, and lasts until its
+    longest row ends. strategy: None for transformers' own ``generate``.
     """
     ours = {} if strategy is None else {"strategy": strategy, **options}
     waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.monotonic()

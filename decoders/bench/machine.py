@@ -25,7 +25,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Processor, threads, device, versions, whether memory can be measured and what :func:`busy` says, JSON-safe."""
+    """Processor, threads, device, versions, whether memory can be measured, and the text of :func:`busy`, JSON-safe."""
     from ..common.version import __version__
 
     return {
@@ -46,7 +46,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def busy() -> str:
-    """A warning if other processes take this machine's cores, else ""."""
+    """A warning if other processes occupy this machine's cores, else ""."""
     if not (waits := busy_share(0.1)):
         return ""
     several = torch.get_num_threads() > 1
@@ -68,7 +68,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int = 5) -> float:
-    """Bytes read plus bytes written per second by copying `size` bytes, the best of `repeats`.
+    """Bytes read plus bytes written per second while `size` bytes are copied; the best of `repeats` copies.
 
     The default size (256 MiB, 1 GiB on an accelerator) is far larger than any cache.
     """
@@ -133,9 +133,9 @@ class PeakMemory:
 
 
 def resident() -> int | None:
-    """Bytes of this process that are in memory now; None without psutil.
+    """The present resident memory of this process in bytes; None without psutil.
 
-    Freed pages that were not returned to the system are counted, since no other process can use them.
+    It includes freed pages that were not returned to the system, since no other process can use them.
     """
     try:
         import psutil

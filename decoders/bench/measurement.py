@@ -25,7 +25,7 @@ from .workloads import Workload
 T = TypeVar("T")
 #: Share of a run's seconds after which no warm-up begins.
 WARM_UP = 0.5
-#: Called with what begins and the expected remaining seconds, infinite until they can be estimated.
+#: Called before each call, with a description of it and the expected remaining seconds (infinite until they can be estimated).
 Progress = Callable[[str, float], None]
 
 
@@ -41,7 +41,7 @@ class Measurement:
         compile_seconds: seconds spent on compiling.
         compilations: number of graphs compiled.
         new_tokens: number of new tokens in all rows.
-        first_token: from the start of a call to its first token, measured in a separate call that ends there.
+        first_token: seconds from the start of a call to its first token, measured in a separate call that ends with this token.
         steps: ``report.steps``.
         prefill_steps: ``report.prefill_steps``.
         overhead: ``report.overhead``.
@@ -98,7 +98,7 @@ class WarmupCost:
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
         cache_bytes: size of the loop's key-value cache.
         first_token: seconds from the start of the first call to its first token, compilation included.
-        memory_added: bytes by which the two calls made the process larger; None if the system does not report them.
+        memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
         pack_seconds: ``report.timings.pack`` of the first call.
         background_seconds: ``report.timings.background`` of the first call.
     """
@@ -140,7 +140,7 @@ class Competitor:
 
     Attributes:
         status: "ok", "skipped" (the method does not do this) or "failed" (an error).
-        reason: why the method has no figures; "" if it has figures.
+        reason: why the method has no figures; "" if it was measured.
         warmup: times and memory of the first two calls.
         checks: the output of one untimed call, by workload.
         samples: the timed calls.
@@ -161,7 +161,7 @@ class Interrupted(KeyboardInterrupt):
     """A run was interrupted after some of its prompts had been measured.
 
     Attributes:
-        entries: the measurements of the prompts that every method has decoded.
+        entries: the methods' measurements, of only those prompts that every method has decoded.
     """
 
     def __init__(self, entries: list[Competitor]) -> None:
@@ -193,12 +193,12 @@ def measure(
 ) -> list[Competitor]:
     """Calls :func:`warm_up`, then :func:`take_turns`, on workloads of one batch size, and returns the measured methods.
 
-    A method that raises is not called again, and its entry has the reason. `progress` is called before every call.
+    A method that raises is not called again, and its entry's `reason` says why. `progress` is called before every call.
 
     Args:
         seconds: duration of the run, compiling included. Methods whose warm-up would begin in the second half of this time are
             skipped, and no call begins after this time. The baseline, one strategy and one prompt are always measured.
-        measured: called after each prompt that every method has decoded, with the entries so far.
+        measured: called whenever every method has decoded a prompt, with the measurements so far.
 
     Raises:
         Interrupted: Ctrl-C, after some prompts were measured.
@@ -223,7 +223,7 @@ def measure(
 
 
 def complete(entries: Sequence[Competitor]) -> list[Competitor]:
-    """`entries` with only the prompts that every method has decoded; empty if there is none."""
+    """`entries` with only those prompts that every method has decoded; an empty list if there is no such prompt."""
     sampled = [{sample.workload for sample in entry.samples} for entry in entries if entry.status == "ok"]
     names = set.intersection(*sampled) if sampled else set()
     kept = [
@@ -247,10 +247,10 @@ def warm_up(
     rounds: float = 0.0,
     deadline: float | None = None,
 ) -> list[Competitor]:
-    """Makes two calls of every method on the first workload. In these calls methods compile, and memory is measured.
+    """Makes two calls of every method on the first workload, in which methods compile and memory is measured. Returns all methods.
 
     Args:
-        rounds: number of rounds that follow, to estimate the remaining seconds.
+        rounds: number of texts that each method will then write per workload, to estimate the remaining seconds.
         deadline: by ``time.monotonic``; methods whose turn comes later are skipped, except the first method and the first strategy
             of ours.
     """
@@ -288,18 +288,18 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload: its text is compared, and it fills caches for the workload's shape. Then
-    runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
+    """Makes one untimed call of each method per workload, which gives the text to compare and fills caches for the workload's shape.
+    Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.
         checks: whether to make the untimed calls; otherwise the texts of the first round are compared.
         deadline: by ``time.monotonic``; after the first round, no round begins that would end later.
-        by_prompt: whether the deadline also ends the untimed calls and rounds in the middle, but not before the first prompt is done.
+        by_prompt: whether the deadline can also end the untimed calls or a round early, though not before the first prompt is done.
         measured: called when all methods have decoded a prompt in a round.
 
     Returns:
-        The number of rounds.
+        The number of complete rounds.
     """
     pace, began = Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks), time.monotonic()
     forget(entries)
@@ -319,7 +319,7 @@ def take_turns(
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
                 if by_prompt and turn and _late(deadline):
-                    for other in entries if repeat else ():  # an incomplete later round does not count
+                    for other in entries if repeat else ():  # an incomplete round counts only if it is the first
                         other.samples = [sample for sample in other.samples if sample.repeat < repeat]
                     return repeat
                 progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())
@@ -356,7 +356,7 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
 
 
 def calls(methods: int, workloads: int, repeats: int) -> int:
-    """How many times :func:`measure` reports progress: once per method in the warm-up, then in :func:`take_turns`."""
+    """The number of times that :func:`measure` reports progress: once per method in the warm-up, then in :func:`take_turns`."""
     return methods * (1 + workloads * (1 + repeats))
 
 
@@ -382,7 +382,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
 def _call(
     method: Method, entry: Competitor, workload: Workload, new_tokens: int, decode: Decode
 ) -> tuple[TimedCall, list[list[int]]]:
-    """Makes a call; returns it with its new tokens per row. The output of a workload's first call is kept in ``entry.checks``."""
+    """Makes a call; returns it with its new tokens per row. The output of a workload's first call is stored in ``entry.checks``."""
     if workload.name in entry.checks:
         call = decode(method, workload, new_tokens)
         return call, written(method, workload, call.sequences)

@@ -92,21 +92,21 @@ class Method:
     """One method of generating.
 
     Attributes:
-        name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``.
+        name: a strategy's registry name (``a+b`` if merged) with the settings as written, or ``transformers…``.
         dtype: dtype of the weights.
         arguments: arguments of ``generate``.
         ours: whether it is a strategy of an enabled model.
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave, for the record.
         impossible: why it cannot run at all; "" if it can.
-        one_row_only: why it cannot run on batches; "" if it can.
+        one_row_only: why it cannot decode several rows; "" if it can.
         sampling: how tokens are drawn; None: greedy.
         verifier: name of the verifier; "" for transformers' methods.
         coupled: whether the verifier makes every strategy draw the same tokens from the same seed.
         grammar: the grammar of the text, as written; "" without one.
         assistant: transformers' assistant model.
         assistant_config: fields of the assistant's generation config during a call.
-        engine: another engine that decodes in place of `model`. Stop tokens and sizes are still read from `model`.
+        engine: another engine that decodes in place of `model`. Stop tokens and sizes still come from `model`.
         weights: number format of the other engine's matrices.
         bits: bits per weight in the other engine.
     """
@@ -149,7 +149,7 @@ class Method:
 
 
 def baseline_named(text: str) -> tuple[str, int | None]:
-    """Name and draft tokens of one of transformers' methods. Raises UnknownNameError, SettingsError: name or brackets are wrong."""
+    """Name and number of draft tokens of one of transformers' methods. Raises UnknownNameError or SettingsError if `text` is wrong."""
     name, tokens = assistant_tokens(text)
     if name not in (every := (BASELINE, STATIC, COMPILED, LOOKUP, ASSISTED)):
         raise UnknownNameError("baseline", name, every)
@@ -216,15 +216,15 @@ def strategy_methods(
 ) -> list[Method]:  # fmt: skip
     """Methods for registered strategies: all of them, or the strategies in `names`. Enables `model`.
 
-    A name may have settings, ``speculative[length=2]``, and occur several times with different settings. ``a+b`` merges strategies,
-    each with brackets of its own. Some keys in brackets are not settings of the strategy: ``verifier=…`` names a verifier;
+    A name may have settings, as in ``speculative[length=2]``, and occur several times with different settings. ``a+b`` merges
+    strategies, each with brackets of its own. Some keys in brackets are not settings of the strategy: ``verifier=…`` names a verifier;
     ``grammar=…`` names a grammar of the library or a file; ``compile=false`` measures uncompiled steps; with ``memory=true``,
-    strategies keep what they learn from one prompt of a round to the next; ``weights=int4``, ``kv_cache=int8`` and
+    strategies remember, within a round, what they learned from earlier prompts; ``weights=int4``, ``kv_cache=int8`` and
     ``draft_weights=int8`` set number formats, on a twin of `model` that shares its parameters. Every call prefills its whole prompt,
     unless `decoders_config` says otherwise. When sampling, plain decoding comes first: the other methods are compared with it.
 
     Args:
-        settings: settings by strategy name, for all its variants; settings in brackets take precedence.
+        settings: by strategy name, settings for all variants of the strategy; settings in brackets take precedence.
         decoders_config: settings of the loop for every call, for instance ``{"compile": False}``.
         assistant_tokenizer: the tokenizer of a draft model with another vocabulary.
 
@@ -283,16 +283,16 @@ def named_grammar(name: str) -> Spec | CompiledGrammar:
 
 @dataclass(frozen=True)
 class Configured:
-    """A variant whose settings have been checked: they exist, and their values are allowed.
+    """A variant (:class:`~decoders.bench.variants.Variant`) whose settings have been checked: they exist and have allowed values.
 
     Attributes:
         variant: the variant as written.
         classes: the strategy classes of its parts.
-        settings: settings by part, with the settings in brackets.
+        settings: the given settings of each part, those in brackets included.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
         verifier: the verifier of its calls.
-        grammar: the grammar of its texts.
+        grammar: the grammar of its texts; None without one.
     """
 
     variant: Variant
@@ -317,7 +317,7 @@ class Configured:
 def configured_variants(
     names: Sequence[str], settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Configured]:
-    """The variants `names` with their settings: everything about them that needs no model. Raises as :func:`strategy_methods`."""
+    """The variants `names` with all that can be determined without a model. Raises the errors of :func:`strategy_methods`."""
     settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}
     variants = [_configured(parse(text), settings_by_strategy) for text in names]
     unused = settings_by_strategy.keys() - {part for variant in variants for part in variant.parts}
@@ -359,7 +359,7 @@ def _method(
     )  # fmt: skip
     name, verifier = "+".join(configured.parts), configured.verifier
     # Every repeat has the same prompt. If keys and values were kept from the last repeat, the prefill would be free. If a strategy
-    # kept what it learned in the last repeat, it would know the answer.
+    # kept what it learned in the last repeat, it would know the text.
     loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier.name, "decoders_config": loop_settings}
     if configured.config:

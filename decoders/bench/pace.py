@@ -35,7 +35,7 @@ def expected(
 
     Args:
         taken: durations of the warm-ups so far, by whether the method is ours.
-        coming: for each method without a warm-up so far, whether it is ours.
+        coming: whether each method without a warm-up so far is ours.
         texts: number of texts that each method writes after its warm-up.
     """
     if not all(ours in taken for ours in coming):
@@ -46,7 +46,7 @@ def expected(
 
 
 class Pace:
-    """Estimates the remaining time of a run. A prompt is assumed to take a method as long in every round as in the round before.
+    """Estimates the remaining time of a run. For each prompt, a method is assumed to need as long as in the round before.
 
     Args:
         sample: assumed ratio of a timed call's seconds to an untimed call's, used until the first timed call.

@@ -50,7 +50,7 @@ class Record:
         compared: number of the baseline's new tokens.
         looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`). Loops flatter methods
             that draft from the text so far.
-        incomparable: what holds instead if the tokens need not be equal, such as "same distribution"; "" if they must be equal.
+        incomparable: text shown in place of `identical` if the tokens need not be equal, such as "same distribution"; else "".
         verifier: name of the verifier; "" for transformers' methods.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over all
             prompts of the kind.
@@ -59,7 +59,7 @@ class Record:
         first_token: seconds to the first token; one value per repeat, the mean over the prompts.
         accepted_length: mean number of tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats;
             transformers: the mean over one call per prompt.
-        draft_passes: forward passes per step of the models that draft for the target.
+        draft_passes: number of forward passes per target step, of the models that draft for the target.
         outside_core: share of the step outside forward, verification and commit.
         overhead: share of the step outside the forward passes of target and draft models.
         stages: one entry per draft model, see :class:`StageFigures`.
@@ -83,13 +83,13 @@ class Record:
         prefill: seconds of the prefill.
         compiled_share: share of the steps that ran compiled.
         cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
-        memory_added: bytes by which the first two calls made the process larger. Memory that all methods share is counted for the
-            first method.
+        memory_added: growth of the process's resident memory in the first two calls, in bytes. Memory that all methods share is
+            counted for the first method.
         pack_seconds: ``timings.pack`` of the first call (:class:`~decoders.report.Timings`).
         background_seconds: ``timings.background`` of the first call.
         temperature: temperature of the sampling; 0: greedy.
-        bandwidth_fraction: bytes of the target's weights divided by the core's seconds (transformers: the step's), relative to the
-            measured copy bandwidth. Above 1 the weights stay in a cache.
+        bandwidth_fraction: bytes of the target's weights per second of the core (transformers: of the step), divided by the
+            measured copy bandwidth. A value above 1 shows that weights stay in a cache.
     """
 
     method: str
@@ -155,12 +155,12 @@ class Record:
 
 
 def waiting(records: Sequence[Record]) -> float:
-    """The median over our calls of :attr:`Report.waiting`, the share of a step's time that waits for processors; 0 without calls."""
+    """The median over our calls of :attr:`Report.waiting`, the share of a step's time spent waiting for processors; 0 without calls."""
     return median([sample.waiting for r in records if r.ours for sample in r.samples] or [0.0])
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """`records` and "". If steps waited for more than the share `BUSY` of their time: `records` without ratios, and a warning."""
+    """Returns `records` and ""; or, if steps waited for more than the share `BUSY` of their time, without ratios, and a warning."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (

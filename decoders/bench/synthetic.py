@@ -1,7 +1,7 @@
 """A drafter with a given acceptance rate, to estimate the gain of a real drafter with this rate in planning and load tests.
 
 vLLM's synthetic verification accepts arbitrary drafts at random, so the output consists of draft tokens. Here the draft is the
-text of plain decoding, made wrong from a random place on. It is verified like any other draft, so the output is plain decoding's.
+text of plain decoding with a wrong token at a random place. It is verified like any other draft, so the output is plain decoding's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _State:
 
     Attributes:
         texts: the text that each row will write; empty if it is not known.
-        drawn: generator of the random places where drafts are wrong.
+        drawn: generator that draws the places of the wrong tokens.
         vocabulary: size of the vocabulary.
     """
 
@@ -57,7 +57,7 @@ class _State:
 
 
 class Synthetic(Strategy):
-    """Drafts the known continuation of a prompt (:meth:`learn`), made wrong from a random place on. Drafts nothing for other prompts.
+    """Drafts the known continuation of a prompt (:meth:`learn`), with a wrong token at a random place; nothing for other prompts.
 
     Attributes:
         texts: the known continuations of prompts.

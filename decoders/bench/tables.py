@@ -18,7 +18,7 @@ from .load import LoadResult
 from .records import Record
 from .shapes import RANDOM_WEIGHTS
 
-#: Ratio of the fastest to the slowest repeat from which repeats are called noisy.
+#: If the fastest repeat is this many times as fast as the slowest, a warning says that repeats lie far apart.
 WIDE = 1.5
 #: Names of strategies with many settings are wrapped at this width, to leave room for the figures.
 NAME_WIDTH = 48
@@ -151,7 +151,7 @@ def loops(records: Sequence[Record]) -> str:
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of medians with the range over the repeats; says whether outputs equal the baseline's, and why figures are missing."""
+    """A table of medians with the range over the repeats, whether outputs equal the baseline's, and why figures are missing."""
     drafted = any(r.draft_passes is not None for r in records)
     columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
     table = plain_table(title, *columns)
@@ -235,7 +235,7 @@ def noise(records: Sequence[Record]) -> str:
 
 
 def reason(record: Record) -> Text:
-    """Why a row has no figures (red if it failed), or where its output differs."""
+    """Why a method has no figures (red if it failed), or where its output differs from the baseline's."""
     if record.status == "ok":
         return Text(f"differs from {record.baseline} in {record.difference}", style="red" if record.exact else "yellow")
     return Text(f"{record.status}: {record.reason}", style="red" if record.status == "failed" else "yellow")
@@ -272,7 +272,7 @@ def shown(value: float | None, form: str, unit: str = "") -> str:
 
 
 def milliseconds(spread: Spread | None) -> str:
-    """The median of seconds as milliseconds."""
+    """The median of `spread`, given in seconds, as a text in milliseconds."""
     return shown(None if spread is None else spread.median * 1e3, ".1f", " ms")
 
 

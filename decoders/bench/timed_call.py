@@ -36,7 +36,7 @@ class TimedCall:
     """One finished call.
 
     Attributes:
-        sequences: ``[B, P + new]``.
+        sequences: ``[B, P + new]``, the prompts and the new tokens.
         seconds: wall time, compilation included.
         compile_seconds: seconds spent on compiling.
         compilations: number of graphs that were compiled.
@@ -108,7 +108,7 @@ def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[
 
 
 def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:
-    """A timed call of another engine. Rows are padded as in our calls. An exception of the streamer ends the call and is raised."""
+    """A timed call of another engine. Rows are padded as in our calls. An exception in the streamer ends the call and is raised."""
     assert method.engine is not None
     ids, mask = workload.input_ids, workload.attention_mask
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
@@ -163,7 +163,7 @@ def lent_configs(method: Method) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unwarned(method: Method) -> Iterator[None]:
-    """Silences transformers' warnings about arguments that it passes to the assistant itself in assisted generation."""
+    """Silences warnings about arguments that transformers itself passes to the assistant in assisted generation."""
     level = logging.get_verbosity()
     if method.assistant is not None:
         logging.set_verbosity_error()
@@ -216,7 +216,7 @@ class PutCounter(BaseStreamer):
 
 @contextlib.contextmanager
 def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
-    """Yields a list whose only entry counts the assistant's forward passes. The assistant's prefill counts, because it also drafts."""
+    """Yields a list whose only entry is the number of the assistant's passes so far, prefill included, because it also drafts."""
     count = [0]
     if model is None:
         yield count
@@ -295,8 +295,8 @@ class Stamps(BaseStreamer):
 def stamped(
     method: Method, workload: Workload, new_tokens: int, decode: Decode = decode
 ) -> tuple[TimedCall, dict[str, float | None]]:
-    """A call with its times: `first_token`, seconds from the start; `pause`, the longest time between two tokens;
-    `tokens_per_second` of all rows after the first token. Compilation is included.
+    """Makes a call. Returns it with its times: `first_token`, seconds from the start; `pause`, the most seconds between two tokens;
+    `tokens_per_second` of all rows after the first token. Times include compilation.
     """
     synchronize(method.model.device)
     stamps, started = Stamps(), time.perf_counter()

@@ -32,7 +32,7 @@ class Variant:
     """One strategy, or several merged, with settings.
 
     Attributes:
-        parts: names as written.
+        parts: names of the strategies as written.
         brackets: the text in each part's brackets; "" without brackets.
         settings: settings by part, nested as in ``strategy_config``.
         verifier: the verifier named in the brackets; None if there is none.

@@ -26,7 +26,7 @@ class Verdict:
 
     Attributes:
         model, dtype, batch, temperature: the conditions of the measurement.
-        method: the method in the bench's notation; "" if transformers' own ``generate`` is as fast.
+        method: the recommended method in the bench's notation; "" if transformers is as fast, or the weights are random.
         tokens_per_second, ratio: speed and ratio to transformers, over all prompts.
         by_kind: the median ratio for each kind of prompt.
         arguments: arguments of ``generate``.
@@ -96,7 +96,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
 
 
 def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
-    """A verdict for every group in which at least one of our methods was measured without a grammar. near: see :data:`NEAR`."""
+    """A verdict for each group with a usable method: ours, exact, without a grammar, with the right tokens. near: see :data:`NEAR`."""
     result = []
     for group, methods in pooled(records).items():
         usable = [
@@ -124,8 +124,8 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
 
 
 def chosen(records: Sequence[Record], near: float = NEAR) -> Record:
-    """The recommended record: the fastest; ``auto`` if it is about as fast, because it adapts to other prompts; or plain decoding
-    if drafts bring nothing.
+    """The recommended record: ``auto`` if it is about as fast as the fastest method, because it adapts to other prompts; else plain
+    decoding if it is about as fast; else the fastest method. near: see :data:`NEAR`.
     """
     best = max(records, key=_median)
     fast = [r for r in records if _median(r) >= near * _median(best)]
@@ -149,7 +149,7 @@ def arguments(record: Record) -> dict[str, Any]:
 
 
 def _wrong(record: Record) -> bool:
-    """Whether the method wrote other tokens although it must write the same. Near-ties in low precision do not count."""
+    """Whether the method wrote other float32 tokens than the baseline. In other dtypes, near-ties may change tokens."""
     return record.identical is False and record.dtype == "float32"
 
 
@@ -172,7 +172,7 @@ def times(ratio: float) -> str:
 
 
 def _range(by_kind: dict[str, float]) -> str:
-    """The slowest and the fastest kind of prompt."""
+    """The ratios for the slowest and the fastest kind of prompt, as a text; "" for a single kind."""
     if len(by_kind) < 2:
         return ""
     low, high = min(by_kind, key=by_kind.__getitem__), max(by_kind, key=by_kind.__getitem__)

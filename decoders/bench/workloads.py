@@ -22,7 +22,7 @@ class Workload:
     Attributes:
         name: the prompt's name, or the names of the first and last prompt.
         kind: the kind of prompt under which it is summarised.
-        input_ids: ``[B, P]``, padded on the left.
+        input_ids: ``[B, P]`` int64, padded on the left.
         attention_mask: ``[B, P]``.
     """
 

@@ -25,11 +25,11 @@ class GgufError(DecodersError, ImportError):
 
 
 def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
-    """The causal language model or vision-language model at `path`, in evaluation mode. Dequantizes a GGUF file.
+    """Loads the causal language model or vision-language model at `path`, in evaluation mode. Dequantizes a GGUF file.
     options: further arguments of ``from_pretrained``.
 
     Raises:
-        OSError, ValueError: the errors of transformers: there is no such model, or it is not a causal language model.
+        OSError, ValueError: the errors of transformers: there is no such model, or it is of neither kind.
         GgufError: a package that reads GGUF files is missing.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -54,7 +54,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of the checkpoint at `path`. options: further arguments of ``from_pretrained``.
+    """Loads the tokenizer of the checkpoint at `path`. options: further arguments of ``from_pretrained``.
 
     Raises:
         OSError, ValueError: the errors of transformers. GgufError: a package that reads GGUF files is missing.
@@ -76,7 +76,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def absent(name: str) -> str | None:
-    """The reason why `name` cannot name a model; None for a path that exists, and for a possible name on the hub."""
+    """Why `name` cannot be the name of a model; None if it is an existing path, or may be a name on the hub."""
     repository, _ = _source(name)
     if Path(name).exists() or _HUB_NAME.fullmatch(repository):
         return None
@@ -84,7 +84,7 @@ def absent(name: str) -> str | None:
 
 
 def _source(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name, and the arguments by which ``from_pretrained`` reads a GGUF file; no arguments for other checkpoints."""
+    """The folder or hub name, and the arguments with which ``from_pretrained`` reads a GGUF file: {} for other checkpoints."""
     if not is_gguf(path):
         return os.fspath(path), {}
     return str(PurePath(path).parent), {"gguf_file": PurePath(path).name}

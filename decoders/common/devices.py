@@ -21,25 +21,25 @@ TRIED = ("cpu", "cuda")
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether sizes are static on `device`, because steps are recorded per size. Tests replace it to have static sizes on a CPU."""
+    """Whether sizes are rounded up to few static sizes on `device`, as CUDA graphs need. Tests replace it to test this on a CPU."""
     return device.type != "cpu"
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether code is compiled for `device`."""
+    """Whether this package uses ``torch.compile`` for `device`."""
     return device.type in TRIED
 
 
 def pins(device: torch.device) -> bool:
-    """Whether the host may go on while pinned memory is copied to `device`. On Metal, the copy may hold data that is written later."""
+    """Whether pinned memory is copied to `device` while the host goes on. On Metal, the copy may contain what the host writes later."""
     return device.type == "cuda"
 
 
 def has_64_bits(device: torch.device) -> bool:
     """Whether `device` computes in 64 bits as CPUs do.
 
-    Metal has no float64. It combines int64 by index in 32 bits, and some versions sort int64 wrongly or not stably. Many of Intel's
-    cards have no float64.
+    Metal has no float64. Its scatter operators reduce int64 in 32 bits, and some versions sort int64 wrongly or not stably. Many of
+    Intel's GPUs have no float64.
     """
     return device.type in TRIED
 
@@ -50,13 +50,13 @@ def in_64_bits(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The float32 `tensor` in a 16-bit `dtype`; None if the dtype cannot represent all numbers of the tensor."""
+    """The float32 `tensor` in a 16-bit `dtype`; None if a number of the tensor would be rounded."""
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.float(), tensor) else None
 
 
 def accelerator(device: torch.device) -> Any:
-    """``torch.cuda`` or ``torch.xpu``, which have the same functions of streams and memory; None for other devices."""
+    """``torch.cuda`` or ``torch.xpu``, which have the same functions for streams and memory; None for other devices."""
     return {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
 
 
@@ -69,7 +69,7 @@ def refuse_meta(name: str, value: Any) -> None:
 
 
 def present() -> dict[str, str]:
-    """The kinds of devices on this machine, each with a description of the device."""
+    """The kinds of devices on this machine, each with the name of its first device, or the CPU's instruction set."""
     found = {"cpu": torch.backends.cpu.get_cpu_capability()}
     for kind in ("cuda", "xpu"):
         if (module := accelerator(torch.device(kind))).is_available():
@@ -82,7 +82,7 @@ _recorded = ContextVar("recorded", default=False)
 
 @contextmanager
 def as_recorded() -> Iterator[None]:
-    """Runs the engine's code on the CPU as in a recording: the code reads no values from tensors."""
+    """Within this context, the engine's code runs as in a recorded CUDA graph: Python reads no values from tensors, even on a CPU."""
     token = _recorded.set(True)
     try:
         yield
@@ -91,12 +91,12 @@ def as_recorded() -> Iterator[None]:
 
 
 def recorded() -> bool:
-    """Whether this code is being recorded, or runs as in a recording."""
+    """Whether the code runs within :func:`as_recorded`. Every recording runs within this context."""
     return _recorded.get()
 
 
 def host_reads(tensor: Tensor) -> bool:
-    """Whether Python may read values of `tensor` without waiting: on a CPU, outside of traced and recorded code."""
+    """Whether Python may read values of `tensor`, without a sync: on a CPU, outside of traced and recorded code."""
     # The context variable comes last: traced code must not read it.
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
@@ -106,13 +106,13 @@ RECORDING = threading.RLock()
 
 
 def current(device: torch.device) -> AbstractContextManager:
-    """Makes `device` the current device, if there may be several of its kind."""
+    """A context in which `device` is the current CUDA or XPU device. It has no effect for other devices."""
     module = accelerator(device)
     return nullcontext() if module is None else module.device(device)
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Moves small `tensors` from the host to `device` with a single copy; returns views of a buffer. Does not wait for CUDA."""
+    """Copies small `tensors` from the host to `device` in one transfer, without waiting for CUDA. The results share one buffer."""
     # Wider dtypes first, so that each tensor is aligned.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
     # clone, because a view of one element may have any stride, and reshape and contiguous do not change it.
@@ -124,7 +124,7 @@ def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 
 
 def processor_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
+    """The name of `device` if it is a GPU, else of the CPU."""
     module = accelerator(device)
     return module.get_device_name(device) if module is not None else cpu_name()
 

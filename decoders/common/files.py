@@ -17,7 +17,7 @@ def cache_folder() -> Path:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes the regular file `path` atomically, and creates its folder.
 
-    Follows links. A new file gets its mode from the umask, an old file keeps its mode. A failure leaves no temporary file.
+    Follows symbolic links. A new file gets its mode from the umask, an old file keeps its mode. A failure leaves no temporary file.
 
     Raises:
         OSError: the file cannot be written, or is not a regular file.

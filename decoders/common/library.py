@@ -1,6 +1,6 @@
-"""Grammars in files: the library of the package (``grammars/`` of the project), and a user's own files.
+"""Reads grammars from files: from the library, which this package includes (``grammars/`` in the repository), and from a user's files.
 
-A ``.json`` file holds a JSON schema, a ``.regex`` file a regular expression, a ``.lark`` file a grammar.
+A ``.json`` file holds a JSON schema, a ``.regex`` file a regular expression, a ``.lark`` file a context-free grammar in Lark's syntax.
 
 from decoders.constraints import library
 library.read("json.lark")
@@ -45,18 +45,18 @@ class Ready:
 
 
 def names() -> list[str]:
-    """The file names of all grammars, sorted."""
+    """The file names of all grammars of the library, sorted."""
     return sorted(entry.name for entry in _folder().iterdir() if entry.name.endswith(tuple(KINDS)))
 
 
 def plain_names() -> list[str]:
-    """The names without suffix that belong to one grammar only, sorted."""
+    """The names without suffix, sorted, except names that several grammars share."""
     stems = [_stem(file) for file in names()]
     return sorted(stem for stem in set(stems) if stems.count(stem) == 1)
 
 
 def find(name: str) -> Ready:
-    """The grammar `name`, with or without suffix; ``-`` and ``_`` are the same.
+    """The library's grammar with the name `name`, with or without suffix; ``-`` stands for ``_``.
 
     Raises:
         UnknownNameError: no grammar has this name, or several have.
@@ -78,12 +78,12 @@ def read(name: str) -> str:
 
 
 def joined(content: str) -> str:
-    """The pattern in a ``.regex`` file: joins its lines, except comments (``#``)."""
+    """The pattern in `content`, the text of a ``.regex`` file: the lines joined, without comments (lines that begin with ``#``)."""
     return "".join(line for line in content.split("\n") if not line.startswith("#"))
 
 
 def _description(content: str, kind: Kind) -> str:
-    """The schema's description, or the comment in the first line."""
+    """The schema's description, or the comment in the first line; "" if there is none."""
     if kind == "json_schema":
         return str(json.loads(content).get("description", ""))
     first = content.split("\n", 1)[0]
@@ -106,7 +106,7 @@ SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
 
 
 def check_file(name: str) -> None:
-    """Raises GrammarError if `name` looks like a file's name, and there is no such file."""
+    """Raises GrammarError if `name` looks like a file's name, but is the name of neither a file nor a library grammar."""
     if Path(name).is_file() or name.replace("-", "_") in names():
         return
     if name.endswith(SUFFIXES) or os.sep in name:

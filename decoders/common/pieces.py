@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: The text to which tokenizers decode an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: Length of the window of tokens that are decoded again; after this many, a new window begins, at the cost of one decoding.
+#: Earlier tokens, the window, are decoded again with new tokens. A window of this length ends, at the cost of one more decoding.
 AGAIN = 12
 
 
@@ -23,8 +23,8 @@ class TextPieces:
     """Cuts a growing list of tokens into pieces of text for streaming. The joined pieces are the text after the prompt. Each object
     serves one text.
 
-    The prompt is decoded with the tokens and without them, and the text is the difference, because many tokenizers drop a blank at the
-    beginning. A character that begins in the prompt belongs to the text. Special tokens have no text. Blanks are not cleaned up
+    The text is the difference between the prompt decoded with the tokens and without them, because many tokenizers drop a blank at the
+    beginning. A character that begins in the prompt belongs to the text. Special tokens are left out. Blanks are not cleaned up
     (``clean_up_tokenization_spaces``), because this would change text that was already returned.
 
     A piece ends after a token whose text no later token can change. It is held back while it ends within a character, or with a
@@ -33,7 +33,7 @@ class TextPieces:
 
     Args:
         prompt: the tokens before the text.
-        shown: special tokens whose names are written. Each ends a piece; the text is otherwise the same.
+        shown: special tokens whose names are part of the text. Each ends a piece; the rest of the text does not change.
 
     Attributes:
         held: the text held back; the next piece begins with it, unless later tokens change it.
@@ -48,7 +48,7 @@ class TextPieces:
         self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
-        """The text that is new since the last call. tokens: all tokens after the prompt. ended: if True, nothing is held back."""
+        """The next piece; "" if the new text is held back. tokens: all tokens after the prompt. ended: whether to hold nothing back."""
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
@@ -59,14 +59,14 @@ class TextPieces:
         if not ended and (not piece or self._may_change(window, text, self._decoded)):
             self.held = piece
             return ""
-        # A run of bytes or a character may go on after a special token's name, so the tokens are also judged without names.
+        # A run of bytes or a character may go on after a special token's name, so the text without names is checked, too.
         if len(self._window) >= AGAIN and (plain := self._plain(new)) and not self._may_change(new, plain, self._plain):
             window, text = new, self._decoded(new)
         self._window, self._known, self._shown, self.held = window, text, len(tokens), ""
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The end of a prompt: at least :data:`AGAIN` tokens that have text, of which the first is no byte-fallback token."""
+        """The end of a prompt: at least :data:`AGAIN` tokens with text, the first of them not a byte-fallback token."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
@@ -92,7 +92,7 @@ class TextPieces:
         return name
 
     def _decoded(self, tokens: list[int]) -> str:
-        """The text of `tokens`, in which special tokens in `shown` are written by their names."""
+        """The text of `tokens`, with the names of the special tokens in `shown`."""
         text, before, known = "", list[int](), ""
         marks = (place for place, token in enumerate(tokens) if token in self._special)
         for mark, end in pairwise([-1, *marks, len(tokens)]):

@@ -37,7 +37,7 @@ def is_of_training(hook: Any) -> bool:
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """The field `name` of a config; None without this field; a tuple of the layers' values if layers differ.
+    """The value of the config's field `name`; None if there is no such field; a tuple of each layer's value if layers differ.
 
     transformers raises RuntimeError from 5.24 on if layers differ: Gemma 4 has two head widths.
     """
@@ -50,8 +50,8 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether the model has a recurrent state that cannot be rolled back.
 
-    transformers' assisted generation reads this attribute of the class. A class that mixes recurrent layers and attention sets it for
-    all its models, also for a model whose layers are all attention.
+    transformers' assisted generation reads the class attribute ``_is_stateful``. A class that mixes recurrent layers and attention sets
+    it for all its models, even for a model whose layers are all attention.
     """
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     attention = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -61,14 +61,14 @@ def keeps_recurrent_state(model: PreTrainedModel) -> bool:
 def pad_token_of(config: GenerationConfig) -> int:
     """The padding token of a config prepared by ``generate``, else the first end-of-sequence token, else 0.
 
-    Private tensors hold the prepared values; public fields hold the user's.
+    ``generate`` stores the prepared values in private tensors; the public fields hold the user's values.
     """
     pad, stops = getattr(config, "_pad_token_tensor", None), getattr(config, "_eos_token_tensor", None)
     return int(pad) if pad is not None else int(stops[0]) if stops is not None else 0
 
 
 def compiled_on_any_device() -> CompileConfig:
-    """A config by which transformers compiles static-cache decoding on a CPU, too, not on CUDA alone. The field is private."""
+    """A config with which transformers compiles static-cache decoding not only on CUDA, but also on a CPU. It sets a private field."""
     config = CompileConfig()
     setattr(config, "_compile_all_devices", True)  # noqa: B010
     return config
@@ -97,7 +97,7 @@ def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def rope_type_of(module: nn.Module) -> Any:
     """The rope type of a rotary module: a name, or a name per type of layer; None for other modules. There is no public attribute.
 
-    By the rope type, transformers decides whether a forward pass computes the table of rotary positions again.
+    From the rope type, transformers decides whether a forward pass computes the table of rotary positions again.
     """
     kind = getattr(module, "rope_type", None)
     return kind if isinstance(kind, (str, dict)) else None
@@ -117,7 +117,7 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index that no other has.
+    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index, different from all others.
 
     If no list is like this (GPT-Neo): the only list whose length is the config's number of layers. Empty if neither is found.
     """
@@ -172,7 +172,7 @@ def set_experts(module: Any, name: str) -> None:
 
 
 def gated(experts: Any, x: Tensor) -> Tensor:
-    """Applies the gate of `experts`, a module of experts, to `x`, a product with the module's gate-and-up matrices."""
+    """`x`, the product with the gate-and-up matrices of the module `experts`, after the module's gate."""
     return experts._apply_gate(x)
 
 
@@ -183,8 +183,8 @@ CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.nam
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The keyword for the key-value cache, ``cache`` or ``past_key_values``: the keyword in the signature of the module's ``forward``,
-    which may be older than the installed transformers; without either in the signature, the keyword of the installed transformers.
+    """The keyword for the key-value cache, ``cache`` or ``past_key_values``, in the signature of the module's ``forward``, which may be
+    written for an older transformers. If the signature has neither: the keyword of the installed transformers.
     """
     names = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), CACHE)
@@ -199,7 +199,7 @@ def cache_of(output: Any) -> Any:
 
 
 def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """The positions of the first forward pass of ``generate``, from a private method of some multimodal designs; None for others.
+    """The positions of the first forward pass of ``generate``, from a private method of some multimodal models; None for other models.
 
     arguments: the other arguments of the first forward pass.
     """
@@ -211,8 +211,8 @@ def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[
 
 
 def without_position_ids(model: Any) -> None:
-    """Keeps ``generate`` of `model`, a shallow copy, from preparing positions. Some designs store the shift of positions by images in
-    modules that the copy shares with the original.
+    """Stops ``generate`` of `model`, a shallow copy, from preparing positions. Some models would store the shift of positions by images
+    in modules that the copy shares with the original.
     """
     model._prepare_position_ids_for_generation = lambda *args, **kwargs: None
 
@@ -221,7 +221,7 @@ def without_position_ids(model: Any) -> None:
 
 
 def device_mesh_of(model: nn.Module) -> Any:
-    """The device mesh over which ``from_pretrained`` has sharded `model`, or None. Only its size along one axis is public."""
+    """The device mesh over which ``from_pretrained`` has sharded `model`, or None. Only the mesh's size along one axis is public."""
     return getattr(model, "_device_mesh", None)
 
 

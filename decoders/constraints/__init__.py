@@ -1,6 +1,6 @@
 """Grammars, which restrict a text by masks over its next token. Other packages import only the names listed here.
 
-``base`` has the contract of a backend.
+``base`` defines the contract of a backend.
 """
 
 from ..common import library

@@ -1,4 +1,4 @@
-"""The backend ``auto``: chooses between the built-in backends by the number of states that an expression will need."""
+"""The backend ``auto``: chooses the table backend or llguidance, by an estimate of the size of the automaton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .vocabulary import Vocabulary
 
 
 class Auto(Backend):
-    """Chooses the table if the language is regular and small enough, because a table only looks up masks; else llguidance."""
+    """The table backend for regular languages with a small enough automaton, because it only looks up masks; else llguidance."""
 
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"

@@ -1,7 +1,7 @@
-"""The contract of a grammar backend: a language compiled for a vocabulary, and matchers that walk it and can roll back.
+"""The contract of a grammar backend: a language compiled for a vocabulary, and matchers, which track a text and can roll back.
 
-Letters: ``V`` size of the model's logits, ``W = ceil(V / 32)`` words of a packed mask, ``N`` nodes of a block. Bit ``v % 32`` of
-word ``v // 32`` says whether token ``v`` may come next.
+Letters: ``V`` size of the model's logits, ``W = ceil(V / 32)`` words of a packed mask, ``N`` nodes of a pass (a block). Bit
+``v % 32`` of word ``v // 32`` says whether token ``v`` may come next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Language:
         regex: a pattern that the whole text must match, in the syntax of Rust's ``regex`` crate; no look-around, no back-references,
             no flags.
         lark: a grammar in llguidance's dialect of Lark; texts are derived from its rule ``start``.
-        warnings: how the language differs from the specification, one sentence each.
+        warnings: how the language differs from its specification (:class:`~decoders.constraints.specs.Spec`), one sentence each.
         whole: validates a finished text and raises GrammarError; None if every text of the language meets the specification.
         special: names of special tokens; each occurs in the notations as its :func:`~decoders.constraints.vocabulary.stand_in`.
     """
@@ -48,7 +48,7 @@ class Tables:
         next: ``[S, C]`` int32, the next state for each state and each class of bytes; 0 is the dead state.
         classes: ``[256]`` int64, class of each byte.
         mask_of: ``[S]`` int64, for each state the row of its mask in `masks`.
-        masks: ``[R, W]`` int32. Masks of accepting states have the bits of stop tokens; the dead state's mask allows all tokens, so
+        masks: ``[R, W]`` int32. Masks of accepting states allow the stop tokens, too; the dead state's mask allows all tokens, so
             that a softmax over it is finite.
         start: the first state.
         stopped: the state after a stop token; its mask allows only stop tokens.
@@ -63,12 +63,12 @@ class Tables:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all tensors."""
+        """Memory of all tensors, in bytes."""
         return sum(t.numel() * t.element_size() for t in (self.next, self.classes, self.mask_of, self.masks))
 
 
 class CompiledGrammar(ABC):
-    """A language compiled for a vocabulary. Immutable; shared by all calls.
+    """A language compiled for a vocabulary. Immutable; shared by all calls of ``generate``.
 
     Attributes:
         language: the language that was compiled.
@@ -89,11 +89,11 @@ class CompiledGrammar(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory of the compiled grammar."""
+        """Memory of the compiled grammar, in bytes."""
 
     @property
     def parts(self) -> Sequence[CompiledGrammar]:
-        """The grammars whose languages judge finished texts: this grammar, or the grammars inside a structural tag."""
+        """The grammars that validate finished texts (:meth:`judge`): this grammar, or the grammars inside a structural tag."""
         return (self,)
 
     def judge(self, tokens: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ class CompiledGrammar(ABC):
 
 
 class Tabulated(CompiledGrammar):
-    """A grammar that is an automaton with a mask for each state, so that a step by a token takes only table look-ups.
+    """A grammar that is an automaton with a mask for each state, so that a token costs only table look-ups.
 
     Attributes:
         first: the state of the empty text.
@@ -142,10 +142,10 @@ class Tabulated(CompiledGrammar):
 
 
 class Matcher(ABC):
-    """A grammar's state after the tokens so far. It stays usable after every call, also after illegal tokens.
+    """A grammar's state after the tokens so far. A matcher stays usable after every call, also after illegal tokens.
 
-    The loop creates a matcher per row. To visit another node of a block, it rolls the matcher back to where the paths of the two nodes
-    diverge, then advances it.
+    The decoding loop creates a matcher per row. To visit another node of a block, it rolls the matcher back to where the paths of the
+    two nodes diverge, then advances it.
     """
 
     grammar: CompiledGrammar
@@ -206,7 +206,8 @@ class Backend(ABC):
         """Compiles `language` for `vocabulary`, in bounded time and memory.
 
         Raises:
-            GrammarError: the backend reads no notation of `language`, or `language` exceeds its limits; says which backend would work.
+            GrammarError: the backend reads no notation of `language`, or `language` exceeds the backend's limits; the error says which
+                backend would work.
         """
 
     def restore(
@@ -229,14 +230,14 @@ def mask_words(vocabulary: int) -> int:
 
 
 def pack(allowed: Tensor) -> Tensor:
-    """``[…, V]`` bool as packed masks ``[…, W]`` int32."""
+    """Packs masks ``[…, V]`` bool into words ``[…, W]`` int32."""
     padded = torch.nn.functional.pad(allowed, (0, -allowed.shape[-1] % 32)).unflatten(-1, (-1, 32))
     bits = padded.to(torch.int64) << torch.arange(32, device=allowed.device)
     return bits.sum(-1).to(torch.int32)
 
 
 def unpack(masks: Tensor, vocabulary: int) -> Tensor:
-    """Packed masks ``[…, W]`` int32 as ``[…, V]`` bool."""
+    """Unpacks masks ``[…, W]`` int32 to ``[…, V]`` bool. vocabulary: ``V``."""
     eighths = masks.contiguous().view(torch.uint8)  # little-endian, as on every platform of PyTorch
     bits = (eighths[..., None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return bits.view(torch.bool).flatten(-2)[..., :vocabulary]

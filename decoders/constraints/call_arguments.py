@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
 
 
 def written(arguments: str, notation: Notation | None) -> str:
-    """`arguments`, a JSON object, converted to `notation`."""
+    """`arguments`, a JSON object, converted to `notation` (None: unchanged)."""
     if notation is None:
         return arguments
     value = json.loads(arguments)
@@ -71,8 +71,8 @@ def read(text: str, progress: Progress, notation: Notation | None, kinds: Kinds 
     """Reads the arguments of a call in a growing text.
 
     Args:
-        progress: the progress of earlier reads, which this read updates; for the first read, the place where the arguments begin.
-        kinds: the types of the parameters.
+        progress: how far earlier reads came; this read updates it. For the first read, its `place` is where the arguments begin.
+        kinds: the types of the parameters; None: any types.
         closing: the marker that ends a call.
     """
     if isinstance(notation, Parameters):
@@ -106,8 +106,8 @@ def _read_parameters(
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
-    """The value at `begin` as JSON, the index after its end marker (None if there is none yet), and whether its type is in `types`."""
-    # A JSON string may contain the end marker.
+    """The value at `begin` as JSON, the index after its end marker (None: not there yet), and whether it is JSON if it is complete."""
+    # A JSON string may contain the end marker, so the marker is searched behind an object or list.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
     behind = _object_end(text, begin) if inside else begin
     place = text.find(notation.mark, behind) if behind is not None else -1
@@ -141,7 +141,7 @@ _SIGN, _NO_SIGNS = re.compile(r"[{}\[\],:]"), re.compile(r"[^{}\[\],:]*")
 
 
 def _read_quoted(text: str, progress: Progress, quote: str) -> Arguments:
-    """An object whose names are unquoted and whose strings stand between two marks `quote`, converted to JSON."""
+    """Reads an object in :class:`Quoted` notation: names are unquoted, and a string stands between two `quote` marks."""
     parts, place, depth, shown, whole = [progress.json], progress.place, progress.depth, "", False
     while place < len(text) and not whole:
         if text.startswith(quote, place):
@@ -208,5 +208,5 @@ def is_json(text: str) -> bool:
 
 
 def loose(text: str) -> str:
-    """A regular expression for `text` with any white space or none instead of its white space, and beside braces, colons and commas."""
+    """A regular expression for `text`, with any white space or none where `text` has some, and after braces, colons and commas."""
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=[{:,])(?=\")|(?<=\{)|(?<=:)", text)))

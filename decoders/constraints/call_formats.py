@@ -61,8 +61,8 @@ class CallFormat:
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: ids in front of `middle`; None: calls have none.
-        source: texts in the source of chat templates that use this format but do not take calls in messages.
-        shown: a text in a chat template's rendering of a call; None: `begin`, `opening`, the name and `middle`.
+        source: texts by which this format is found in the source of a chat template that cannot render calls.
+        shown: a text by which a chat template's rendering of a call shows this format; None: `begin`, `opening`, the name and `middle`.
     """
 
     name: str
@@ -133,7 +133,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A regular expression for a call between its :attr:`mark` (included if `opening` is only the mark) and its arguments."""
+        """A regular expression for a call from the end of :attr:`mark` (the start if `opening` is only the mark) to the arguments."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
@@ -150,7 +150,7 @@ class CallFormat:
         """Parses a growing text: the text in front of the calls, and the calls.
 
         Args:
-            functions: the known functions, with the types of their parameters. Calls of other functions are text.
+            functions: the known functions, with the types of their parameters. Calls of other functions are parsed as text.
             ended: whether the text is complete.
             known: for each index at which arguments begin, their progress in earlier reads; this read updates it.
         """

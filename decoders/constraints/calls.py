@@ -66,7 +66,7 @@ class Called:
 
     @property
     def kinds(self) -> Kinds:
-        """The types of its parameters."""
+        """The types of the function's parameters."""
         return kinds_of(self.parameters)
 
     @property
@@ -87,7 +87,7 @@ class Called:
 
 @dataclass(frozen=True)
 class _Arguments(JsonSchema):
-    """Objects that a schema allows, even if the schema has no ``type``, in JSON or another notation.
+    """The objects that a schema allows, in JSON or another notation; other values are excluded even if the schema has no ``type``.
 
     `closed` is True, since functions have no use for undeclared arguments, and without undeclared arguments the language is usually
     regular.
@@ -107,7 +107,7 @@ class _Arguments(JsonSchema):
 
 @dataclass(frozen=True)
 class Arguments(Spec):
-    """The arguments of a function."""
+    """The specification of a function's arguments, in JSON."""
 
     function: Called
 
@@ -124,7 +124,7 @@ class Arguments(Spec):
 
 @dataclass(frozen=True)
 class CallSpec(Spec):
-    """The texts of answers: calls, or other text. If `alone`, the text of a single call.
+    """Answers that are calls or other text. If `alone`, the text of a single call.
 
     Attributes:
         functions: the functions that may be called.
@@ -168,7 +168,7 @@ class CallSpec(Spec):
         return Language("calls of functions", pattern, lark, tuple(warnings), whole, self.special)
 
     def _opening(self, function: Called) -> list[str]:
-        """Expressions of the text in front of the arguments, divided so that a lexer can tell them apart."""
+        """Regular expressions for the text in front of the arguments, in pieces that a lexer can tell apart."""
         opening = self.format.opening[len(self.format.mark) :] if self.alone else self.format.opening
         ids, middle = self.format.ids, self.format.middle
         if ids is not None:
@@ -178,7 +178,7 @@ class CallSpec(Spec):
 
     @property
     def _around(self) -> tuple[str, str, str, str]:
-        """Expressions of the text after a call, between two calls, and around all calls."""
+        """Regular expressions for the text after a call, between two calls, in front of all calls, and after all calls."""
         format = self.format
         if self.alone:
             return "", "", "", ""
@@ -262,7 +262,7 @@ class _Answers:
                 self.judges[call.name](call.arguments)
 
 
-#: Matches regexes and strings in the Lark grammar of a schema, which stay, and the names of its rules, which are replaced.
+#: In the Lark grammar of a schema, matches regexes and strings, which stay, and the names of rules, which are replaced.
 _NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
 
 

@@ -1,4 +1,4 @@
-"""Coercing the values of ``grammar=`` to specifications: library names, types, outlines' terms, and lists with one per row."""
+"""Coercing values of ``grammar=`` to specifications: names of library grammars, types, outlines' terms, lists (one per prompt)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALLOWED = (
     "a name of the library (`decoders grammars` lists them), decoders.json_schema, regex, grammar or choice, a JSON schema as a "
     "dict, a Pydantic model, TypedDict, dataclass, Enum or other type, a term of outlines, or a list with one for each prompt"
 )
-#: Types whose texts have a grammar in the library.
+#: Types with a grammar in the library (which ``decoders grammars`` lists).
 _READY = {dict: "json_object", list: "json_array", UUID: "uuid", IPv4Address: "ipv4", IPv6Address: "ipv6"}
 #: Strings that JSON and Python read alike; outlines' own pattern allows raw line breaks and no escapes.
 _STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
@@ -37,10 +37,10 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
     """The specification of one row; None for free text. A compiled grammar is returned as it is.
 
     Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them) are
-    written as in outlines, in Python's notation: ``True``, ``None``, ``"text"``. Structured types are JSON.
+    written as in outlines, in Python's notation: ``True``, ``None``, ``"text"``. Values of structured types are written as JSON.
 
     Raises:
-        UnknownNameError: a string that is no name of the library.
+        UnknownNameError: the value is a string, but not the name of a grammar that ``decoders grammars`` lists.
         GrammarError: the value is no grammar; the error lists what can be given.
     """
     if value is None or isinstance(value, (Spec, CompiledGrammar)):
@@ -67,7 +67,7 @@ def type_names(value: object) -> Iterator[str]:
 
 
 def spec_of_file(path: Path) -> Spec:
-    """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
+    """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` a regular expression, ``.lark`` a Lark grammar.
 
     Raises:
         GrammarError: a file of another kind, an unreadable file, or a file without a valid grammar.
@@ -85,10 +85,10 @@ def as_specs(
     """The specifications of all rows.
 
     Args:
-        value: one value for all rows, or a list or tuple with a value for each prompt. `read` takes each value. None is free text.
-        prompts: number of rows of the input.
+        value: one value for all rows, or a list or tuple with a value for each prompt; None is free text.
+        prompts: number of prompts.
         per_prompt: ``num_return_sequences``.
-        read: makes the specification of one row.
+        read: coerces a value to the specification of one row.
 
     Returns:
         ``prompts * per_prompt`` entries in transformers' order: all entries of a prompt are adjacent.
@@ -108,7 +108,7 @@ def as_specs(
 
 
 def spec_of_library(name: str) -> Spec:
-    """The grammar of the library called `name`, with or without its suffix. Raises UnknownNameError: no grammar has this name."""
+    """The library's grammar `name`, which may include the file's suffix. Raises UnknownNameError: no grammar has this name."""
     try:
         ready = library.find(name)
     except UnknownNameError as error:
@@ -161,7 +161,7 @@ def _aliased(value: Any) -> Any:
 
 
 def _term(value: Any) -> Term:
-    """`value` as outlines reads it. Raises TypeError, ValueError, RecursionError: outlines cannot read it."""
+    """`value` as a term of outlines. Raises TypeError, ValueError, RecursionError: outlines cannot read it."""
     from outlines.types.dsl import Term, is_genson_schema_builder, python_types_to_terms
 
     is_a_type = isinstance(value, type) or typing.get_origin(value) is not None

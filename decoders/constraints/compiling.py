@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .specs import Spec
 
 
-#: Greatest number of grammars in memory, and of bytes of all these grammars; the least recently used grammar is evicted first.
+#: Greatest number of grammars in memory, and of bytes that they take together; the least recently used grammar is evicted first.
 KEPT = 64
 KEPT_BYTES = 128 << 20
 
@@ -71,7 +71,7 @@ class Cache:
             seconds: CPU time that compiling may take; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
 
         Raises:
-            GrammarError: `spec` cannot be expressed, or not compiled in time; nothing is cached.
+            GrammarError: the backend cannot express `spec`, or not compile it in time; nothing is cached.
         """
         begin = time.perf_counter()
         folder = None if directory is None else Path(directory)
@@ -105,7 +105,7 @@ class Cache:
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
-        """Evicts the least recently used grammars, except `newest` and grammars in compilation, until :data:`KEPT_BYTES` is met."""
+        """Evicts the least recently used grammars, except `newest` and unfinished ones, until at most :data:`KEPT_BYTES` are left."""
         with self._lock:
             there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
             size = sum(entry.nbytes for entry in there.values())
@@ -148,7 +148,7 @@ _shared = Cache()
 compiled, forget = _shared.compiled, _shared.clear
 
 
-# A file has a header line, then the result of :meth:`CompiledGrammar.dump`. Nothing in it is executed. Its name is a hash of
+# A file consists of a header line and the result of :meth:`CompiledGrammar.dump`. Nothing in a file is executed. Its name is a hash of
 # everything that its content depends on, so another version of the language or vocabulary has another file. Only tables are stored:
 # llguidance compiles in a millisecond and cannot serialize its state.
 
@@ -181,7 +181,7 @@ def store(grammar: CompiledGrammar, path: Path) -> bool:
 def restored(
     path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
 ) -> CompiledGrammar | None:
-    """The grammar stored as `path`; None if there is no file of this version. Warns if the file is damaged or of another kind."""
+    """The grammar stored as `path`; None if there is none of this version. If the file cannot be used, warns and returns None."""
     try:
         with path.open("rb") as file:
             line = file.readline(4096)

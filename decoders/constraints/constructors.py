@@ -17,7 +17,7 @@ from .python_types import schema_of
 from .specs import Choice, JsonSchema, Lark, Regex
 from .typed import OfType, asks_more
 
-#: What to write instead of a flag.
+#: What to write instead of a flag of ``re``.
 _INSTEAD = {
     re.IGNORECASE: "spell both cases, [Aa]",
     re.DOTALL: r"write (.|\n) for any character",
@@ -88,7 +88,7 @@ def choice(
 
     Args:
         options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
-            Repeated options count once.
+            Repeated options are merged.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``: any tokenization; ``canonical``: where only one text is possible, the tokens that the tokenizer would write.
 
@@ -116,7 +116,7 @@ def json_schema(
         indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
             `whitespace` is ignored then. The schema must bound the depth of its values.
         strict: whether to refuse every keyword that cannot be honoured; if not, the finished text is validated instead.
-        closed: whether objects that declare properties allow no other properties unless the schema says so. The default is True
+        closed: whether objects that declare properties allow no other properties unless the schema mentions them. The default is True
             for Python's types and False for schemas, as in the standard.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``: any tokenization; ``canonical``: where only one text is possible, the tokens that the tokenizer would write.

@@ -1,4 +1,4 @@
-"""The function calls that an answer may have: its grammar, and the calls in its text."""
+"""The function calls that an answer may contain: the answer's grammar, and parsing the calls in its text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .tags import Calls
 
 @dataclass(frozen=True)
 class FunctionCalls:
-    """The function calls that an answer may have, made by :meth:`of`. It can be pickled, for processes that compile grammars.
+    """The function calls that an answer may contain; created by :meth:`of`. Can be pickled, for processes that compile grammars.
 
     Attributes:
         functions: the functions that may be called.
         format: how the model writes calls.
         required: whether the answer must be a call; otherwise it may be text.
-        several: whether it may have more than one call.
+        several: whether the answer may contain more than one call.
     """
 
     functions: tuple[Called, ...]
@@ -35,7 +35,7 @@ class FunctionCalls:
         functions: Iterable[tuple[str, dict[str, Any] | None, bool | None]], format: CallFormat, *, required: bool = False,
         several: bool = True,
     ) -> FunctionCalls:  # fmt: skip
-        """Describes the function calls that an answer may have.
+        """Describes the function calls that an answer may contain.
 
         Args:
             functions: for each function its name; the JSON schema of its parameters, or None if it has none; and whether keywords

@@ -1,4 +1,4 @@
-"""Look-up tables of tabulated grammars: next states by state and token, on a device; rows computed on first use, on the host."""
+"""Look-up tables: next states of a :class:`Tabulated` grammar by state and token, on a device; rows that are computed on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Tables, Tabulated, unpack
 from .vocabulary import Vocabulary
 
-#: Greatest number of entries of a table; larger grammars are walked on the host.
+#: Greatest number of entries of a table; grammars that need more are walked on the host.
 ENTRIES = 1 << 24
 #: Number of table entries that are computed at a time: 32 MB of states.
 CHUNK = 1 << 22
@@ -45,7 +45,7 @@ class TokenTable:
         return known[device]
 
     def forced(self, grammar: Tabulated) -> Tensor:
-        """What `grammar`, whose table this is, forces in each state, ``[S, 3]`` int64: the number of forced bytes, the first forced
+        """For each state of `grammar`, whose table this is, ``[S, 3]`` int64: the number of forced bytes, the first forced
         byte (-1: none), and the first token by which the tokenizer encodes these bytes (-1: none).
         """
         if not self._forced:
@@ -63,7 +63,7 @@ _TABLES: WeakKeyDictionary[Tabulated, dict[torch.device, TokenTable | None]] = W
 
 def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> TokenTable | None:
     states = len(tables.next)
-    # Columns are compared by two random sums of their states, which collide with a probability of 2^-100.
+    # Columns are compared by two sums of their states with random weights, which collide with a probability of 2^-100.
     chance = torch.Generator().manual_seed(0)
     weights = (
         torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance, device="cpu").mul(2).add(1).to(device)
@@ -140,7 +140,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """The index of the row of each number in a read-only array ``[R, width]``, and the array; None for more than `most` numbers."""
+        """The rows of `numbers`: their indices in a read-only array ``[R, width]``, and the array; None for more than `most` rows."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

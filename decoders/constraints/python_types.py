@@ -20,7 +20,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def is_json(value: Any) -> bool:
-    """Whether values of a type are written as JSON: it has a structure, or conditions that only a schema can express."""
+    """Whether values of a type are written as JSON: the type has a structure, or conditions that only a schema can express."""
     origin = typing.get_origin(value)
     if origin in (typing.Union, types.UnionType):
         return any(is_json(arm) for arm in typing.get_args(value))
@@ -140,7 +140,7 @@ def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> An
 
 
 def readable(kind: Any) -> Any:
-    """`kind` with its TypedDicts, except those inside other classes, replaced by TypedDicts that Pydantic reads.
+    """`kind` with its TypedDicts, except those inside other classes, replaced by TypedDicts that Pydantic reads (before Python 3.12).
 
     Raises:
         NameError: a TypedDict names an unknown type. RecursionError: a TypedDict refers to itself.

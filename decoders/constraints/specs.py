@@ -1,4 +1,4 @@
-"""Specifications, which are the values of ``grammar=``. Each specification gives a language, which a backend compiles."""
+"""Specifications, to which values of ``grammar=`` are coerced. A specification describes a language, which a backend compiles."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class JsonSchema(Spec):
         steps = 0
         while True:
             normaliser, root = self._read(dropped)
-            # Keywords that take too long are left out, too: each attempt has half of the time that is left.
+            # Keywords whose rules take too long are left out, too: so each attempt may take half of the remaining time.
             seconds = left() if self.strict else left() / 2
             try:
                 with deadline(seconds):

@@ -59,7 +59,7 @@ _DEFAULTS = {
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
     "ascii_only": False, "validate_default": False, "str_strip_whitespace": False, "str_to_lower": False, "str_to_upper": False,
 }  # fmt: skip
-#: Keys of core schemas whose content has no schemas of parts of the value.
+#: Keys of core schemas whose content holds no schema for a part of the value.
 _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
@@ -80,7 +80,7 @@ class OfType(JsonSchema):
 
     @cached_property
     def text(self) -> str:
-        """The schema as JSON, plus conditions that Pydantic leaves out."""
+        """The schema as JSON, plus conditions that Pydantic leaves out of its schemas."""
 
         return json.dumps(completed(self.schema, self.kind))
 
@@ -96,7 +96,7 @@ class OfType(JsonSchema):
 
 @dataclass(frozen=True)
 class _Checker:
-    """Raises GrammarError for a text that the type does not validate. Keeps the type alive, because keys of caches contain its id."""
+    """Called with a text, raises GrammarError if the type refuses it. Keeps the type alive, because keys of caches contain its id."""
 
     base: Language
     kind: Any
@@ -251,7 +251,7 @@ def _counted(most: int | None, places: int | None) -> dict[str, Any]:
 
 
 def _spelled(most: int | None, places: int | None) -> str:
-    """The pattern of strings with the numbers of :func:`_counted`; only the type itself checks the total number of digits."""
+    """A pattern for strings that contain the numbers of :func:`_counted`; only the type itself checks the total number of digits."""
     whole = "[0-9]*" if most is None else f"[0-9]{{0,{most - (places or 0) - 1}}}"
     integer = "0" if most is not None and most <= (places or 0) else f"(?:0|[1-9]{whole})"
     behind = places if places is not None else most

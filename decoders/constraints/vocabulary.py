@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: "full": every token after which the text can be completed is legal. "canonical": where the grammar forces the next bytes, only
-#: the token that the tokenizer would write there is legal, which changes the distribution.
+#: the token that the tokenizer would write there is legal, which changes the distribution of texts.
 Policy = Literal["full", "canonical"]
 
 
@@ -63,8 +63,8 @@ class Vocabulary:
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
         added, special = tokenizer.added_tokens_decoder, special_tokens(tokenizer)
         tokens: list[bytes | None] = [None] * size
-        # The tokenizer decodes tokens from these names. In its vocabulary, names of added tokens may be normalised; in the vocabulary
-        # of a tokenizer written in Python, all names may be normalised.
+        # The tokenizer decodes a token from the name that convert_ids_to_tokens returns. In its vocabulary, names of added tokens may
+        # be normalised; in the vocabulary of a tokenizer written in Python, all names may be normalised.
         renamed = [token for token in {*added, *(vocabulary.values() if backend is None else ())} if token < size]
         names = {token: name for name, token in vocabulary.items() if token < size}
         names |= dict(zip(renamed, tokenizer.convert_ids_to_tokens(renamed), strict=True))
@@ -181,7 +181,7 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """The tokens of `forced` as the tokenizer encodes it, up to the first token that following bytes could change.
+        """The tokens of `forced` as the tokenizer encodes it, up to but without the first token that following bytes could change.
 
         Following bytes could change a token if the bytes from the token on are the beginning of a longer token.
         """
@@ -196,8 +196,8 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, the tokens end before a token that is not
-        the first token of the remaining bytes encoded alone: in the whole text, the tokenizer may see special tokens or group digits.
+        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, the tokens end before a token that would
+        differ if the remaining bytes were encoded alone: in the whole text, the tokenizer may see special tokens or group digits.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: Each judged draft token multiplies the weight of earlier tokens of its kind by this: a weight halves in about four tokens. Kinds of
-#: the greatest depth forget slowly, because many tokens are judged at once, and only if all tokens before were right.
+#: Each judged draft token multiplies the weight of earlier tokens of its :data:`Kind` by this: a weight halves in about four tokens. At
+#: the greatest depth weights decay slowly, because many tokens are judged at once, and only if all tokens before were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
 #: The prior acceptance rate of a first token, ``PRIOR``, counts like ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
 #: because judging drafts is free.
@@ -26,14 +26,14 @@ OUTLOOK_WEIGHT = 1 / 8
 #: seem to pay are overestimates on average.
 CAUTION = 1.15
 
-#: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among the drafter's siblings, and the
-#: drafter's grade (-1 for any). A negative bit stands for one drafter's tokens, whether or not others propose them, too.
+#: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a
+#: drafter's confidence; -1: any). Instead of the bits, a negative bit means all tokens of this drafter, whoever else proposes them.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
 
 class AcceptanceRates:
-    """Probability that a draft token is right if its parent is, by kind; recent tokens count more.
+    """Probability that a draft token is right if its parent is, by :data:`Kind`; recent tokens count more.
 
     Args:
         common: the rates of all rows, which are the prior of a single row's rates; None if these are the rates of all rows.
@@ -52,15 +52,15 @@ class AcceptanceRates:
         self._graded_expected: dict[int, float] = {}  # by drafter: number of right tokens by its declared rates
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
-        """The probability of a draft token. sources: bits of the drafters that propose it."""
+        """The probability that a draft token is right if its parent is. sources: bits of the drafters that propose it."""
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
-        """The probability of a drafter's best token at `depth`, whether or not others propose it, too. drafter: its bit."""
+        """The :meth:`rate` of a drafter's best token at `depth`, whether or not others propose this token, too. drafter: its bit."""
         return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
     def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:
-        """Learns whether a token was `right`, given that its parent was."""
+        """Updates the rates of a token's kind. right: whether the token was right, given that its parent was right."""
         depth, rank = min(depth, DEEPEST), min(rank, LOWEST_RANK)
         keep = KEEP if depth < DEEPEST else KEEP_DEEPEST
         kinds = [(sources, depth, rank, WHICHEVER)]
@@ -99,7 +99,7 @@ class AcceptanceRates:
         return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank, WHICHEVER)) for source in single)
 
     def _declared(self, sources: int, rank: int, grade: int) -> list[tuple[int, float]]:
-        """``(drafter, rate)``: the rates that the drafters among `sources` declare for this grade and rank."""
+        """Pairs ``(drafter, rate)`` for the drafters in `sources` that declare a rate for this grade, adjusted to the rank."""
         declared = []
         for drafter, rates in self.grade_rates.items():
             if sources & drafter and 0 <= grade < len(rates):
@@ -142,7 +142,7 @@ class Proposals:
 
         Args:
             source: the drafter's bit.
-            tokens: tokens of nodes 1, 2, …; -1: no token, the branch ends there.
+            tokens: tokens of nodes 1, 2, …; -1: no token, so the branch ends before this node.
             parents: parents of nodes 0, 1, 2, …
             grades: grades of nodes 1, 2, …, 0 or more.
 
@@ -225,7 +225,7 @@ class Follower:
         self._open: list[tuple[Proposals, int]] = []
 
     def write(self, token: int) -> int:
-        """Takes the row's next token; returns the bits of the drafters that proposed it."""
+        """Judges the proposals by the row's next token. Returns the bits of the drafters that proposed this token."""
         still, right = [], 0
         for proposals, node in self._open:
             children = proposals.children[node]
@@ -251,7 +251,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: A row that is shorter than the longest row, by this share of the longest row's remaining steps, is e times less likely to end last.
+#: If a row needs fewer steps than the longest row, by this share of the longest row's steps, it is e times less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 

@@ -1,4 +1,4 @@
-"""Cost curves: measured seconds of a step by nodes, rows, context and tier (compiled or not), and files that store them."""
+"""Cost curves: measured seconds of a step by nodes (root and drafts), rows, context and tier (compiled or not), and their files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Subject(_Stored):
     Attributes:
         model: class and sizes of the model; weights do not matter.
         dtype: dtype of the weights.
-        quantization: method of a quantized checkpoint, precision of quantized weights and cache; "" without quantization.
-        device: name of the GPU, or of the processor with its instructions and the kernels for them.
+        quantization: quantization, inexact products and tensor parallelism, in words; "" without them.
+        device: name of the GPU; or name and instruction set of the processor, and the variant of the CPU kernels.
         threads: number of torch's intra-op threads; 0 on a GPU.
-        attention: the loop's attention, "sdpa" or "triton".
+        attention: what computes attention: "sdpa", or the kernels "triton" or "cpu".
         torch, package: versions; package is "" in older files.
     """
 
@@ -50,7 +50,7 @@ class Subject(_Stored):
 
 
 class CostPoint(_Stored):
-    """A measured size of a step.
+    """The measured duration of a step of one size.
 
     Attributes:
         rows: number of rows.
@@ -73,12 +73,12 @@ class CostPoint(_Stored):
 
 
 class CostCurve(_Stored):
-    """Measured points of one subject.
+    """The measured points of one subject.
 
     Attributes:
         version: version of the file format.
         subject: model, machine and versions of the measurement.
-        points: sorted by place, without duplicates.
+        points: sorted by :attr:`CostPoint.place`, each place once.
     """
 
     version: int = Field(default=VERSION, ge=VERSION, le=VERSION)
@@ -86,7 +86,7 @@ class CostCurve(_Stored):
     points: tuple[CostPoint, ...] = ()
 
     def with_points(self, points: Iterable[CostPoint]) -> CostCurve:
-        """The curve with `points` added; they replace older points at the same places."""
+        """The curve with `points` added, which replace older points of the same :attr:`CostPoint.place`."""
         merged = {point.place: point for point in (*self.points, *points)}
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 
@@ -96,10 +96,10 @@ class CostCurve(_Stored):
         return min(measured, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
-        """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the last two.
+        """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the largest.
 
-        If `rows` was not measured, takes the nearest measured number of rows, at the same total of nodes. If the tier was not measured,
-        takes the other tier.
+        If `rows` was not measured, uses the nearest measured number of rows, at the same total of nodes. If the tier was not measured,
+        uses the other tier.
 
         Raises:
             ValueError: the curve has no points.
@@ -109,7 +109,7 @@ class CostCurve(_Stored):
         by_context: dict[int, list[tuple[float, float]]] = {}
         for p in points:
             by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
-        # The total number of nodes counts: many rows of few nodes cost as much as few rows of many nodes.
+        # The total number of nodes sets the cost: many rows of few nodes cost as much as few rows of many nodes.
         same_work = nodes * rows / nearest
         by_length = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
         return interpolated(by_length, context)
@@ -153,7 +153,7 @@ def path_of(folder: Path, subject: Subject) -> Path:
 
 
 def read(folder: Path, subject: Subject) -> CostCurve | None:
-    """The stored curve of `subject`; None without a file of this format version. Warns about a damaged file."""
+    """The stored curve of `subject`; None if there is no file of this format version, or (with a warning) if it is damaged."""
     path = path_of(folder, subject)
     try:
         text = path.read_text(encoding="utf-8")
@@ -177,7 +177,7 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
 
 
 def write(folder: Path, curve: CostCurve) -> Path | None:
-    """Stores `curve`, merged with the points that are in the file by now. Returns None, with a warning, if writing fails."""
+    """Stores `curve`, merged with the points in the file. Returns the file's path; None, with a warning, if writing fails."""
     path = path_of(folder, curve.subject)
     try:
         kept = read(folder, curve.subject) if path.exists() else None

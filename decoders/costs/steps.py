@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weight of the newest step in the running mean of observed to expected seconds over all sizes, and its least weight in the running
-#: mean for the step's size.
+#: Weight of the newest step in the running mean, over all sizes, of the ratio of observed to expected seconds; and its least weight in
+#: the running mean of the ratio for the step's size.
 QUICK, SLOW = 1 / 8, 1 / 32
 #: The curve weighs as much as this many observed steps of a size.
 TRUST = 8
@@ -29,8 +29,8 @@ class StepLine:
     DECAY = 0.97
     #: The assumed cost of a node, relative to a step's fixed cost, before steps of several sizes were observed.
     GUESS = 0.03
-    #: Number of steps from trial to trial, before and after steps of several sizes were observed. If all steps so far had a draft, a
-    #: trial is a step without a draft; else it is a step that assumes a lower cost of nodes.
+    #: Number of steps from trial to trial, before and after steps of several sizes were observed. A trial assumes a lower cost of nodes
+    #: in a step. While only one size was observed, always with a draft, steps without a draft are tried, too.
     TRIAL, LATER_TRIAL = 4, 128
     #: A trial divides a node's cost by this.
     HOPE = 4
@@ -45,7 +45,7 @@ class StepLine:
         self._smallest = 0
 
     def observe(self, nodes: int, seconds: float, compiled: bool) -> None:
-        """Learns from a step. nodes: number of nodes of all rows together."""
+        """Adds an observed step to the fit. nodes: number of nodes of all rows together."""
         if compiled != self._compiled:
             self._compiled = compiled
             self._forget()
@@ -139,7 +139,7 @@ class StepCosts:
     def affordable(self, share: float) -> int:
         """The greatest number of nodes whose step costs at most ``1 + share`` times the step without a draft.
 
-        At most 256, and with a curve at most twice the largest measured number: two inaccurate timings may extrapolate to anything.
+        At most 256, and with a curve at most twice the largest measured number: inaccurate timings may extrapolate to any number.
         """
         limit, best, most = (1 + share) * self.step(1), 1, 256
         if self.curve is not None:
@@ -149,7 +149,7 @@ class StepCosts:
         return best
 
     def observe(self, nodes: int, seconds: float, context: int, compiled: bool) -> None:
-        """Learns from a step.
+        """Updates the estimates by an observed step.
 
         Args:
             nodes: number of nodes per row of the padded block.

@@ -10,7 +10,7 @@ from ..draft import Draft
 from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from .steps import StepCosts
 
-#: A step with a draft may take this share more time than a step without a draft: it pays if it commits half a token more.
+#: A step with a draft may take ``1 + SHARE`` times as long as a step without a draft; then it pays if it commits half a token more.
 SHARE = 0.5
 
 
@@ -18,10 +18,10 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
     """The greatest number of nodes of a block, the root included.
 
     Args:
-        costs: :attr:`Context.costs`.
+        costs: :attr:`Context.costs`, which returns None if nothing was measured.
         chosen: the user's choice; returned unless None.
         otherwise: returned if nothing was measured.
-        most: upper bound of a result from costs. It is a power of two from 4 up, so that calls of different lengths share graphs.
+        most: upper bound of a result from costs, which is a power of two (at least 4), so that calls of different lengths share graphs.
     """
     if chosen is not None:
         return chosen
@@ -37,16 +37,16 @@ def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, othe
 
 
 def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
-    """The number of first draft tokens to verify: it maximizes the expected gain minus the price of the time.
+    """How many draft tokens to verify, from the first on: maximizes the expected gain minus the price of the added time.
 
     Args:
-        gains: expected number of new tokens from each draft token, all rows together.
+        gains: by draft token, the expected number of new tokens from it, all rows together.
         seconds: seconds of a step by number of nodes per row, root included.
-        price: number of tokens that a second must bring: the present rate (maximizing a ratio, Dinkelbach 1967) times a factor of
-            caution.
+        price: number of tokens that an added second must bring: the present tokens per second (Dinkelbach 1967, on maximal ratios)
+            times a factor of caution.
 
     Returns:
-        the number, the expected gain in tokens, and the gain minus the price.
+        the number, its expected gain in tokens, and this gain minus the price of the time.
     """
     plain = seconds(1)
     count, gain, worth, total = 0, 0.0, 0.0, 0.0
@@ -95,14 +95,14 @@ class Looks:
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:
-        """Learns a draft's gain minus its price, in tokens. longest: upper bound of the mean wait, in steps."""
+        """Updates `net` and `wait`. net: a draft's gain minus its price, in tokens; longest: upper bound of the mean wait, in steps."""
         self.count += 1
         self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
 def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
-    """The number of steps between drafts (at most `longest`) at which drafting takes the share `looking` of the time.
+    """How many steps to wait between drafts, so that drafting takes the share `looking` of the time; at most `longest`.
 
     share: duration of a draft relative to a step.
     """
@@ -110,13 +110,13 @@ def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
-    """The running mean `known` (None or 0 before the first measurement) after the measurement `seconds`, which is clipped to four times
-    the mean, because a longer duration is an interruption.
+    """The running mean `known` (None or 0 before the first measurement), updated by the measurement `seconds`, which is clipped to four
+    times the mean, because a longer duration is an interruption.
     """
     return seconds if not known else known + weight * (min(seconds, 4 * known) - known)
 
 
-#: The bit of the only drafter.
+#: The bit that stands for the only drafter (:mod:`.acceptance`).
 SOURCE = 1
 #: Upper bound of the mean number of steps between two drafts.
 LONGEST_WAIT = 64
@@ -125,7 +125,7 @@ DRAFT_WEIGHT = 1 / 8
 
 
 class DraftWorth:
-    """Decides how many first nodes of a draft are worth their time in a step.
+    """Decides how many nodes of a draft, from the first on, are worth their time in a step.
 
     All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step has 8 B draft nodes.
 
@@ -176,7 +176,7 @@ class DraftWorth:
             rate, best = reached, count
 
     def observe(self, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
-        """Learns whether a step's draft was worth its time. Called before the costs observe the step.
+        """Learns whether a step's draft was worth its time. Call it before :meth:`StepCosts.observe`.
 
         Args:
             seconds: duration of the step's core.
@@ -194,7 +194,7 @@ class DraftWorth:
             self._looks.judge(net, LONGEST_WAIT)
 
     def follow(self, written: Sequence[Sequence[int]]) -> None:
-        """Judges the step's draft. written: the new tokens of every row."""
+        """Judges the step's draft by `written`, the new tokens of every row."""
         for row, tokens in enumerate(written):
             if tokens and row in self._proposals:
                 self._rows[row].follow(self._proposals[row])
@@ -203,7 +203,7 @@ class DraftWorth:
         self._proposals.clear()
 
     def _weights(self, lengths: Sequence[int], active: Sequence[int]) -> list[float]:
-        """The value of a token in each active row."""
+        """The value of a token in each active row, see :func:`row_weights`."""
         if self._ends is None:
             return [1.0] * len(active)
         return row_weights(
@@ -211,7 +211,7 @@ class DraftWorth:
         )
 
     def _gains(self, draft: Draft, active: Sequence[int], weights: Sequence[float]) -> list[float]:
-        """The expected new tokens from every draft token, in all rows together."""
+        """By draft token, the expected number of new tokens from it, weighted by row, all rows together."""
         tokens, parents, grades = draft.read()
         gains = [0.0] * draft.tokens.shape[1]
         for row, weight in zip(active, weights, strict=True):

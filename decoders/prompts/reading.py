@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 #: The content of a prompt: a text to continue, or the messages so far, for a chat template.
 Content = str | list[dict[str, str]]
-#: A prompt that was read: name, kind, text or messages.
+#: Prompts that were read, each as its name, its kind, and its text or messages.
 Texts = list[tuple[str, str, Content]]
 
 #: Made-up kinds: texts with an obvious continuation, each cut off within a line; random printable characters; and, as for an agent
 #: that works on one file, ten successive versions of a file with the same edit to make.
 MADE_UP = ("predictable", "random", "agent")
-#: Kinds of instructions. A story repeats neither its prompt nor itself, so lookups find little.
+#: Kinds of instructions. A story repeats neither its prompt nor itself, so n-gram lookups find little.
 INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
 
 
 def instructions(kind: str) -> Texts:
-    """The package's prompts of a kind of :data:`INSTRUCTIONS` or :data:`MADE_UP`."""
+    """The package's prompts of `kind`, one of :data:`INSTRUCTIONS` or :data:`MADE_UP`."""
     with resources.as_file(resources.files(__package__).joinpath("prompts.jsonl")) as path:
         return [(item["id"], kind, _prompt(item, kind)[1]) for item in read_rows(path) if item["kind"] == kind]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """The tokens of a prompt: messages go through the chat template, or become bare text if the tokenizer has no template.
+    """The tokens of a prompt: messages go through the chat template, or, if the tokenizer has none, are joined (:func:`bare`).
 
     Raises:
         SettingsError: `content` is neither a text nor messages, or has no tokens.
@@ -58,7 +58,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
 
 
 def bare(content: Content) -> str:
-    """The text of a prompt, without a template."""
+    """The text of a prompt; messages are joined by empty lines, without a chat template."""
     if isinstance(content, str):
         return content
     return "\n\n".join(message["content"] for message in content) + "\n\n"
@@ -69,7 +69,7 @@ INSTRUCT = "instruct"
 
 
 def read_prompts(chosen: str, limit: int | None) -> Texts:
-    """The prompts that ``--prompts`` asks for, `limit` of each kind.
+    """The prompts that ``--prompts`` asks for, at most `limit` of each kind (None: all).
 
     Args:
         chosen: comma-separated kinds: kinds of the demo (``all`` for all of them), ``instruct`` or ``instruct:edit``,
@@ -146,7 +146,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _prompt(item: Any, kind: str) -> tuple[str, Content]:
-    """Kind (by default `kind`) and content of a line: a text, or messages with role and content.
+    """Kind (by default `kind`) and content of `item`, a line of a file: a text, or messages with role and content.
 
     Raises:
         SettingsError: the line has neither a text nor messages.
@@ -157,7 +157,7 @@ def _prompt(item: Any, kind: str) -> tuple[str, Content]:
 
 
 def _checked(content: Any) -> Content:
-    """The text, or role and content of the messages. Raises SettingsError if `content` is neither."""
+    """`content` if it is a text, else the role and content of each message in it. Raises SettingsError if `content` is neither."""
     if isinstance(content, str):
         return content
     try:

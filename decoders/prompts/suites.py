@@ -21,7 +21,7 @@ class Suite:
 
     Attributes:
         source: where the benchmark's file is published.
-        files: patterns for the path of the file in a folder; the first pattern that matches counts.
+        files: patterns for the path of the file in a folder; the first pattern with a match is used.
         turns: the fields that may hold the question, as a list of turns or as one text.
         completes: whether the question is a text to continue, for models without a chat template.
     """
@@ -63,7 +63,7 @@ class Question:
 
 
 def read_suite(name: str, data: Path | None, samples: int | None = None, seed: int = 0) -> list[Question]:
-    """The questions of the suite `name`, in the order of its file: `samples` of each category, drawn with `seed`.
+    """The questions of the suite `name`, in the order of its file: `samples` of each category (None: all), drawn with `seed`.
 
     Raises:
         UnknownNameError: no such suite. SettingsError: its file was not found.
@@ -126,7 +126,7 @@ def _question(suite: Suite, name: str, number: int, row: dict[str, Any]) -> Ques
 def conversations(
     suite: Suite, questions: Sequence[Question], answer: Callable[[Content], str], template: bool
 ) -> Texts:
-    """The prompts of all turns; a later turn's prompt contains the earlier answers.
+    """The prompts of all turns of `questions`; a later turn's prompt contains the earlier answers.
 
     Args:
         answer: returns the answer to a prompt.

@@ -55,10 +55,10 @@ _TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "par
 
 
 def format_named(name: str) -> CallFormat:
-    """The format of calls that is called `name`.
+    """The format of function calls named `name`.
 
     Raises:
-        UnknownNameError: the format was not found.
+        UnknownNameError: no format has this name.
     """
     known = {each.name: each for each in FORMATS}
     if name not in known:
@@ -75,7 +75,7 @@ class CallStyle:
         reads_tools: whether the template lists the functions for the model.
         reads_calls: whether the template takes messages with calls.
         as_text: whether the template takes a call's arguments as a JSON string instead of an object.
-        values_as_text: whether the values of the arguments are passed as JSON strings (strings stay), because the template would
+        values_as_text: whether the values of the arguments are passed as JSON texts (strings unchanged), because the template would
             write Python's ``True``.
         short_ids: whether the template takes only ids of nine letters and digits.
         one_call: whether the template takes only one call per message.
@@ -120,7 +120,7 @@ class CallStyle:
 
         Args:
             name: the function's name, if known.
-            number: the call's place in its conversation.
+            number: the call's index in its conversation.
         """
         if name is not None and self.format.ids is not None and not self.short_ids:
             return self.format.ids.of(name, id, number)
@@ -149,7 +149,7 @@ class MessageStyle:
         return [{"type": "text", "text": text}] if role in self.parts else text
 
     def message(self, role: str, text: str, **more: Any) -> dict[str, Any]:
-        """A message of `role`; `more` are further entries of it."""
+        """A message of `role`; more: further entries of the message."""
         return {"role": role, "content": self.content(role, text), **more}
 
 

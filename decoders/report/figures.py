@@ -80,7 +80,7 @@ class Stage:
         passes: number of forward passes of the draft model, without its prefill.
         tokens: number of tokens that it wrote with its drafter's help, all rows.
         drafted, accepted: numbers of the drafter's tokens that the draft model verified and accepted.
-        accepted_lengths: histogram of tokens per row and pass, as in the report.
+        accepted_lengths: histogram; entry ``n`` counts passes (of each row) that wrote ``n + 1`` tokens.
         forward_seconds: seconds of its forward passes.
         drafter_seconds: seconds of its drafter, including the passes of `stages`.
         stages: the draft models of its drafter.
@@ -100,13 +100,13 @@ class Stage:
     weights: str = "keep"
 
 
-#: End of the warning about a keyword that a language without ``strict`` leaves out.
+#: End of the warning about a keyword (of a JSON schema, say) that a compiled grammar without ``strict`` does not enforce.
 LEFT_OUT = "is left to the validation of the finished text."
 
 
 @dataclass
 class GrammarUse:
-    """A row's grammar, and whether its text is complete and valid.
+    """A row's grammar, which describes a language of allowed texts, and whether the text is complete and valid.
 
     Attributes:
         name: name of the language.

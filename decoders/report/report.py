@@ -18,7 +18,7 @@ from .written import Tree, Written, bars
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Speeds cannot be compared if steps waited for more than this share of their time; judged from this many steps on.
+#: Speeds cannot be compared if steps waited for processors for more than the share BUSY of their time. Judged from FEW_STEPS steps on.
 BUSY, FEW_STEPS = 0.5, 4
 
 
@@ -29,29 +29,29 @@ class Report:
     Attributes:
         strategy: registry name.
         settings: the strategy's settings; for merged strategies, the settings of every part by name, and of the merging.
-        exact: False if the strategy or verifier may change the distribution.
-        verifier, verifier_settings: name of the verifier ("coupled") and its settings.
+        exact: False if the strategy or verifier may change the distribution of the tokens.
+        verifier, verifier_settings: name of the verifier, "coupled" by default, and its settings.
         compiled_steps: number of `steps` that ran compiled.
         threads: number of processor threads of the last step, below torch's number if other processes take the cores; 0 on a GPU.
         waiting: share of the steps' time in which the decoding thread, or a thread that it waited for, had no processor because
             other processes take the cores (see :attr:`busy`); 0 on a GPU.
-        replayed_steps: number of `steps` that replayed a recording, in part or as a whole (CUDA).
+        replayed_steps: number of `steps` that replayed recordings (CUDA graphs), in part or as a whole.
         unrecorded: why steps that should have been recorded ran kernel by kernel (CUDA, slow); recording is tried again. "" if all
             were recorded.
         reused: per row, number of prompt tokens whose keys and values came from an earlier call.
         same_bits: in low precision, whether a token's logits have the same bits in every block, so that drafts do not change
             near-ties; from a brief check when the model was prepared. False for models with recurrent layers, which are not checked.
             None in float32.
-        checked: ISO date of the comparison of the prepared model with transformers' forward passes: today, or the date of a stored
-            result.
+        checked: ISO date on which the prepared model was compared with transformers' forward passes; not today if the result was
+            stored.
         weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
         prompt_tokens, new_tokens: numbers of prompt tokens and of new tokens, per row.
         steps: number of forward passes of the target that commit tokens.
-        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` has their core.
+        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt. Their core counts as ``timings.prefill``.
         drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
-        accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
+        accepted_lengths: histogram; entry ``n`` counts steps (of each row) that committed ``n + 1`` tokens.
         nodes: size of the largest verified block.
         timings: see :class:`Timings`.
         time_to_first_token: seconds from the call to the first committed token.
@@ -60,7 +60,7 @@ class Report:
         compilations: number of graphs compiled during the call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
         details: the strategy's own figures, JSON-safe; see :meth:`decoders.Strategy.details`.
-        grammars: per row, None for rows without a grammar; empty without ``grammar=``.
+        grammars: per row, its :class:`GrammarUse`, or None for a row without a grammar; empty without ``grammar=``.
         written: the tokens, their drafters, and with the setting ``trace`` the tree of every step. Not in :meth:`as_dict`.
     """
 
@@ -104,12 +104,12 @@ class Report:
         self.compilations += 1
 
     def finished(self, begun: float | None) -> None:
-        """Adds the time since the last measured part to `timings.finish`. begun: start of the call (``time.perf_counter()``)."""
+        """Adds the time since the last measured part to `timings.finish`. begun: when the call began; None adds nothing."""
         if begun is not None:
             self.timings.finish += time.perf_counter() - begun - self.timings.call
 
     def share(self, spent: Mapping[str, float], nodes: int, compiled: bool, replayed: bool) -> None:
-        """Adds a step shared with other requests: its whole time, its block size, and whether it ran compiled or replayed."""
+        """Adds a step that also served other requests. spent: by part, all seconds of the step; nodes: the size of its block."""
         own = vars(self.timings)
         for part, seconds in spent.items():
             own[part] += seconds
@@ -129,7 +129,7 @@ class Report:
 
     @property
     def busy_line(self) -> str:
-        """The line about waiting, for warnings."""
+        """The line that says how long steps waited, for reports and warnings."""
         return f"other processes take the cores: steps waited {self.waiting:.0%} of their time"
 
     @property
@@ -139,7 +139,7 @@ class Report:
 
     @property
     def same_tokens(self) -> str:
-        """Says whether the tokens are the tokens of plain decoding."""
+        """Whether the tokens equal the tokens of plain decoding, in words."""
         if not self.exact:
             return f"no: {self.strategy if self.verifier == 'coupled' else f'verifier {self.verifier}'} is lossy"
         if self.same_bits is None:
@@ -153,7 +153,7 @@ class Report:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the proposed draft tokens that were accepted."""
+        """Share of the verified draft tokens that were accepted; 0 without draft tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -179,7 +179,7 @@ class Report:
         return sum(self.new_tokens) / seconds if seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, derived ones included, ready for ``json.dumps``."""
+        """All figures except `written`, and the figures that the properties derive, ready for ``json.dumps``."""
         figures = asdict(replace(self, written=None))
         del figures["written"]
         return figures | {
@@ -278,7 +278,7 @@ def seconds_line(timings: Timings) -> str:
 
 
 def grammar_line(use: GrammarUse, seconds: float) -> str:
-    """The line about a row's grammar: its cost, and whether the text is complete."""
+    """The line about a row's grammar: its cost, and whether the text is complete. seconds: for all rows' masks."""
     outcome = "complete" if use.complete else "not complete"
     if use.invalid:
         outcome = f"invalid: {use.invalid}"
@@ -287,7 +287,7 @@ def grammar_line(use: GrammarUse, seconds: float) -> str:
 
 
 def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """The lines about a draft model, followed by its drafter's draft models, indented."""
+    """Yields lines ``(name, text)`` about a draft model, then, indented, about the draft models of its drafter."""
     quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
     text = f"{stage.model}{quantized}: {amount(stage.passes, 'pass', 'passes')} in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:
@@ -302,7 +302,7 @@ def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, eq=False)
 class ObservedCall:
-    """One call of ``generate``, or one request of a scheduler. Every method of an observer gets the same object.
+    """One call of ``generate``, or one request of a scheduler. An observer's methods receive the same object for a call.
 
     Attributes:
         model: the model that decodes.

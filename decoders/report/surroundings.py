@@ -15,7 +15,7 @@ WAITING = 0.25
 
 
 def busy_share(seconds: float = 0.01) -> float:
-    """The share of its time, from 0 to 1, that code with torch's number of threads waits now, because other processes use the cores.
+    """The share of time (0 to 1) for which code on torch's number of threads now waits for cores that other processes use.
 
     0.0 for a share of at most :data:`WAITING`.
 

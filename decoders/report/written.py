@@ -19,7 +19,7 @@ COLOURS = ("#2e7d32", "#1565c0", "#ad1457", "#e65100", "#6a1b9a", "#00838f")
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The block of a row in a step.
+    """The nodes of one row that a step verified, and the accepted path.
 
     Attributes:
         tokens: token of every node; node 0 is the last token before the step, -1 is no token.
@@ -44,8 +44,8 @@ class Written:
         prompts: the prompts, 1-D int64, without padding; -1 at positions without a token id.
         tokens: the new tokens.
         drafters: the drafter of each new token, "" for the target's own tokens.
-        steps: every step, for traced rows.
-        tokenizer: the call's tokenizer or None. Pickles keep the texts instead.
+        steps: every step of each row; an empty list for a row without the setting ``trace``.
+        tokenizer: the call's tokenizer or None. A pickle stores the texts of tokens instead.
     """
 
     prompts: Sequence[Tensor]
@@ -69,7 +69,7 @@ class Written:
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
 
     def pieces(self, row: int = 0) -> list[tuple[str, str]]:
-        """The new text as pieces ``(text, drafter of the last token)``, "" for the target's own. Without a tokenizer, ids."""
+        """A row's new text as pieces ``(text, drafter of its last token)``; "": the target's own. Without a tokenizer: ids."""
         if self._pieces is not None:
             return self._pieces[row]
         tokens, drafters = self.tokens[row], self.drafters[row]
@@ -86,7 +86,7 @@ class Written:
         return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
 
     def html(self) -> str:
-        """The text of every row with drafted tokens in colour, below a legend."""
+        """The new text of every row as HTML, drafted tokens in colour, below a legend."""
         colours = self.colours()
 
         def span(text: str, who: str) -> str:
@@ -98,7 +98,7 @@ class Written:
         return f"<p>drafted by {legend}</p>" + "".join(f"<pre style='white-space:pre-wrap'>{row}</pre>" for row in rows)
 
     def tree(self, step: int, row: int) -> Tree:
-        """The tree of a traced step."""
+        """The draft tree of a step. Requires the setting ``trace``."""
         traced = self.steps[row][step]
         texts = [self.text_of(token) if token >= 0 else "" for token in traced.tokens]
         return Tree(traced, texts, self.text_of(traced.own) if traced.own is not None else "")

@@ -1,4 +1,7 @@
-"""Finds the tokens that the processors keep after each node, and draws one. If few tokens are kept, few scores are computed."""
+"""Finds the tokens that logits processors keep after each node (a draft token or the last committed token), and draws one of them.
+
+If few tokens are kept, few scores are computed.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,9 @@ class Candidates:
         scores: ``[B, N, K]`` float32, ``-inf`` for removed tokens.
         tokens: ``[B, N, K]`` int64, without duplicates; -1 in unused columns; None for the whole vocabulary.
         vocab: ``V``, the size of the vocabulary.
-        selection: the same tokens as ``[B * N, K]``, with marks of uncertain tokens, which rounding may keep or remove; None if all are
-            certain.
-        reference: takes indices of rows, and computes these rows of `selection` by the reference operations, without uncertain tokens.
+        selection: the same tokens as ``[B * N, K]``, with a mark at each uncertain token (rounding decides whether it is kept); None if
+            all tokens are certain.
+        reference: given indices of rows, returns these rows of `selection` as the reference operations compute them: all certain.
     """
 
     scores: Tensor
@@ -80,7 +83,7 @@ class Candidates:
         return torch.where(best[..., 0] > NEVER, token, 0)
 
     def best(self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` best tokens ``[B, N, C]`` by ``softmax(scores + noise)``, and their log-probabilities; greedy: noise is 0."""
+        """The `count` best tokens ``[B, N, C]`` by ``softmax(scores + noise)``, and their log-probabilities; if greedy, noise is 0."""
         settled = self.settled()
         if settled.tokens is None:
             noisy = settled.scores.float()
@@ -117,7 +120,7 @@ class Candidates:
             return settled.scores.float()
         scores = settled.scores
         best = scores.max(-1, keepdim=True)
-        # Unused columns write the best token's score once more, so that all columns that write a token write the same score.
+        # Columns without a kept token write the best token's score once more: columns that write the same token write the same score.
         out = scores == NEVER
         tokens = torch.where(out, settled.tokens.gather(-1, best.indices), settled.tokens)
         dense = torch.full((*scores.shape[:2], self.vocab), NEVER)
@@ -147,7 +150,7 @@ def candidates(
 ) -> Candidates:  # fmt: skip
     """The tokens that the plan's operations keep after every node. logits: ``[B, N, V]``, positions: ``[B, N]``.
 
-    The scores equal the scores of :func:`~decoders.sampling.processors.process`, which runs on devices such as CUDA and in traced code.
+    The scores equal the scores of :func:`~decoders.sampling.processors.process`, which runs instead on CUDA and in traced code.
 
     Args:
         at_least: least number of entries per node; if fewer tokens are kept, removed tokens fill the other entries.
@@ -240,8 +243,9 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. It computes the noise of few tokens only.
 
-    The noise is ``-log E`` with ``E >= u``, where ``u`` is the hash's upper bits divided by 2^32. Let `bound` be the best noisy score
-    of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win. For most tokens, only the hash's bits are computed.
+    The noise is ``-log E`` with ``E >= u``, where ``u`` is the upper half of the token's 64-bit hash divided by 2^32. Let `bound` be
+    the best noisy score of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win, so for most tokens only ``u`` is
+    computed.
     """
     vocab = scores.shape[-1]
     if vocab <= _FEW:
@@ -252,7 +256,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     noisy = likely.float() + noise_of(keys, positions, tokens.view(*shape, -1)).view_as(likely)
     bound, column = noisy.max(-1)
     start = noise_keys(keys, positions).flatten()  # [R]
-    # The slack covers the omitted last mixing round, the comparison in float32, and rounding when noise is added to scores.
+    # The slack (also in `most`) covers the omitted mixing round, the comparison in float32, and rounding when noise is added to scores.
     level = (bound - 1e-3 - 4e-7 * bound.abs()).clamp(min=-1e30)[:, None]
     candidates_found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
     width = max(_CHUNK // len(rows), 1024)

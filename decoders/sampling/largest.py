@@ -14,7 +14,7 @@ FEW = 2**17
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of every row of ``[R, V]``, in descending order, and their tokens, ``[R, count]`` int64.
 
-    The result equals ``topk``, with equal scores in any order, and with V columns if V is less than `count`. It is fast on the CPU: the
+    The result equals ``topk`` up to the order of equal scores, and has V columns if V is less than `count`. It is fast on the CPU: the
     `count` largest scores lie in the `count` blocks with the largest maxima, and only memory bandwidth limits the search for maxima.
     """
     vocab = scores.shape[-1]

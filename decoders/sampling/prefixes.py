@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.devices import host_reads
 
 NEVER = float("-inf")
-# Places without a token are of three kinds. Their values differ, so that places of different kinds never match.
+# Values for three kinds of places without a token. They differ, so that places of different kinds never match.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 
@@ -29,7 +29,7 @@ class Prefixes:
         nodes: ``[B, N]`` int64, tokens of the nodes; -1 for no draft token.
         offsets: ``[B, N]`` int64, position of each node minus the position of node 0.
         visible: ``[B, N, N]`` bool; ``visible[b, q, k]``: node ``k`` is on the path to node ``q``, or is ``q``.
-        padding: ``[B, P]`` int64, the left padding that transformers gives a row, aligned on the right; -1 for none.
+        padding: ``[B, P]`` int64, the rows' left padding in transformers' `input_ids`, aligned on the right; -1 for none.
     """
 
     tokens: Tensor
@@ -96,7 +96,7 @@ class BiasedSequences:
 def _changed(
     scores: Tensor, tokens: Tensor, change: Callable[[Tensor, Tensor], Tensor], onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """A copy of `onto` (or `scores`) ``[B, N, V]`` with changed scores of a few tokens. No other tensor of this size is allocated.
+    """A copy of `onto` (or `scores`) ``[B, N, V]`` with new scores of a few tokens. No other tensor of this size is allocated.
 
     Args:
         tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
@@ -129,7 +129,7 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`scores` with new scores of generated tokens. change: returns new scores for old scores and each token's count up to a node."""
+    """`scores` with new scores of generated tokens. change: their new scores, given old scores and how often the row wrote each."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])
@@ -156,7 +156,7 @@ def presence_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: obj
 def no_repeat_ngram(
     scores: Tensor, value: Tensor, prefixes: Prefixes, sequences: BiasedSequences, **_: object
 ) -> Tensor:
-    """Removes tokens that would complete an n-gram that the text has already. value: n, at most the length ``S`` of `sequences`."""
+    """Removes tokens that would repeat an n-gram of the text. value: n, at most the length ``S`` of the `sequences`."""
     size = sequences.tokens.shape[-1]
     last, text = prefixes.last(size), prefixes.text()
     back = torch.arange(size - 1, device=scores.device)
@@ -200,7 +200,7 @@ def suppress_at(scores: Tensor, value: Tensor, positions: Tensor, **more: object
 def forced_tokens(
     scores: Tensor, value: Tensor, positions: Tensor, sequences: BiasedSequences, **_: object
 ) -> Tensor:  # fmt: skip
-    """After `value` new tokens, allows only the last tokens of `sequences`."""
+    """After `value` new tokens, allows only the last token of each of the `sequences`."""
     here = positions[..., None] == value
     if host_reads(scores) and not here.any():
         return scores

@@ -1,4 +1,7 @@
-"""Choosing a token: operations equal to transformers' processors turn logits into scores, and noise draws a token by its score."""
+"""Choosing a token: operations, equal to transformers' logits processors, turn logits into scores; Gumbel noise then draws a token.
+
+A step verifies ``N`` nodes in each of ``B`` rows: the last committed token and draft tokens. A token is drawn after each node.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The processors that run inside the step, in order. It is hashable: a new plan needs a new graph, but new values do not.
+    """The logits processors that run inside the step, in order. Hashable: another plan needs another graph, other parameters do not.
 
     Attributes:
-        operations: names of :data:`OPERATIONS`; each operation takes one entry of the tensor `values` of :class:`SamplingInputs`.
+        operations: names of :data:`OPERATIONS`; the parameter of operation ``i`` is entry ``i`` of :attr:`SamplingInputs.values`.
         sample: whether tokens are drawn with noise; otherwise the best token is taken.
         keep_scores: whether to return the processed scores.
         masked: whether a grammar masks tokens (:class:`Masks`) before any operation.
-        reads_text: whether an operation depends on the text before a token.
+        reads_text: whether an operation depends on the text before a token, as penalties do.
     """
 
     operations: tuple[str, ...] = ()
@@ -53,14 +56,14 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """The tensors that a plan reads.
+    """The tensors that the operations of a plan and the noise depend on.
 
     Attributes:
         values: ``[max(1, len(operations))]`` float32, one parameter per operation, or ``[B, …]`` by row; the parameter of top_p is
             ``1 - top_p``, subtracted in double precision as in transformers.
         keys: ``[B]`` int64, the noise key of each row.
-        stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]`` by row; -1 for none.
-        sequences: ``[K, M, S]`` int64, the tokens of each operation's :class:`~decoders.sampling.prefixes.BiasedSequences`, or
+        stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]`` by row; -1 in unused entries.
+        sequences: ``[K, M, S]`` int64, for each of K operations the :class:`~decoders.sampling.prefixes.BiasedSequences`, or
             ``[B, K, M, S]`` by row. `sequences`, `biases` and `padding` are None if no operation reads the text.
         biases: ``[K, M]`` float32, the biases of these sequences, or ``[B, K, M]`` by row.
         padding: ``[B, P]`` int64, see :class:`~decoders.sampling.prefixes.Prefixes`.
@@ -74,7 +77,7 @@ class SamplingInputs:
     padding: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> SamplingInputs:
-        """The inputs of the rows from `begin` to `end`."""
+        """The inputs of the rows ``begin:end``."""
         return self.of(slice(begin, end))
 
     def of(self, rows: slice | Tensor) -> SamplingInputs:
@@ -90,18 +93,18 @@ class SamplingInputs:
         )  # fmt: skip
 
     def value(self, operation: int) -> Tensor:
-        """The parameter of an operation, ``[]`` or ``[B, 1, 1]``, which broadcasts over scores ``[B, N, V]``."""
+        """The parameter of the plan's operation with this index, ``[]`` or ``[B, 1, 1]``, to broadcast over scores ``[B, N, V]``."""
         return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
 
     def sequences_of(self, operation: int) -> BiasedSequences:
-        """The sequences of an operation."""
+        """The sequences of the plan's operation with this index."""
         assert self.sequences is not None and self.biases is not None
         return BiasedSequences(self.sequences[..., operation, :, :], self.biases[..., operation, :])
 
 
 @dataclass(frozen=True)
 class Replacements:
-    """Replacements of drawn tokens by other tokens, by one of several mappings. A node's kind is the number of its mapping.
+    """Mappings that replace drawn tokens by other tokens. Each node uses one mapping, whose number is called the node's kind.
 
     Attributes:
         keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.
@@ -120,7 +123,7 @@ class Replacements:
         return torch.where(self.keys[place] == keys, self.tokens[place], tokens)
 
     def moved(self, probabilities: Tensor) -> Tensor:
-        """The probabilities ``[B, N, V]`` of tokens after replacement, given the `probabilities` ``[B, N, V]`` of the draw."""
+        """Turns the `probabilities` ``[B, N, V]`` of drawn tokens into the probabilities of the tokens after replacement."""
         drawn = self.keys % probabilities.shape[-1]
         here = self.kinds[..., None] == self.keys - drawn
         mass = torch.where(here, probabilities[..., drawn], 0.0)
@@ -132,8 +135,8 @@ class Masks:
     """Which tokens may follow each node of a block.
 
     Attributes:
-        allowed: ``[B, N, V]`` bool; None allows all tokens. Masks are unpacked outside the step, because gcc 12 miscompiles
-            inductor's CPU code for bit tests beside 64-bit noise (torch 2.13).
+        allowed: ``[B, N, V]`` bool; None allows all tokens. Bit masks of grammars are unpacked outside the step, because gcc 12
+            miscompiles inductor's CPU code if it contains bit tests and 64-bit noise (torch 2.13).
         replacements: replacements of drawn tokens, or None.
     """
 
@@ -151,7 +154,7 @@ class Masks:
         return tokens if self.replacements is None else self.replacements.of(tokens)
 
     def of_rows(self, begin: int, end: int) -> Masks:
-        """The masks of the rows from `begin` to `end`."""
+        """The masks of the rows ``begin:end``."""
         allowed, replaced = self.allowed, self.replacements
         return Masks(
             None if allowed is None else allowed[begin:end],
@@ -169,8 +172,8 @@ def mix64(z: Tensor) -> Tensor:
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
     """splitmix64's state, `steps` draws after the state `start`: ``start + steps * GOLDEN``.
 
-    It is computed as ``sum * GOLDEN``, because ``GOLDEN`` needs 64 bits, and inductor gives ``arange`` and ``arange * constant`` only
-    32 bits in Triton. A sum that contains a value from memory has 64 bits.
+    Computed as ``(start / GOLDEN + steps) * GOLDEN`` modulo 2^64: if `steps` is an ``arange``, inductor's Triton code would compute
+    ``steps * GOLDEN`` in 32 bits. A sum that contains a value from memory, such as `start`, has 64 bits.
     """
     return (start * GOLDEN_INVERSE + steps) * GOLDEN
 
@@ -193,7 +196,8 @@ def _keys(start: Tensor, index: Tensor | int) -> Tensor:
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise ``[B, N, V]`` float32, a function of key, position and token id.
 
-    It is ``-log E`` with ``E = -log(1 - u)``, so that the upper tail, which decides unlikely draws, has all 32 bits of resolution.
+    It is ``-log E`` with ``E = -log(1 - u)`` for uniform ``u``, so that the upper tail, which decides unlikely draws, has a resolution
+    of 32 bits.
 
     Args:
         keys: ``[B]`` int64.
@@ -215,8 +219,8 @@ def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
     return mix64(advanced(keys[:, None], positions))
 
 
-#: Scores up to 2^17 stay finite when divided by this. A lower temperature would leave only the best token, but with infinite scores,
-#: for which transformers raises an error.
+#: The least temperature that scores are divided by: scores up to 2^17 then stay finite. At a lower temperature only the best token
+#: would be likely, but with infinite scores, at which transformers raises an error.
 LEAST_TEMPERATURE = 2.0**-111
 
 
@@ -273,8 +277,8 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
     return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: Operations inside the step, equal to transformers' processors, by name. They take scores ``[B, N, V]`` and a value, ``[]`` or
-#: ``[B, 1, 1]``.
+#: By name, the operations inside the step, equal to transformers' logits processors. Their arguments are scores ``[B, N, V]`` and the
+#: parameter `value`, ``[]`` or ``[B, 1, 1]``; operations of :data:`FIRST` have more.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **READ_TEXT,
     "min_new_tokens": _min_new_tokens,
@@ -325,7 +329,7 @@ def process(
 def first_of(
     scores: Tensor, operation: int, name: str, inputs: SamplingInputs, positions: Tensor, prefixes: Prefixes | None
 ) -> Tensor:
-    """The scores after an operation of :data:`FIRST`, given the `scores` before it."""
+    """The scores after operation `name` of :data:`FIRST`, given the `scores` before it. operation: its index in the plan."""
     value = inputs.value(operation)
     if name not in READ_TEXT:
         return OPERATIONS[name](scores, value, positions=positions, stop_tokens=inputs.stop_tokens)
@@ -336,7 +340,7 @@ def first_of(
 
 
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`; at nodes where the operations kept no token, `legal` instead, because the grammar takes precedence over them."""
+    """`scores`, but `legal` (the masked logits) at nodes where operations removed all tokens: the grammar takes precedence."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 

@@ -1,8 +1,9 @@
 """Finds, without sorting the vocabulary, the tokens that processors keep, on devices whose values Python can read at no cost.
 
 The result must equal the reference, :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may
-be kept, then applies the same rules to them. A token is unsure if the reference keeps or drops it depending on the rounding of a sum or
-on the order of equal scores (torch's sort is not stable). If the result depends on an unsure token, the reference processes the row.
+be kept, then applies the same rules to them. A token is unsure if the rounding of a sum, or the order of equal scores
+(torch's sort is not stable), decides whether the reference keeps it. If the result depends on an unsure token, the reference processes
+the row.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _scaled(scores: Tensor, scale: list[Tensor]) -> Tensor:
 
 
 def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Selection:
-    """Keeps all ties with the k-th score. Division by the temperature is monotone, so the selection can come before it."""
+    """Selects all scores from the k-th largest up. Division by the temperature is monotone, so only selected scores are divided."""
     vocab = scores.shape[-1]
     k = min(max(k, 1), vocab)
     count = max(FIRST, at_least, k + k // 8 + 8)
@@ -133,12 +134,12 @@ def _enough(
     whole: Tensor, order: Tensor, probabilities: Tensor, wanted: float, at_least: int,
     decide: Callable[[Tensor, Tensor, Tensor, bool], Selection],
 ) -> Selection:  # fmt: skip
-    """Selects among the tokens with the largest `order` ``[R, V]``: first among a few, then among more for rows that stay open.
+    """Selects among the tokens with the largest values in `order` ``[R, V]``: first among a few, then, in open rows, among more.
 
     Args:
         wanted: tokens with this total probability are enough to decide a row.
         decide: returns the selection for some rows. It takes their scores and tokens ``[Q, K]``, the rows' indices ``[Q, 1]``, and
-            whether ``K`` is the whole vocabulary. Unused columns have the score ``-inf`` and the token -1.
+            whether they are the whole vocabulary. Unused columns have the score ``-inf`` and the token -1.
     """
     vocab = whole.shape[-1]
     count = min(max(FIRST, at_least), vocab)
@@ -155,7 +156,7 @@ def _enough(
 
 
 def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
-    """The tokens ``[K]`` with the largest `order` ``[V]``, sorted, enough for a total probability of at least `wanted`."""
+    """The tokens ``[K]`` with the largest values in `order` ``[V]``, descending; their total probability is at least `wanted`."""
     bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
     mass = torch.bincount(bins, weights=probabilities, minlength=1024)
     last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
@@ -194,7 +195,7 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
 
     Args:
         share: ``[R, K]`` float64, probabilities.
-        outside: upper bound of the number of tokens that are not among the K tokens.
+        outside: upper bound of the rank of a token that is not among the K; 0 if there is none.
     """
     count = scores.shape[1]
     cumulative = share.cumsum(-1)
@@ -280,8 +281,8 @@ def _typical(
     scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
     value: Tensor,
 ) -> Selection:  # fmt: skip
-    """Selects the tokens that typical_p keeps, given the tokens ``[R, K]`` with the least `surprise`, in ascending order: tokens up to
-    the border token, at which the sum of probabilities reaches `value`, and all tokens with the border token's surprise.
+    """Selects what typical_p keeps of the tokens ``[R, K]``, which come in ascending order of `surprise`: the tokens up to the border
+    token, at which the sum of probabilities reaches `value`, and all tokens as surprising as the border token.
 
     Args:
         surprise: ``[R, K]``, ``abs(-log(p) - entropy)`` of each token, with an error of at most `blur` ``[R, 1]``.

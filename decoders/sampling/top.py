@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: The largest k of the operation ``top_k``; for a larger k, ``large_top_k`` sorts the vocabulary.
+#: The largest k of the operation ``top_k``; a larger k requires the operation ``large_top_k``.
 MOST_OF_TOP_K = 1024
 #: Number of tokens per block of a running count; blocks run in parallel.
 _BLOCK = 1024
@@ -31,7 +31,7 @@ def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
 def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     """The ``[B, N, V]`` scores that ``top_k`` and then ``top_p`` keep.
 
-    top_k keeps all scores above the k-th score, which are fewer than `k`, and all scores equal to it, which are only counted. Among
+    top_k keeps the scores above the k-th score (fewer than `k`), and all scores equal to it, which are counted but not sorted. Among
     equal scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64. transformers sums in
     float32, so its border may differ if the sum equals `value` up to rounding.
 
@@ -57,7 +57,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
 
 
 def counted(marked: Tensor) -> Tensor:
-    """The running count ``[…, V]`` of `marked` tokens (``[…, V]`` bool). It counts in blocks: a GPU is slow at few long sums."""
+    """The running count ``[…, V]`` of `marked` tokens (``[…, V]`` bool). Counted in blocks: a GPU is slow at few long sums."""
     vocab = marked.shape[-1]
     blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks.cumsum(-1, dtype=torch.int32)
@@ -65,7 +65,7 @@ def counted(marked: Tensor) -> Tensor:
     return (inside + (whole.cumsum(-2, dtype=torch.int32) - whole)).flatten(-2)[..., :vocab]
 
 
-# The functions below find borders by radix selection over the scores' bits, in a few passes of static size that can be recorded.
+# The functions below find the lowest score to keep (the border) by radix selection: few passes of static size, for CUDA graphs.
 
 #: Number of a score's bits that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
@@ -76,11 +76,11 @@ MOST_AT_ONCE = 2**23
 
 
 def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function that applies `function`, of scores ``[B, N, V]`` and a value (``[]`` or ``[B, 1, 1]``), to a few nodes at a time."""
+    """Wraps `function` (arguments: scores ``[B, N, V]``, a value ``[]`` or ``[B, 1, 1]``) to process a few nodes at a time."""
 
     @wraps(function)
     def sliced(scores: Tensor, value: Tensor) -> Tensor:
-        # Slices would fix sizes in compiled code. Compiled code fuses most of these operations and needs less memory.
+        # Compiled code is not sliced: slices would fix its sizes, and it needs less memory, because it fuses most operations.
         if torch.compiler.is_compiling() or scores.numel() <= MOST_AT_ONCE:
             return function(scores, value)
         size = max(MOST_AT_ONCE // scores.shape[-1], 1)
@@ -143,7 +143,7 @@ def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """The ``[B, N, V]`` float32 scores that ``top_p`` keeps, with the border of :func:`top_k_top_p`. value: ``1 - top_p``."""
+    """The ``[B, N, V]`` float32 scores that ``top_p`` keeps; equal scores: see :func:`top_k_top_p`. value: ``1 - top_p``."""
     ranks, shares = rank_of(scores), shares_of(scores)
     total = shares.sum(-1, keepdim=True)
     kept = (total - (value.double() * total).long()).clamp(min=1)  # the best token stays

@@ -25,7 +25,7 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
     """A repeated call drafts the same tokens in the same steps, whatever was decoded in between, and changes no value in the strategy's
     classes and modules.
 
-    The drafts of a `timed` strategy may differ. No earlier check has used these texts.
+    The drafts of a `timed` strategy may differ. The texts are new in this process, so no strategy remembers them from earlier checks.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -59,7 +59,7 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
 
 
 def _drafts(seen: SpyLog) -> list[list[int]]:
-    """The draft tokens of the unfinished rows."""
+    """The draft tokens of each unfinished row in a logged step."""
     return [tokens for tokens, ended in zip(seen.draft.tokens.tolist(), seen.finished, strict=True) if not ended]
 
 
@@ -82,7 +82,7 @@ class _Interrupted:
 
 
 def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """With every chunk size, a strategy that reads prompts drafts the same tokens. Prompts of one token work, without `prefill`."""
+    """A strategy that reads prompts drafts the same tokens with every chunk size, also after prompts of a single token."""
     if not strategy.reads_prompt:
         return
     name = conditions.models[0]
@@ -123,7 +123,7 @@ def check_finish(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_memory(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The tokens stay the same if the strategy keeps memory between calls."""
+    """The tokens stay the same if the strategy remembers what it learned in earlier calls."""
     name, loop = conditions.models[0], {"compile": False, "memory": True}
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model:

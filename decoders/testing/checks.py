@@ -26,7 +26,7 @@ from .tape import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 from .wrapped import Replayed, ShapeError
 
-#: Seeds and temperatures of the comparisons of sampling.
+#: Sampling arguments of the comparisons of sampled text.
 DRAWS = (dict(seed=1, temperature=0.3, top_k=0), dict(seed=7, temperature=0.8, top_k=40, top_p=0.95))
 
 
@@ -36,7 +36,7 @@ def _automaton(seed: int, *stops: int) -> TokenAutomaton:
 
 
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The class has a name, a summary, flags and rates of the right types."""
+    """The class has a name and a summary, and its traits have the right types."""
     cls = type(strategy)
     check_name_and_summary(cls)
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
@@ -95,10 +95,10 @@ def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Every draft of a real call keeps the contract.
+    """Every draft of a real call keeps the contract of :class:`~decoders.Draft`: shapes, dtypes, tokens and tree are valid.
 
-    Hooks must not write to the loop's tensors, not even beyond a row's length. They must not change their instance, its settings, or
-    the process (random states, default dtype, grad mode).
+    Hooks must not write to the loop's tensors, not even beyond a row's length. They must not change the strategy's instance, its
+    settings, or the state of the process (random states, default dtype, grad mode).
     """
     for name, rows, options in conditions.combinations(({}, dict(do_sample=True, **DRAWS[0]))):
         with conditions.enabled(name) as model:
@@ -106,8 +106,8 @@ def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that claims ``on_device`` can be recorded: its hooks do not wait for the device, use no data of the host, and have the
-    same shapes and tensors in every step. If they are replayed instead of called, drafts are the same.
+    """A strategy that claims ``on_device`` can be recorded as a CUDA graph: its hooks do not wait for the device, use no data of the
+    host, and use the same shapes and tensors in every step. If hooks are replayed instead of called, drafts are the same.
     """
     if not strategy.on_device:
         return
@@ -242,7 +242,7 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
 
 
 def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """With a grammar, the tokens equal plain decoding with the grammar. Rows have different grammars, and one row has none."""
+    """With a grammar, the tokens equal those of plain decoding with this grammar. Rows have different grammars; one row has none."""
     stops = [5, 9]
     for seed, draw in ((1, {}), (2, dict(do_sample=True, **DRAWS[0]))):
         name, inputs = conditions.models[0], prompts(4)

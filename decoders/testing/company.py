@@ -1,4 +1,4 @@
-"""Checks of a strategy in a merged strategy, left out of steps, and with rows that join and leave as in a scheduler."""
+"""Checks of a strategy that is part of a merged strategy, that is left out of steps, or whose rows join and leave in a scheduler."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Drafts in a cycle of four steps, and asks `inner` in the first two.
+    """Wraps `inner`, which proposes in only the first two of every four steps.
 
-    1: the first half of the draft of `inner`. 2: nothing. 3: a token that is not from `inner`. 4: nothing.
+    It drafts, in step 1, the first half of the draft of `inner`; in step 2, nothing; in step 3, a token that is not from `inner`; in
+    step 4, nothing.
     """
 
     name = "resting"
@@ -82,7 +83,7 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` works, with the same tokens, if it misses steps or observes steps with other nodes, as in ``auto``."""
+    """A strategy that `rests` writes the same tokens if it is left out of steps or observes others' draft tokens, as in ``auto``."""
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)
@@ -164,7 +165,7 @@ def _rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
 def _come_and_go(
     strategy: Strategy, model: PreTrainedModel, options: dict[str, Any], texts: Sequence[Tensor], do_sample: bool
 ) -> list[Tensor]:
-    """The outputs for `texts`, each with its number of :data:`NEW_TOKENS`, decoded two at a time. options: as :func:`needs` returns."""
+    """The outputs for `texts`, which are decoded two at a time up to :data:`NEW_TOKENS`. options: the result of :func:`needs`."""
     loop = {"compile": False, "prune": False, "memory": False}
     with Scheduler(model, strategy=strategy, rows=2, decoders_config=loop, **options) as scheduler:
         requests = [
@@ -175,7 +176,7 @@ def _come_and_go(
 
 
 def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """The drafts after every text of an unfinished row, each as the set of its tree's paths."""
+    """For each text that an unfinished row has had, the draft after this text, as the set of its tree's paths."""
     return {
         text: _paths(log.draft, row)
         for log in spy.seen

@@ -105,7 +105,7 @@ def _draft(name: str) -> PreTrainedModel:
 def needs(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, stops: int | Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The arguments of a call that a strategy requires: a draft model, or a grammar that allows all texts."""
+    """The arguments of ``generate`` that a strategy requires: a draft model, or a grammar that allows all texts."""
     options: dict[str, Any] = {}
     if strategy.needs_assistant:
         options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
@@ -130,7 +130,7 @@ def run_alike(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, what: str, like: str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Calls :func:`run`, and if the strategy is exact, compares its tokens with the tokens of `like`.
+    """Calls :func:`run` and returns its output. If the strategy is exact, asserts that the tokens equal the tokens of `like`.
 
     Args:
         what: description of the call, for messages.

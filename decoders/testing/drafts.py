@@ -166,7 +166,7 @@ def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> 
 
 
 def _assert_uniform(values: Tensor, otherwise: str) -> None:
-    """Raises AssertionError with the message `otherwise` if `values` (``[draws]`` in 0 … 1) fail a chi-square test of uniformity."""
+    """Raises AssertionError with the message `otherwise` if `values`, ``[draws]`` in 0 … 1, fail a chi-square test of uniformity."""
     draws = len(values)
     if draws < 10 * BINS:
         return

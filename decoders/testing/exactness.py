@@ -75,7 +75,7 @@ class _NotComparable(Exception):
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple:
-    """A value that is equal for two models only if they write the same text. Raises _NotComparable if there is none."""
+    """A value that is equal for two models only if they write the same texts. Raises _NotComparable if it cannot be computed."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if sum(w.numel() * w.element_size() for w in weights.values()) > MOST_BYTES:
         raise _NotComparable

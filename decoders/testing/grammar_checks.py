@@ -1,4 +1,4 @@
-"""Checks of a compiled grammar on random walks: the legal tokens at every position, and the moves of matchers."""
+"""Checks of a compiled grammar on random walks: the legal tokens at every position, and how matchers advance and roll back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WALKS, STEPS = 4, 10
 
 @dataclass(frozen=True)
 class GrammarCase:
-    """A compiled language, its reference automaton, and the random generator of walks."""
+    """A compiled language, its reference automaton (:mod:`.languages`), and the random generator of walks."""
 
     grammar: CompiledGrammar
     reference: Reference
@@ -42,7 +42,7 @@ class GrammarCase:
         return legal
 
     def walks(self, count: int = WALKS, steps: int = STEPS) -> Iterator[tuple[Matcher, Hashable, list[int]]]:
-        """Yields matcher, state and taken tokens at every position of random walks, which end at a stop token or after `steps`."""
+        """Yields matcher, automaton's state and tokens so far at every position of walks of at most `steps` tokens."""
         for _ in range(count):
             matcher, state = self.grammar.start(), self.start
             taken: list[int] = []
@@ -62,7 +62,7 @@ class GrammarCase:
         return max(sample, key=lambda option: len(self.vocabulary.tokens[option[0]] or b""))
 
     def after(self, taken: Sequence[int]) -> Matcher:
-        """A new matcher that has taken the tokens `taken`."""
+        """A new matcher, advanced by the tokens `taken`."""
         matcher = self.grammar.start()
         assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
         return matcher
@@ -84,7 +84,7 @@ def mask(matcher: Matcher) -> set[int]:
 
 
 def takes(matcher: Matcher, token: int) -> bool:
-    """Whether a matcher takes a token. The matcher is moved back."""
+    """Whether a matcher accepts a token. The matcher is rolled back afterwards."""
     count = matcher.advance([token])
     matcher.rollback(count)
     return count == 1
@@ -105,7 +105,7 @@ def check_special_tokens(case: GrammarCase) -> None:
 
 
 def check_masks(case: GrammarCase) -> None:
-    """Masks contain exactly the legal tokens, and advance() takes exactly these tokens. After the end, masks hold the stop tokens."""
+    """Masks contain exactly the legal tokens, and advance() accepts exactly these. After the end, masks contain the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
         where = f"after {case.told(taken)}"
@@ -165,7 +165,7 @@ def check_forced(case: GrammarCase) -> None:
 
 
 def check_tables(case: GrammarCase) -> None:
-    """A tabulated grammar has the same masks and steps as the matcher, by state number and in its tensors."""
+    """If a grammar has tables, its masks by state number and the masks in its tensors equal its matcher's masks."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):
         return
@@ -190,7 +190,7 @@ def check_tables(case: GrammarCase) -> None:
 
 
 def check_advance(case: GrammarCase) -> None:
-    """advance() takes tokens up to the first illegal token, and returns their number; the matcher can be used further."""
+    """advance() accepts the tokens before the first illegal token, and returns their number. The matcher can be used afterwards."""
     strangers = [-1, len(case.vocabulary), 1 << 40]
     for matcher, state, taken in case.walks():
         legal = {} if state == STOPPED else case.legal(matcher, state)
@@ -211,7 +211,7 @@ def check_advance(case: GrammarCase) -> None:
 
 
 def check_rollback(case: GrammarCase) -> None:
-    """rollback() undoes any number of tokens exactly, a stop token included; more tokens than were taken are an error."""
+    """rollback() undoes any number of tokens exactly, a stop token included. It raises for more tokens than were accepted."""
     seen: list[tuple[object, ...]] = []
     for matcher, state, taken in case.walks():
         seen[len(taken) :] = [observed(matcher)]
@@ -254,7 +254,7 @@ def check_apart(case: GrammarCase) -> None:
 
 
 def check_tree(case: GrammarCase) -> None:
-    """A matcher that the loop moves between the nodes of a tree reports the same as a matcher that goes to each node directly."""
+    """A matcher that is moved from node to node of a tree, as in the loop, reports at each node what a new matcher reports there."""
     for matcher, state, taken in case.walks():
         parents, tokens = _tree(case, state, taken)
         before, where = observed(matcher), f"after {case.told(taken)}, parents {parents}, tokens {tokens}"

@@ -1,7 +1,7 @@
 """The check that every grammar backend must pass: its masks, steps and rollbacks agree with the language.
 
 The languages are small regular languages and a recursive one (:mod:`.languages`), with one token per byte and with merged tokens.
-:mod:`.grammar_checks` compares all that a matcher reports along random walks with an automaton that shares no code with backends.
+Along random walks, :mod:`.grammar_checks` compares all that a matcher reports with an automaton that shares no code with backends.
 """
 
 from __future__ import annotations

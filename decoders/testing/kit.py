@@ -124,7 +124,7 @@ def check_alone(check: Check, conditions: Conditions, strategy: Strategy) -> Non
 
 
 def fresh(strategy: Strategy) -> Strategy:
-    """A copy of `strategy` that shares the settings' objects, such as models; if it cannot be copied, `strategy` itself."""
+    """A copy of `strategy` that shares the objects in its settings, such as models; if it cannot be copied, `strategy` itself."""
     memo = {id(s.settings): s.settings for s in (strategy, *parts_of(strategy)) if hasattr(s, "settings")}
     try:
         return copy.deepcopy(strategy, memo)
@@ -138,7 +138,7 @@ def instance(strategy: Strategy | type[Strategy]) -> Strategy:
 
 
 def label(strategy: Strategy) -> str:
-    """The name of a strategy and its settings that differ from the defaults, for a test id.
+    """A test id: the strategy's name, and the settings whose values differ from the defaults.
 
     Numbers and words are shown; of other values only the setting's name, because paths may differ between workers of pytest-xdist.
     """

@@ -23,7 +23,7 @@ STOPPED = "stopped"
 
 
 class ToyAutomaton(ABC):
-    """A reference automaton over bytes. Every state that it returns leads to the end of a text."""
+    """A reference automaton over bytes. From every state that it returns, a text can be completed."""
 
     start: Hashable
 
@@ -39,7 +39,7 @@ class ToyAutomaton(ABC):
 class ToyRegex(ToyAutomaton):
     """The automaton of a regular expression that means the same to interegular and to Rust's ``regex``.
 
-    A state is interegular's state, and the bytes of an incomplete character.
+    A state is a pair: interegular's state, and the bytes of an incomplete character.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -225,7 +225,7 @@ REGEXES = {
 
 
 def languages() -> dict[str, tuple[Language, ToyAutomaton]]:
-    """All languages by name: regular languages in both notations, and a recursive language in Lark."""
+    """All languages by name: regular languages, each as a regular expression and in Lark, and a recursive language in Lark."""
     by_name: dict[str, tuple[Language, ToyAutomaton]] = {}
     for name, regex in REGEXES.items():
         language = Language(name, regex=regex, lark=f"start: TEXT\nTEXT: /{regex}/\n")

@@ -118,7 +118,7 @@ def _contents(named: Mapping[str, Any], modules: set[str]) -> Contents:
 
 
 def _values(value: Any, path: str, modules: set[str], above: set[int]) -> Iterator[tuple[str, Any]]:
-    """The contents of `value`, by path. Objects whose class is not in `modules` are compared by identity only."""
+    """Yields the contents of `value` with their paths. Objects of classes outside `modules` are compared by identity only."""
     if id(value) in above:
         return
     above = above | {id(value)}

@@ -1,4 +1,4 @@
-"""Tiny random models of many designs, built from transformers' own configs in milliseconds, without a download.
+"""Tiny random models of many designs (architectures), built from transformers' own configs in milliseconds, without a download.
 
 The weights are spread so that greedy output depends on the context, and the best token is best by far. So a test of equal tokens does
 not pass by luck, or fail by rounding. Sliding windows and chunks are a few tokens long, so that short texts exceed them.
@@ -257,7 +257,7 @@ UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
 
 @torch.no_grad()
 def tiny_draft(name: str, seed: int = 0, noise: float = 0.05, **options: Any) -> PreTrainedModel:
-    """A draft model for ``tiny_model(name, seed, **options)`` that often agrees with it: the same weights with relative `noise`."""
+    """A draft model that often agrees with ``tiny_model(name, seed, **options)``: it has the same weights with relative `noise`."""
     model = tiny_model(name, seed, **options)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():

@@ -42,7 +42,7 @@ class SeeingArchitecture:
         model_type: transformers' name of the design.
         options: config values.
         tokens: number of placeholder tokens of one image or sound.
-        pixels: takes a number of images or sounds, and returns the model's inputs for them.
+        pixels: returns the model's inputs for a number of images or sounds, given this number and a random generator.
         types: name of the argument that marks image tokens; None if there is none.
         by_row: whether pixels are arranged by row of the batch and then by image.
         embedding: see :class:`~decoders.testing.models.Architecture`.
@@ -219,7 +219,7 @@ SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
                  boa_token_id=115, eoa_token_index=116, **_TOKEN),
             4, _placed_patches, "mm_token_type_ids", embedding=0.03,
         ),
-        # An image takes fewer positions than it has tokens.
+        # An image occupies fewer positions than it has tokens.
         "qwen2_vl": _qwen("qwen2_vl", {}, {"embed_dim": 32}),
         "qwen2_5_vl": _qwen("qwen2_5_vl", {}, _MLP | {"window_size": 16, "fullatt_block_indexes": [1]}),
         "qwen3_vl": _qwen(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Reads:
-    """Refuses code that reads the device. From the first recorded step on, it also refuses code that uses data of the host."""
+    """Raises errors if a hook reads the device or, from the first recorded step on, if it makes tensors from data of the host."""
 
     def __init__(self) -> None:
         self.modes: tuple[NoHostReads, NoWaiting] | tuple[()] = ()
@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """Wraps a guide so that its `forced` may read the device. The guide declares whether it reads the device."""
+    """Wraps a guide so that its `forced` may read the device: whether it does is declared by the guide, not by the strategy."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
@@ -73,12 +73,12 @@ class SpyLog:
 class Spy(Wrapped):
     """Forwards every call to `inner`, raises AssertionError for drafts that break the contract, and logs the steps in `seen`.
 
-    It also raises for hooks that write to the loop's tensors, or that change their own instance, their settings, or the state of the
-    process (random states, default dtype, grad mode and others). The message names the hook.
+    It also raises AssertionError for hooks that write to the loop's tensors, or that change the strategy's instance, its settings, or
+    the state of the process (random states, default dtype, grad mode and others). The message names the hook.
 
     Args:
         forbid_host_reads: whether hooks that read the device are refused, too.
-        part: whether `inner` is a part of another strategy; messages then name it.
+        part: whether `inner` is a part of another strategy; messages then name `inner`.
     """
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False, part: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""A recorder for the CPU, and modes that detect reads of the device.
+"""A recorder for the CPU, and modes (in PyTorch's sense) that detect reads of the device.
 
-The recorder logs operations once and runs them again, as a CUDA graph runs kernels. On any device, the modes detect operations that
+The recorder logs operations once and replays them, as a CUDA graph replays kernels. On any device, the modes detect operations that
 make the host wait for the device, or that use data of the host.
 """
 
@@ -132,13 +132,13 @@ def refuse_host_data(func: Any, args: tuple) -> None:
 
 
 def _index(func: Any, args: tuple) -> Iterator[Any]:
-    """The parts of the index, if `func` is a read or write by index; otherwise nothing."""
+    """Yields the parts of the index if `func` reads or writes by index; otherwise nothing."""
     if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
         yield from args[1] if isinstance(args[1], tuple) else args[1:2]
 
 
 class Tape(TorchDispatchMode):
-    """Logs the operations that run inside; :meth:`replay` runs them again on the same tensors.
+    """Logs the operations that run while it is active; :meth:`replay` runs them again on the same tensors.
 
     In a replay no Python code runs, values of the host stay as they were in the recording, and results are written to the recorded
     tensors. On exit all tensors that were written are restored, so that recording by itself does not change them.

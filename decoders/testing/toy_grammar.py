@@ -18,7 +18,7 @@ class TokenAutomaton(Tabulated):
     """An automaton over token ids.
 
     Args:
-        following: for each state from 2 on, the next state by token.
+        following: for each state from 2 on, its legal tokens, each with the next state. State 0 is dead, and :data:`ENDED` is 1.
         accepting: states in which the text may end.
         vocabulary: size of the model's logits.
         stops: tokens that end a text.

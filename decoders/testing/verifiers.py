@@ -36,15 +36,15 @@ class Enumeration:
 
 @dataclass(frozen=True)
 class EnumerationCase:
-    """A target, a drafter and a tree.
+    """A case on which verifiers are checked: a target, a drafter and a tree.
 
     Attributes:
         name: the case's name, for messages.
         parents: parent of each node; -1 for the root and for nodes that are no draft tokens.
-        target: the target's tables, one more than the tree's depth.
+        target: the target's tables; their number is the tree's depth plus 1.
         draft: the draft model's tables.
-        sure: nodes whose token is not drawn: it is the likeliest remaining token.
-        silent: nodes that propose a token only after prefixes with odd numbers.
+        sure: nodes whose token is not drawn: it is the likeliest token that no earlier sibling has.
+        silent: nodes that have a draft token only if their parent's :attr:`Enumeration.prefix` is odd.
     """
 
     name: str
@@ -67,7 +67,7 @@ class EnumerationCase:
         return depths
 
     def drafts(self) -> Enumeration:
-        """Enumerates all drafts: goes through the nodes in order, and makes a row for every token that a node can draw."""
+        """Enumerates all drafts: node by node, every row is split into a row for each token that the node can draw."""
         weight = torch.ones(1, dtype=self.target[0].dtype)
         nodes = torch.zeros(1, 1, dtype=torch.int64)
         prefix = torch.zeros(1, 1, dtype=torch.int64)
@@ -115,7 +115,7 @@ class EnumerationCase:
         return q, torch.cat([torch.where(nothing, 0.0, left), nothing.to(q.dtype)], 1)
 
     def _after(self, tables: Tables, node: int, prefix: Tensor) -> Tensor:
-        """The distribution after `node`, ``[R, V]``; uniform if it is not defined."""
+        """The next token's distribution after `node`, ``[R, V]``; uniform where a token on the node's path is missing."""
         depth = self.depths[node]
         uniform = torch.full_like(tables[0], 1 / self.vocab)
         return uniform.expand(len(prefix), -1) if depth < 0 else torch.where(
@@ -126,7 +126,7 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """Extends the distribution `weights` ``[V**depth, V]`` of ``depth + 1`` tokens to full length by the target's tables."""
+        """Extends the joint distribution `weights` ``[V**depth, V]`` of ``depth + 1`` tokens by the target's remaining tables."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
@@ -137,7 +137,7 @@ class EnumerationCase:
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
-        """The joint distribution of sequences of this length, if a step follows `outcomes` and the target draws all later tokens."""
+        """The joint distribution, as in :meth:`wanted`, if a step follows `outcomes` and the target draws all later tokens."""
         joint = torch.zeros_like(self.wanted())
         for node, depth in enumerate(self.depths):
             reached = (drafts.prefix[:, node] >= 0).to(drafts.weight.dtype)

@@ -31,7 +31,7 @@ HOOKS = [
 class Wrapped(Strategy):
     """Declares the traits of `inner` and forwards every hook to it.
 
-    It never rests: it is asked in every step, however much steps cost on the machine.
+    It never rests: it proposes in every step, however much steps cost on the machine.
     """
 
     def __init__(self, inner: Strategy) -> None:
@@ -128,7 +128,7 @@ class Replayed(Wrapped):
         return result
 
     def _sequences(self, sequences: Sequences) -> Sequences:
-        """The rows, copied to tensors that are never replaced and have slots for the whole call, as on CUDA."""
+        """The rows in copied tensors, which are never replaced and have slots for the whole call, as on CUDA."""
         parts = tensors_of(sequences)
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])
@@ -155,7 +155,7 @@ class Replayed(Wrapped):
         self._shape = shape
 
     def _compare_places(self, state: Any) -> None:
-        """Checks that the state still has the tensors of the step before, because a recording reads and writes these tensors."""
+        """Checks that the state still holds the tensors of the step before, because a recording reads and writes these tensors."""
         # The tensors of the step before are kept alive, so that a new tensor cannot get the address of an old one.
         tensors, others = find_tensors(state)
         for path, tensor in tensors.items() if self._places is not None else ():

@@ -1,9 +1,9 @@
 """`train_dflash` trains a draft model of the DFlash family for a frozen target, in one resumable run.
 
 A block begins at an anchor, a position of the text. The anchor's token stands for the last committed token, and the tokens before it
-are the context. One pass over a row drafts the blocks of many anchors. The nodes of a block attend to the context before the anchor
-and to each other. The logits of each place are trained towards the target's distribution at this place. If the draft model has a head,
-these logits also depend on the text's token before the place.
+are the context. One pass over a row drafts the blocks of many anchors. The nodes of a block (the anchor's token and mask tokens) attend
+to the context before the anchor and to each other. A place is the position of a draft token. Its logits are trained towards the
+target's distribution at this place. If the draft model has a head (DSpark), these logits also depend on the text's token before it.
 
 Letters: ``B`` rows, ``A`` anchors of a row, ``K`` places of a block, ``D`` tokens that can be drafted.
 """
@@ -63,7 +63,7 @@ def train_dflash(
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
-        TrainingError: there is too little text, the checkpoint is of another run, or the target has no list of decoder layers.
+        TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
         SettingsError: a layer does not exist, the draft vocabulary is larger than the target's, or `start` has another shape.
     """
     layers = layers_read(model, run)  # wrong settings are reported before hours of work
@@ -107,7 +107,7 @@ def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: 
 
 
 class BlockDraft(nn.Module):
-    """A network and its head as one trainable module."""
+    """A draft model, which is a network and its head (None without a head), as one trainable module."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -159,7 +159,8 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
 
     `fc` becomes the projection of the features that predicts all these keys and values best (reduced-rank regression). Each key and
     value matrix is then the least-squares fit over `texts`. Matrices whose shape differs from the target's are not changed. If the
-    target does not norm queries and keys, the weights of the network's query and key norms become the root mean square of the target's.
+    target does not norm queries and keys, the weights of the network's query and key norms become the root mean squares of the target's
+    queries and keys.
 
     Args:
         rows: number of rows of `texts` that one pass reads.
@@ -258,7 +259,7 @@ def _same(matrix: Tensor, other: Tensor) -> bool:
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """By name, the layer's weight matrices and the weights of norms that only scale (:func:`_scale`)."""
+    """The layer's weight matrices, and the weights of norms for which :func:`_scale` returns a weight, by name."""
     parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
     return {
         f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
@@ -267,7 +268,7 @@ def _weights(layer: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _scale(norm: Any) -> Tensor | None:
-    """The weight of a norm that only scales, which means that it turns a vector of ones into its weight; None for any other module."""
+    """The weight of `norm` if it maps a vector of ones to this weight, as RMSNorm does; None for any other module."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
         return None
@@ -284,8 +285,8 @@ class BlockLearner(FeatureLearner):
     """A :class:`FeatureLearner` of a block draft model.
 
     Attributes:
-        own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias. It
-            stores such a head if its draft vocabulary is reduced, or if the target scales or bounds its logits: training does neither.
+        own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias: if
+            its draft vocabulary is reduced, or if the target scales or bounds its logits, which training does not do.
     """
 
     model: BlockDraft
@@ -308,7 +309,7 @@ class BlockLearner(FeatureLearner):
 
     def learn(self, step: int) -> Tensor:
         """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy at place ``k`` against the
-        target's distribution over the draft vocabulary. A place counts only if this vocabulary has the target's best token.
+        target's distribution over the draft vocabulary. A place counts only if this vocabulary contains the target's best token.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)
@@ -325,7 +326,7 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending. Anchors are random, and taken first from the positions that count."""
+        """The anchors of a step, ``[B, A]`` int64, ascending: random positions that count, and others only if these are too few."""
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
@@ -333,7 +334,7 @@ class BlockLearner(FeatureLearner):
         return torch.multinomial(chances, count, generator=generator).sort(1).values.to(self.ids.device)
 
     def _places_of(self, anchors: Tensor) -> Tensor:
-        """The position of the token before each place of a block, ``[B, A, K]``. The target's distribution after it is the label."""
+        """The position before each place, ``[B, A, K]``. The target's distribution after this position is the place's label."""
         return anchors[..., None] + self.places
 
     def drafted(self, lesson: Lesson, ids: Tensor, anchors: Tensor) -> DraftedBlock:
@@ -380,7 +381,7 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of chains drafted over all of `texts`: each chain begins where the chain before it ends.
+        """The acceptance of chains of ``K`` tokens that are drafted from every ``K``-th position of `texts`.
 
         In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
         target's choices after the text's tokens, even if the target would not have written these tokens.
@@ -415,6 +416,6 @@ def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
 
 
 def _rows_at(values: Tensor, at: Tensor) -> Tensor:
-    """Selects ``values[b, at[b, a, k]]`` from values ``[B, T, …]``, as ``[B·A, K, …]``."""
+    """Selects ``values[b, at[b, a, k]]`` from `values` ``[B, T, …]``; returned as ``[B·A, K, …]``."""
     rows = torch.arange(len(values), device=values.device)[:, None, None]
     return values[rows, at].flatten(0, 1)

@@ -48,7 +48,7 @@ def train_draft(
         The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and tokens per step of ``speculative``.
 
     Raises:
-        TrainingError: there is too little text, the checkpoint is of another run, or the target has no list of decoder layers.
+        TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
         SettingsError: the target lacks one of the layers, or its class cannot have the size that `run` names.
     """
     draft = new_draft(model, run)
@@ -117,7 +117,7 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A float32 copy of `model` with only the decoder layers `layers`, in this order.
 
     Raises:
-        TrainingError: a parameter outside of the layers has a part for each layer, and cannot be copied.
+        TrainingError: a parameter outside of the layers contains a part for each layer, so it cannot be copied.
     """
     own = decoder_layers(model)
     name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
@@ -141,17 +141,17 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     return draft.to(model.device)  # type: ignore[arg-type]
 
 
-#: Config fields that shrink with the width of a smaller model; the size of an attention head stays.
+#: Config fields that shrink in proportion to the hidden size. The fields in `_SCALED` must have one value for all layers.
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
 _SCALED = ("head_dim", "num_key_value_heads", *_WIDTHS)
 
 
 def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -> PreTrainedModel:
-    """A model of the same class with `count` layers and random weights. Attention heads keep their size. The number of query heads
-    per key head also stays, if possible.
+    """A model of the class of `model` with `count` layers and random weights. Attention heads keep their size. The number of query
+    heads per key head also stays, if possible.
 
     Raises:
-        SettingsError: `hidden` is too large or no multiple of the head size, or the target's layers differ in a field that shrinks.
+        SettingsError: `hidden` is too large or no multiple of the head size, or the target's layers differ in a field of `_SCALED`.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
@@ -184,14 +184,14 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
 
 
 def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
-    """Reduces a config of `count` layers to `layers`: a list with one entry per layer keeps the entries of `layers`."""
+    """Reduces a config of `count` layers to `layers`. Of every list with one entry per layer, only the entries of `layers` stay."""
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, name, [value[layer] for layer in layers])
     text.num_hidden_layers = len(layers)
     own = {int(layer): values for layer, values in text.to_dict().get("per_layer_config", {}).items()}
-    if own:  # some configs keep further differences between layers here
+    if own:  # some configs store further differences between layers here
         text.per_layer_config = {place: own[layer] for place, layer in enumerate(layers) if layer in own} or None
 
 
@@ -226,7 +226,7 @@ class DraftLearner(EpochLearner):
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a checkpoint must have the same."""
+        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a resumed run must have equal ones."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:

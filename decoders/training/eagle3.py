@@ -1,9 +1,9 @@
 """`train_eagle3` trains an EAGLE-3 head for a frozen target, in one resumable run.
 
 The head learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at all positions at
-once. A draft has the index ``t`` of its first slot, where the head reads the target's feature. Simulated token ``k`` is at slot
-``t + k``, and its feature is the head's output for token ``k - 1`` of the same index. Token ``k`` attends to the slots up to ``t``,
-which the head reads with the target's features, and to the earlier simulated tokens of index ``t``, as a draft does in decoding.
+once. A draft's index is its first slot ``t``, the last slot at which the head reads the target's feature. Simulated token ``k`` is at
+slot ``t + k``. For ``k > 0`` its feature is the head's output for token ``k - 1`` of the same index. Token ``k`` attends to the slots
+up to ``t`` and to the earlier simulated tokens of index ``t``, as a draft does in decoding.
 
 Letters: ``B`` rows, ``S`` indices, ``C`` indices whose drafts have more than one token, ``K`` simulated tokens, ``F`` width of the
 target's features.
@@ -64,7 +64,7 @@ def train_eagle3(
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
-        TrainingError: there is too little text, the checkpoint is of another run, or the target has no list of decoder layers.
+        TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
         SettingsError: a layer does not exist, the draft vocabulary is larger than the target's, or `start` has another shape.
     """
     config = head_config(model, run, layers_read(model, run))  # wrong settings are reported before hours of work
@@ -160,7 +160,7 @@ class HeadLearner(FeatureLearner):
         return self.backward(self.lesson(step)[1], self._chains(step))
 
     def _chains(self, step: int) -> Tensor | None:
-        """The positions at which a step simulates whole chains, ``[C]`` int64, ascending; None: all positions."""
+        """The indices whose drafts have more than one token in this step, ``[C]`` int64, ascending; None: all indices."""
         slots = self.training.length - self.training.depth
         count = max(1, round(self.training.chains * slots))
         if count >= slots:
@@ -175,7 +175,7 @@ class HeadLearner(FeatureLearner):
         A position counts if the head can propose the target's best token there.
 
         Args:
-            chains: ``[C]`` int64, ascending, the positions at which more than one token is simulated; None: all.
+            chains: ``[C]`` int64, ascending, the indices for which more than one token is simulated; None: all.
         """
         depth, head, known = self.training.depth, self.model, self.ids
         target = lesson.logits.softmax(-1)
@@ -201,7 +201,7 @@ class HeadLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of chains that are simulated at all counted positions of `texts`.
+        """The acceptance of the drafts of all indices in `texts`; a draft counts if all its positions count.
 
         In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
         target's choices after the text's tokens, even if the target would not have written these tokens.
@@ -211,7 +211,6 @@ class HeadLearner(FeatureLearner):
         for _, lesson in self.lessons(texts):
             slots = lesson.features.shape[1] - depth
             best, target = lesson.best, lesson.probabilities
-            # A draft counts if all its positions count.
             whole = torch.stack([lesson.counted[:, k + 1 : k + 1 + slots] for k in range(depth)]).all(0)
             sums.begin(whole)
             with self.teacher.precision():
@@ -229,10 +228,10 @@ def unrolled(
     for each later token.
 
     Args:
-        embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot; token ``k`` of index ``t`` reads
-            slot ``t + k``.
+        embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot. Simulated token ``k`` of index ``t``
+            reads entry ``t + k``.
         features: ``[B, S, F]``, the target's features of the first ``S`` slots.
-        chains: ``[C]`` int64, ascending, the indices whose chains continue after token 0; None: all ``S``.
+        chains: ``[C]`` int64, ascending, the indices whose drafts continue after token 0; None: all ``S``.
     """
     indices = torch.arange(features.shape[1], device=features.device)
     chains = indices if chains is None else chains
@@ -265,7 +264,7 @@ def _layer(
 
 
 def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
-    """The attention ``[B, heads, S or C, d]`` of each index over the slots up to the index, and over the index's simulated tokens."""
+    """The attention output ``[B, heads, S or C, d]`` of each index, over the slots up to the index and its own simulated tokens."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)

@@ -1,4 +1,4 @@
-"""The shared part of training EAGLE-3 heads and block draft models, which read hidden states of a frozen target.
+"""The shared part of training EAGLE-3 heads and block draft models. Both read features: hidden states of a frozen target.
 
 Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` the target's hidden size, ``D`` tokens that can
 be drafted.
@@ -27,20 +27,20 @@ WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
 #: Greatest number of held-out rows on which acceptance is measured between steps.
 WATCHED = 32
-#: Greatest number of bytes of the target's results that are kept in memory for the next epoch.
+#: Greatest number of bytes of the target's results that stay in memory for the next epoch.
 KEPT = 2 << 30
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Rows of text with the target's results for them.
+    """The target's results for rows of text.
 
     Attributes:
         features: ``[B, T, F]``, outputs of the target's layers that the network reads, side by side.
         embedded: ``[B, T, H]``, embeddings of the tokens.
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
         best: ``[B, T]`` int64, the target's likeliest token of the whole vocabulary.
-        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` covers it.
+        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` covers all of it.
         counted: ``[B, T]`` bool, the positions whose predictions count.
     """
 
@@ -71,7 +71,7 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Lets :meth:`lesson` keep results for `texts`, if they take at most :data:`KEPT` bytes and determine the logits exactly."""
+        """Lets :meth:`lesson` store its results for `texts`, if they fit in :data:`KEPT` bytes and determine the logits exactly."""
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -82,12 +82,12 @@ class Teacher:
     def lesson(
         self, texts: Texts, stops: Sequence[int], ids: Tensor | None = None, rows: Tensor | None = None
     ) -> Lesson:
-        """Reads all rows of `texts` at once.
+        """The target's results for all rows of `texts`, computed in one pass, or as an earlier call stored them.
 
         Args:
             stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on do not count.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: indices of the rows; results are kept under these indices, and later calls read them. None: nothing is kept.
+            rows: indices of the rows, under which results are stored if :meth:`keep` allowed it; None: nothing is stored.
         """
         model, read = self.model, texts.ids.to(self.model.device)
         output = model.get_output_embeddings()
@@ -136,7 +136,7 @@ class Teacher:
 
     @torch.no_grad()
     def says_what_its_matrix_gives(self, ids: Tensor) -> bool:
-        """Whether the target's logits are only its output matrix and bias applied to hidden states. Some designs scale or bound them.
+        """Whether the target's logits are its output matrix and bias applied to hidden states. Some models also scale or bound them.
 
         Args:
             ids: ``[B, T]``, any text.
@@ -205,7 +205,7 @@ class FeatureLearner(EpochLearner):
             teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this network. identity: fingerprints of text and target; a checkpoint must have the same."""
+        """The :class:`Run` of this network. identity: fingerprints of text and target; a resumed run must have equal ones."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
@@ -216,13 +216,13 @@ class FeatureLearner(EpochLearner):
         """The acceptance of drafts at the positions of `texts` that count."""
 
     def lesson(self, step: int) -> tuple[Texts, Lesson]:
-        """The rows of text that a step reads, and the target's results for them."""
+        """The rows of text from which a step learns, and the target's results for these rows."""
         rows = self.examples_of(step)
         texts = self.train.chosen(rows)
         return texts, self.teacher.lesson(texts, self.stops, self.ids, rows)
 
     def lessons(self, texts: Texts) -> Iterator[tuple[Texts, Lesson]]:
-        """Yields all rows of `texts` with the target's results, as many rows at a time as a step has."""
+        """Yields all rows of `texts` with the target's results, as many rows at a time as in a training step."""
         for first in range(0, len(texts.ids), self.rows):
             part = texts.part(first, first + self.rows)
             yield part, self.teacher.lesson(part, self.stops, self.ids)
@@ -254,7 +254,7 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Mean tokens per step with a chain of this depth, the target's own token included."""
+        """Mean number of tokens per step with these greedy drafts, the target's own token included."""
         return 1 + sum(self.reached)
 
     def facts(self) -> dict[str, Any]:
@@ -269,16 +269,16 @@ class AcceptanceSums:
         self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0
 
     def begin(self, whole: Tensor) -> None:
-        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count; all their positions must count."""
+        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count, which are those whose positions all count."""
         self._drafts += int(whole.sum())
         self._place, self._whole, self._accepted = 0, whole, whole
 
     def add(self, scores: Tensor, right: Tensor, target: Tensor) -> None:
-        """Adds the next place of every draft in the group. It is called once per place, in order.
+        """Adds the results at the next place of every draft in the group. It is called once per place, in order.
 
         Args:
             scores: ``[…, D]`` float32, the network's logits.
-            right: ``[…]`` bool, whether the network's best token is the target's.
+            right: ``[…]`` bool, whether the network's best token is the target's best token.
             target: ``[…, D]``, the target's probabilities.
         """
         self._accepted = self._accepted & right
@@ -300,16 +300,16 @@ def train_head(
     """Trains a network for the frozen target `model`, and writes it with a card.
 
     Args:
-        run: the recipe, which has `rows` per step.
-        make: takes the training text and the held-out text, and returns the learner.
-        write: takes the learner and the figures, writes the network, and returns the card.
-        goes_on: whether an earlier network is trained further. A checkpoint must then be of a run that started from the same weights.
+        run: the recipe; its `rows` is the number of rows per step.
+        make: returns the learner, given the training text and the held-out text.
+        write: writes the network of the given learner, and returns its card with the given figures.
+        goes_on: whether an earlier network is trained further. If so, only a run from the same initial weights can be resumed.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
-        TrainingError: there is too little text, or the checkpoint is of another run.
+        TrainingError: there is too little text, or the checkpoint belongs to another run.
     """
     work = workplace(job.out, job.resume)
     store = TextStore(model, tokenizer, run, work, job.console)
@@ -341,7 +341,7 @@ def train_head(
 
 
 def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
-    """The decoder layers whose outputs a network reads, counted from 0. run: the recipe, which chooses the layers.
+    """The indices (from 0) of the decoder layers whose outputs a network reads. run: the recipe, which chooses the layers.
 
     Raises:
         TrainingError: the target has no list of decoder layers. SettingsError: the target lacks a layer that the recipe names.
@@ -358,7 +358,7 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
     its config has Llama's field names.
 
     Args:
-        intermediate: width of the layers' MLPs; None: the target's.
+        intermediate: width of the layers' MLPs; None: the target's, or four times the hidden size if the target has no single width.
     """
     text = model.config.get_text_config(decoder=True)
     vocab, hidden = model.get_output_embeddings().weight.shape
@@ -368,7 +368,7 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
         value = config_value(text, name)
         if value is not None and not isinstance(value, tuple):  # a tuple has one value per layer
             named[name] = value
-    # Llama's layer has no partial rotary positions.
+    # Llama's layer does not support partial rotary positions.
     if (rope or {}).get("partial_rotary_factor", 1.0) != 1.0:
         named.pop("rope_parameters", None)
     wide = config_value(text, "intermediate_size")

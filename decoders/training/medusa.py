@@ -1,7 +1,9 @@
-"""`train_medusa` trains heads for a frozen target (Medusa-1), and searches their tree, in one resumable run.
+"""`train_medusa` trains heads for a frozen target (Medusa-1), and searches the best draft tree for them, in one resumable run.
 
-The heads learn to predict tokens further ahead from the target's hidden states, which are kept on disk. The text comes from files. The
-target continues a share of the rows (section 2.3.2 of the paper), because in decoding the heads read text that the target wrote.
+From the target's hidden states, which are stored on disk, the heads learn to predict tokens further ahead. The text comes from files.
+The target continues a share of the rows (section 2.3.2 of the paper), because in decoding the heads read text that the target wrote.
+
+Letters: ``W`` rows, ``T`` tokens of a row, ``P`` = ``W·T`` positions, ``Q`` positions with a known label, ``K`` heads.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def train_medusa(
     nodes: int = len(DEFAULT_TREE), given: MedusaHeads | None = None, dtype: torch.dtype = torch.float16,
     resume: bool = True, checkpoint_minutes: float = 1.0, console: Console | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains heads for the frozen target `model`, searches their tree, and writes both to `out` with a card.
+    """Trains heads for the frozen target `model`, searches the best draft tree for them, and writes both to `out` with a card.
 
     Until the run is complete, ``out/training`` holds hidden states and checkpoints. With `resume` an interrupted run continues from
     there, and its weights are those of a run without interruption.
@@ -57,7 +59,7 @@ def train_medusa(
         run: settings of the heads and of their training.
         held: held-out texts for early stopping and the tree, preferably texts new to the target. Empty: a twentieth of `texts`.
         test: texts on which the heads are measured at the end, for the card. Empty: only the held-out texts are measured.
-        tree: whether a tree is searched on the held-out text; otherwise the heads have the default tree.
+        tree: whether a tree is searched on the held-out text; otherwise the heads are written with their present tree.
         nodes: number of nodes in the searched tree.
         given: trained heads: only their tree is searched and their figures are measured. None: heads are trained.
         dtype: dtype of the written weights.
@@ -67,10 +69,10 @@ def train_medusa(
 
     Returns:
         The figures: the heads' accuracies (top 1 and top 5) on text of files and on text that the target wrote, mean tokens per step
-        with the trees, and seconds of training without preparation of text and hidden states.
+        with the trees, and seconds of training, not counting the preparation of text and hidden states.
 
     Raises:
-        TrainingError: there is too little text, or the checkpoint is of another run.
+        TrainingError: there is too little text, or the checkpoint belongs to another run.
         SettingsError: the sizes of `given` differ from the target's.
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
@@ -154,7 +156,7 @@ class _TextSet:
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """By kind of text (:meth:`.Texts.kinds`): accuracies, and ranks ``[Q, K]`` where the right tokens of all heads are known."""
+        """For each kind of text (:meth:`.Texts.kinds`), the accuracies, and the ranks where all heads' right tokens are known."""
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))
@@ -178,7 +180,7 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # In a row that the target continued, the prompt counts only from its last token.
+    # In a row that the target continued, positions in the prompt do not count, except its last token.
     in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
     labels[in_prompt] = UNKNOWN
     return labels
@@ -210,9 +212,9 @@ class HiddenStates:
         return done if self.file.exists() and note == self._identity else 0
 
     def fill(self, progress: Progress = lambda rows: None) -> None:
-        """Runs the target over the rows that are left."""
+        """Runs the target over the rows without hidden states, and calls `progress` with each batch's number of rows."""
         model, seen = self.model, list[Tensor]()
-        # The input of the output head is recorded, because designs differ in the names and norms of their hidden states.
+        # The input of the output head is recorded, because models differ in the names and norms of their hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
             with evaluating(model):
@@ -243,7 +245,7 @@ class Examples:
 
     @staticmethod
     def of(hidden: Tensor, labels: Tensor) -> Examples:
-        """The examples of rows. hidden: ``[W, T, H]``, labels: ``[W, T, K]``."""
+        """The examples at all positions of some rows. hidden: ``[W, T, H]``, labels: ``[W, T, K]``."""
         labels = labels.flatten(0, 1)
         return Examples(hidden.flatten(0, 1), labels, (labels != UNKNOWN).any(-1).nonzero()[:, 0])
 
@@ -262,7 +264,7 @@ class Head:
 
 
 def config_of(training: HeadsTraining, hidden_size: int, vocab_size: int) -> HeadsConfig:
-    """The shape of the heads for a target of these sizes."""
+    """The shape of the heads for a target with this hidden size and vocabulary size."""
     return HeadsConfig(
         heads=training.heads, layers=training.layers, projection=training.projection, rank=training.rank,
         hidden_size=hidden_size, vocab_size=vocab_size,
@@ -270,7 +272,7 @@ def config_of(training: HeadsTraining, hidden_size: int, vocab_size: int) -> Hea
 
 
 class HeadsLearner(EpochLearner):
-    """Heads and their optimizer.
+    """Medusa heads and their optimizer.
 
     Args:
         head: the target's output head.
@@ -293,11 +295,11 @@ class HeadsLearner(EpochLearner):
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of these heads. identity: fingerprints of text and target; a checkpoint must have the same."""
+        """The :class:`Run` of these heads. identity: fingerprints of text and target; a resumed run must have equal ones."""
         return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:
-        """As :meth:`Learner.learn`. It trains one head at a time, because the logits of all heads together are large."""
+        """As :meth:`Learner.learn`, one head at a time, because the logits of all heads together are large."""
         positions = self.train.known[self.examples_of(step)]
         device = self.head.weight.device
         hidden = self.train.hidden[positions].to(device).float()

@@ -46,7 +46,7 @@ class HeadsTraining(Recipe):
         layers: number of residual blocks in each head.
         projection: each head's projection to the vocabulary: tied, low_rank or full.
         rank: rank of the projection low_rank.
-        tokens: greatest number of training tokens; their hidden states are kept on disk.
+        tokens: greatest number of training tokens; their hidden states are stored on disk.
         batch: number of positions per step.
         decay: head k's loss has the weight ``decay ** k`` (the paper's λ_k).
     """
@@ -68,7 +68,7 @@ class HeadTraining(Recipe):
 
     Attributes:
         depth: number of drafted tokens that training simulates; the head's outputs are fed back ``depth - 1`` times.
-        layers: decoder layers of the target whose outputs are read, -1 is the last; None: :func:`default_layers`.
+        layers: indices of the target's decoder layers whose outputs are read, -1 is the last; None: :func:`default_layers`.
         intermediate: width of the layer's MLP; None: the target's.
         draft_vocab: number of tokens that the head can propose, the most frequent tokens of the text; None: all.
         rows: number of rows per step.
@@ -92,7 +92,7 @@ class HeadTraining(Recipe):
             )
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers that the head reads of a target with `count` layers, counted from 0.
+        """The indices (from 0) of the layers that the head reads in a target with `count` layers.
 
         Raises:
             SettingsError: the target lacks one of the layers.
@@ -110,14 +110,15 @@ class BlockTraining(Recipe):
     Attributes:
         block: number of tokens that are drafted in one pass.
         depth: number of the draft model's decoder layers.
-        layers: decoder layers of the target whose outputs are read; None: three, spread over all layers but the last.
+        layers: indices of the target's decoder layers whose outputs are read; None: three, spread over all layers but the last.
         intermediate: width of the MLPs in the draft model's layers; None: the target's.
         rank: rank of the bias that the head adds (DSpark); 0: no head.
-        head: inputs of the bias. vanilla: the token before the place; rnn: all tokens before, and the network's state at the place.
+        head: inputs of the bias at a draft token. vanilla: the token before it; rnn: all tokens before it in the block, and the
+            network's hidden state for it.
         draft_vocab: number of tokens that the draft model can propose, the most frequent tokens of the text; None: all.
         rows: number of rows per step.
         blocks: share of a row's positions at which a block begins; the positions are drawn anew in every step.
-        decay: the loss at a block's place k has the weight ``decay ** k``.
+        decay: the loss at a block's draft token k has the weight ``decay ** k``.
     """
 
     block: int = 8
@@ -141,11 +142,11 @@ class BlockTraining(Recipe):
             )
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers that the draft model reads of a target with `count` layers, counted from 0.
+        """The indices (from 0) of the layers that the draft model reads in a target with `count` layers.
 
         Raises:
-            SettingsError: the target lacks one of the layers, or one of them is the last layer. Some inference engines take its output
-                before the final norm, and others after the norm.
+            SettingsError: the target lacks one of the layers, or one of them is the last layer, whose output some inference engines
+                take before the final norm, and others after it.
         """
         layers = self.layers
         if layers is None:
@@ -160,7 +161,7 @@ class BlockTraining(Recipe):
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, and higher layers for shallower targets."""
+    """The indices of a low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, higher ones for shallower targets."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 
@@ -172,7 +173,7 @@ class DraftTraining(Recipe):
         origin: ``layers``: some of the target's own layers with its embedding and output head (pruning); ``scratch``: a model of the
             target's class with random weights.
         count: number of layers of the draft model; None: a sixth of the target's.
-        keep: the target's layers that are kept, instead of `count`; -1 is the last.
+        keep: indices of the target's layers that are kept, given instead of `count`; -1 is the last layer.
         hidden: hidden size of a model from scratch; None: about a quarter of the target's. Attention heads keep their size.
         rows: number of rows per step.
     """
@@ -194,7 +195,7 @@ class DraftTraining(Recipe):
             raise SettingsError(f"a draft model has 1 or more layers, not {self.count}")
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers that are kept of a target with `count` layers, counted from 0: `keep`, or layers spread evenly over the target.
+        """The indices (from 0) of the layers to keep in a target with `count` layers: `keep`, or layers spread evenly over the target.
 
         Raises:
             SettingsError: the target lacks one of the layers.

@@ -34,7 +34,7 @@ HELD_OUT_SHARE = 0.05
 PROMPT_SHARE = 0.25
 #: Least number of held-out rows, and of test rows.
 LEAST_ROWS = 4
-#: Names of the files in which a run keeps its state.
+#: Names of the files in which a run stores its state.
 OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|json)")
 Progress = Callable[[int], None]
 
@@ -45,7 +45,7 @@ class Texts:
 
     Attributes:
         ids: ``[W, T]`` int64.
-        own: ``[W]``, the first position of each row that the target wrote; T if it wrote none.
+        own: ``[W]``, in each row the first position that the target wrote; T if it wrote none.
     """
 
     ids: Tensor
@@ -121,7 +121,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """A copy of `ids`. In the first `share` of the rows, greedy text of the model replaces all tokens after the first `prompt`."""
+    """A copy of `ids` in which the first rows, `share` of all, have `prompt` tokens of `ids` and then greedy text of the model."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
@@ -139,8 +139,8 @@ def own_texts(
 
 
 def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
-    """The positions that count, ``[B, T]`` bool: in rows of files all positions; in rows that the target continued, the positions from
-    the prompt's last token up to the end of sequence, which itself does not count.
+    """The positions whose predictions count, ``[W, T]`` bool: in rows of files all positions; in rows that the target continued, the
+    positions from the prompt's last token up to the end of sequence, which itself does not count.
     """
     ids, own = texts.ids, texts.own[:, None]
     positions = torch.arange(ids.shape[1])
@@ -174,7 +174,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Job:
-    """All that a training needs besides its recipe: the texts, the output folder, and how to resume.
+    """All that a training run needs besides its recipe: the texts, the output folder, and how to resume.
 
     Until a run is complete, ``out/training`` holds its checkpoints and its rows of text. With `resume` an interrupted
     run continues from there, and its weights are those of a run without interruption.
@@ -203,7 +203,7 @@ class Job:
 
 
 def workplace(out: Path, resume: bool) -> Path:
-    """The folder in which a run that writes to `out` keeps its state. It is emptied unless the run is resumed.
+    """Returns the folder in which a run that writes to `out` stores its state. Without `resume`, the folder is emptied.
 
     Raises:
         SettingsError: `out` cannot be written, or has files that training might replace. Hidden files and the state of an unfinished
@@ -246,13 +246,13 @@ def held_out_rows(rows: int) -> int:
 
 @dataclass(frozen=True)
 class TextStore:
-    """Makes training rows and held-out rows. The target continues a share of them; all are kept on disk until the run is complete.
+    """Makes training rows and held-out rows. The target continues a share of them. All rows stay on disk until the run is complete.
 
     Attributes:
         model: the target, which continues rows.
         tokenizer: the target's tokenizer.
-        recipe: has the length of rows, the share of rows that the target continues, and the seed of the order of the texts.
-        folder: where rows are kept.
+        recipe: defines the length of rows, the share of rows that the target continues, and the seed for the order of the texts.
+        folder: where rows are stored.
         console: where progress is shown.
     """
 
@@ -283,8 +283,8 @@ class TextStore:
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`, some of them continued by the target. Rows that were
-        made under `name` before, from the same target and texts, are read from disk.
+        """At most `count` rows of `texts`, some of them continued by the target. Rows that were made under `name` before, from the same
+        target and texts, are read from disk.
 
         Raises:
             TrainingError: the texts do not fill one row.

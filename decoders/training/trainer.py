@@ -32,7 +32,7 @@ class Run:
 
     Attributes:
         steps: number of optimizer steps, if the run is not stopped early.
-        rate: takes the number of a step, and returns its learning rate.
+        rate: returns the learning rate of a step, given its number.
         identity: settings and fingerprints of data and model, JSON-safe; a checkpoint is resumed only if it has the same identity.
         clip: greatest norm of the gradients; None: no clipping.
         check_every: number of steps between checks of the held-out scores; the last step is checked, too. None: no checks.
@@ -52,7 +52,7 @@ class Learner(ABC):
 
     Attributes:
         model: the model whose weights are trained.
-        optimizers: each makes one update per step; together they have all parameters of the model.
+        optimizers: each makes one update per step; together they update all parameters of the model.
         positions: number of tokens or positions that a step learns from, for the speed that is shown.
     """
 
@@ -68,7 +68,7 @@ class Learner(ABC):
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data; the weights with the greatest mean are kept. A run with checks needs at least one accuracy."""
+        """Accuracies on held-out data: the run's result is the weights with the greatest mean. With checks, at least one is needed."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -175,7 +175,7 @@ class Trainer:
             on_checkpoint: called after every checkpoint except the final one.
 
         Raises:
-            TrainingError: the checkpoint is of another run. KeyboardInterrupt: Ctrl-C; the message names the checkpoint.
+            TrainingError: the checkpoint belongs to another run. KeyboardInterrupt: Ctrl-C; the message names the checkpoint.
         """
         if resume and checkpoint.exists():
             self.load(checkpoint)
@@ -234,7 +234,7 @@ class Trainer:
             optimizer.zero_grad()
 
     def _note(self, score: float) -> None:
-        """Keeps the present weights if `score` is greater than all earlier scores."""
+        """Stores a copy of the present weights if `score` is greater than all earlier scores."""
         if score > self.best_score:
             self.best_score, self.checks_since_best = score, 0
             self.best = self._weights()
@@ -245,7 +245,7 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the whole state so that torch can load it with ``weights_only``. An interrupted write keeps the earlier checkpoint."""
+        """Writes the whole state so that torch can load it with ``weights_only``. If interrupted, the earlier checkpoint remains."""
         state = {
             "identity": dict(self.run.identity),
             "step": self.step,

@@ -23,13 +23,13 @@ _NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
 
 
 class LLGuidance(Backend):
-    """llguidance in strict mode: Lark grammars, recursion, and languages too large for a table; masks are computed on the host."""
+    """Languages compiled by llguidance: Lark grammars, recursion, languages too large for a table; masks are computed on the host."""
 
     name = "llguidance"
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """Compiles `language` for `vocabulary`, without the texts that contain a byte of :data:`_SELDOM` that has no token.
+        """Compiles `language` for `vocabulary`, without texts that contain bytes of :data:`_SELDOM` for which there is no token.
 
         Raises:
             GrammarError: llguidance cannot read `language`, hits a limit at once, or may reach dead ends because another byte of
@@ -75,7 +75,7 @@ class LLGuidanceGrammar(CompiledGrammar):
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """A new ``LLMatcher`` at the beginning of a text, and the generation of its lexer, which is not the generation `broken`.
+        """A new ``LLMatcher`` at the beginning of a text, and the generation of its lexer: a number other than `broken`.
 
         A lexer that has hit its limit of states refuses everything from then on, for all matchers that share it.
         """
@@ -88,9 +88,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and the total overtime of all queries of a text: all rows of a batch wait for a query.
-#: llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With other grammars, counted patterns and
-#: classes of Unicode included, 400 tokens of a vocabulary of 49,152 had an overtime of 0.05 seconds.
+#: CPU seconds that a query may take, and that the queries of a text may take beyond this in total: all rows of a batch wait for
+#: a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With other grammars, counted
+#: patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had an overtime of 0.05 seconds.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -99,14 +99,14 @@ class _Broken(Exception):
 
 
 class LLGuidanceMatcher(Matcher):
-    """A position in a text.
+    """A position in a text, tracked by an ``LLMatcher``.
 
     Only text tokens go to llguidance; whether the text has ended is tracked here.
 
-    An ``LLMatcher`` that has computed a mask must not be rolled back: its parser keeps rows that it looked ahead to, and its next
-    mask may be wrong after other tokens (1.9.1). So there is a second matcher that is only advanced and rolled back, never queried;
-    a rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at 4 kB), so
-    it happens per rollback, not per query.
+    An ``LLMatcher`` must not be rolled back after it has computed a mask: its parser keeps what it read ahead, so if other tokens
+    follow, the next mask may be wrong (llguidance 1.9.1). So there is a second matcher that is only advanced and rolled back, never
+    queried; a rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at
+    4 kB), so a copy is made per rollback, not per query.
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
@@ -203,7 +203,7 @@ class LLGuidanceMatcher(Matcher):
             row[only >> 5] = 1 << (only & 31)
 
     def _forced_token(self) -> int | None:
-        """The tokenizer's first token of the forced bytes; None without one."""
+        """The first token by which the tokenizer encodes the forced bytes; None if there is none."""
         vocabulary, policy = self.grammar.vocabulary, self.grammar.policy
         return next(iter(vocabulary.written(self.forced_bytes(), 1, policy)), None)
 
@@ -222,12 +222,12 @@ class LLGuidanceMatcher(Matcher):
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
         """Queries the ``LLMatcher``.
 
-        An ``LLMatcher`` never recovers from an error. The query is repeated with a new lexer, because the old one may have hit its
-        limit of states.
+        An ``LLMatcher`` never recovers from an error. So a failed query is repeated with a new lexer, because the old one may have hit
+        its limit of states.
 
         Args:
             question: the query.
-            moves: whether the query only takes tokens.
+            moves: whether the query only consumes tokens.
             copy: whether to query a copy, because a query for forced bytes moves an ``LLMatcher`` past them.
 
         Raises:
@@ -259,7 +259,7 @@ class LLGuidanceMatcher(Matcher):
         self._asked, self._unasked = False, None
 
     def _restore(self) -> None:
-        """Replaces the ``LLMatcher`` by a copy of the second matcher, which was not queried, at this position."""
+        """Replaces the ``LLMatcher`` by a copy of the second matcher (never queried), which is first advanced to this position."""
         ahead = self._taken[self._behind :]
         if not ahead or self._unasked.try_consume_tokens(ahead) == len(ahead):
             self._behind = len(self._taken)

@@ -22,21 +22,21 @@ from ..vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-#: Length of the longest text that is compiled, in characters; the stack for compiling a text, in bytes: the least, and per character.
+#: Greatest number of characters of a compiled text; bytes of the stack for compiling it: at least, and per character.
 LONGEST = 512 * 1024
 STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 
 #: Deepest nesting of terminals that is compiled; it takes 0.1 seconds.
 DEEPEST = 500
 
-#: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 items take 2.5 ms
-#: (100 to 700 ms in the most ambiguous grammars found). A row of items grows with the number of alternatives and holds 20,000.
+#: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 Earley items take
+#: 2.5 ms (100 to 700 ms in the most ambiguous grammars found). A row of items grows with the number of alternatives and holds 20,000.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 20_000,
     "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
 }  # fmt: skip
 
-#: Without this option, a mask has only one token where bytes are forced, although other tokens are accepted.
+#: Without this option, a mask allows only one token where bytes are forced, although llguidance would accept others.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 #: Strings, comments and regular expressions of Lark, which are skipped.
 _QUOTED = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/'
@@ -55,7 +55,7 @@ _REFUSED = {
 
 
 def source(language: Language) -> str:
-    """`language` as llguidance reads it.
+    """The text of `language` in llguidance's dialect of Lark.
 
     Raises:
         GrammarError: `language` has no notation that llguidance reads, uses a refused option, or is too long.
@@ -99,7 +99,7 @@ def _refuse(name: str, lark: str) -> None:
 
 
 def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
-    """A new ``LLMatcher`` of `text`, which :func:`source` returned for `language`.
+    """A new ``LLMatcher`` for `text`, which :func:`source` returned for `language`.
 
     Raises:
         GrammarError: llguidance refuses `text`; the error has llguidance's message.
@@ -117,7 +117,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
 
 
 def refuse_invalid(language: Language) -> None:
-    """Raises the GrammarError that compiling a grammar in Lark's notation would raise for every vocabulary."""
+    """Raises the GrammarError that compiling `language` would raise for any vocabulary; checks only languages in Lark's notation."""
     import llguidance
 
     if language.lark is None:
@@ -217,7 +217,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition, the terminals that it uses, with their depths; "" has the depth of the definition's own brackets."""
+    """For every definition, the terminals that it uses, with their depths; the key "" stands for the definition's own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0
@@ -266,7 +266,7 @@ def tokenizer_for(vocabulary: Vocabulary) -> Any:
 
 
 class _Wrapper:
-    """A vocabulary with llguidance's interface of a tokenizer. Tokens without bytes are not in llguidance's trie."""
+    """A vocabulary with the interface that llguidance expects of a tokenizer. Tokens without bytes are not in llguidance's trie."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,4 +1,4 @@
 """Regular expressions: patterns of several dialects are read into trees; trees become automata or text.
 
-It imports only ``errors`` from the rest of the project.
+This package imports only ``errors`` from the rest of the project.
 """

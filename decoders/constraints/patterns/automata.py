@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from interegular.fsm import FSM, Alphabet
 
 
-#: A state of the product: a set of nodes for each condition's automaton, and the number of characters read. All large numbers are
-#: equivalent, so the number is capped.
+#: A state of the product: a set of nodes for each condition's automaton, and the number of characters read. Numbers that
+#: no length limit tells apart are equivalent, so the number is capped.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
 #: Greatest number of nodes in the cached sets of one condition's automaton while strings are matched.
 _REMEMBERED = 50_000
@@ -40,7 +40,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     """
     from interegular.fsm import OblivionError, crawl
 
-    most = high + 1 if high is not None else low  # counts beyond are equivalent
+    most = high + 1 if high is not None else low  # greater counts are equivalent
     if most > limits.STATES:
         limits.exceeded("STATES", limits.STATES, f"a length of {most:,} together with a pattern")
     check(_WHAT)
@@ -48,7 +48,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     parts = [_ConditionAutomaton(tree, symbols) for tree, _ in conditions]
     states: list[_State] = []
     numbers: dict[_State, int] = {}
-    visited = 0  # number of nodes
+    visited = 0  # nodes that all moves together visit
 
     def number(state: _State) -> int:
         nonlocal visited
@@ -112,7 +112,7 @@ def minimal(machine: FSM) -> FSM:
 
 
 class _ConditionAutomaton:
-    """Thompson's automaton of one condition, determinised lazily."""
+    """Thompson's automaton of one condition. Its deterministic moves are computed on first use."""
 
     def __init__(self, tree: Pattern, symbols: Symbols) -> None:
         self.symbols = symbols

@@ -15,7 +15,7 @@ _BRACED = re.compile(r"\{([^{}]*)\}")
 _HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
 _CLASS_BEGIN = re.compile(r"\[\^?\]?")
-#: Operations between classes. ``||`` joins the first class with the empty set.
+#: Operations between classes. ``||`` (union) is only used for the first class, with the empty set on its left.
 _OPERATIONS: dict[str, Callable[[Ranges, Ranges], Ranges]] = {
     "||": lambda a, b: characters.ranges([*a, *b]),
     "&&": characters.common,
@@ -30,7 +30,7 @@ _POSIX_CLASSES: dict[str, Ranges] = {
     "xdigit": ((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)),
 }  # fmt: skip
 _POSIX = re.compile(rf"\[:(\^?)({'|'.join(_POSIX_CLASSES)}):\]")
-#: Digits of a code point without braces.
+#: For each letter of an escape, the number of digits of a code point without braces.
 _CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
@@ -38,7 +38,7 @@ class ClassReader:
     """The part of the reader that reads sets of characters.
 
     Attributes:
-        pattern: the text.
+        pattern: the pattern's text.
         place: index of the next character.
         dialect: the pattern's dialect.
     """
@@ -57,7 +57,7 @@ class ClassReader:
         return self.pattern.startswith(text, self.place)
 
     def take(self, text: str) -> bool:
-        """Reads `text`, if it comes next."""
+        """Reads `text` if it comes next; returns whether it did."""
         if self.peek(text):
             self.place += len(text)
             return True
@@ -170,7 +170,7 @@ class ClassReader:
     # Escapes.
 
     def escaped(self, in_class: bool) -> Set | Anchor:
-        """Reads an escape."""
+        """Reads an escape; returns the characters or the anchor that it stands for."""
         begin, dialect = self.place, self.dialect
         letter = self.pattern[begin + 1 : begin + 2]
         if not letter:
@@ -216,7 +216,7 @@ class ClassReader:
         return replace(named, place=begin)
 
     def code_point(self, letter: str, begin: int) -> Set:
-        """Reads the digits of an escape and returns the character with this code point."""
+        """Reads the digits of an escape; returns the character with this code point, or the escape verbatim if there is none."""
         point = self.digits(letter)
         if self.dialect.surrogate_pairs and point is not None and 0xD800 <= point < 0xDC00:
             low = _LOW_SURROGATE.match(self.pattern, self.place)

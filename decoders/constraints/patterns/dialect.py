@@ -21,7 +21,7 @@ Problem: TypeAlias = Literal[
     "atomic group", "group without a name", "unknown group", "lone surrogate",
 ]  # fmt: skip
 
-#: One character of a set.
+#: A node that matches one character, out of a set.
 Set: TypeAlias = Chars | Class
 #: What a letter after a backslash means, or why it is refused.
 Escape: TypeAlias = Set | Anchor | Problem
@@ -67,7 +67,7 @@ class Dialect:
         named_group: the beginning of a group with a name.
         comments: whether ``(?#…)`` is a comment.
         look_aheads: whether ``(?=`` and ``(?!`` are read.
-        other_groups: beginnings of groups of other kinds; the first match counts.
+        other_groups: beginnings of groups of other kinds, each with its problem; the first match is used.
         nesting_limited: whether groups may be nested only as deep as :data:`limits.NESTING` says.
     """
 

@@ -277,7 +277,7 @@ class Search:
         """Whether `pattern` is found in `text`, by the rules of ECMA-262, or of Python's ``re`` if `pattern` is not regular.
 
         Raises:
-            GrammarError: neither can read `pattern`, or time is up.
+            GrammarError: neither ECMA-262 nor ``re`` allows `pattern`, or time is up.
         """
         if not isinstance(pattern, str):
             raise GrammarError(f"a pattern is a string, not {pattern!r}", "pattern")

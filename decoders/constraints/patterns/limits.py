@@ -23,7 +23,7 @@ STATES = 3_000
 MOVES = 400_000
 #: Greatest number of pattern nodes that are visited to compute the moves of an automaton.
 MOVE_NODES = 10_000_000
-#: Greatest number of copies to which the counted repetitions of one pattern expand.
+#: Greatest number of character sets of one pattern after its counted repetitions are expanded.
 COPIES = 2_000
 
 
@@ -51,7 +51,7 @@ INSTEAD = {
 def exceeded(
     limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
 ) -> NoReturn:
-    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` if `what` is the schema as a whole.
+    """Refuses `what` because it exceeds `limit` of `module`. most: the limit's value. path: ``$`` if `what` is the whole schema.
 
     Raises:
         GrammarError: always.
@@ -64,7 +64,7 @@ def exceeded(
     )
 
 
-#: Default seconds for compiling one grammar.
+#: Default limit of CPU seconds for compiling one grammar.
 SECONDS = 2.0
 _COMPILING = (
     "the setting constraint_seconds: make this part simpler, raise the setting or, for schemas, take strict=False, which validates it "
@@ -88,7 +88,7 @@ _current: ContextVar[_Deadline | None] = ContextVar("deadline", default=None)
 
 @contextmanager
 def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[None]:
-    """Bounds the work inside to `seconds`, and to the rest of an outer deadline.
+    """Bounds the work inside the context to `seconds`, and to what is left of an outer deadline.
 
     Args:
         seconds: the bound; None means the outer deadline, or :data:`SECONDS` if there is no outer deadline.
@@ -106,13 +106,13 @@ def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[
 
 
 def left() -> float:
-    """Seconds left; infinite without a deadline."""
+    """Seconds left until the current deadline; infinite without a deadline."""
     current = _current.get()
     return float("inf") if current is None else current.ends - time.thread_time()
 
 
 def spend(seconds: float) -> None:
-    """Counts `seconds`, which another process has spent, against the current deadlines."""
+    """Counts `seconds`, which another process has spent, against the current deadline and all outer ones."""
     current = _current.get()
     while current is not None:
         current.ends -= seconds

@@ -1,6 +1,6 @@
 """The one reader of regular expressions: a pattern in some dialect becomes a tree.
 
-It does not recurse, so groups may be nested as deep as the dialect allows. A group around a single part becomes that part.
+The reader does not recurse, so groups may be nested as deep as the dialect allows. A group around a single part becomes that part.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _Reader(ClassReader):
             if opening := beginning.match(self.pattern, begin):
                 self.refuse(problem, opening[0], begin)
                 self.place = opening.end()
-                if opening[0].endswith(")"):  # options apply up to the end of the group, which is kept whole
+                if opening[0].endswith(")"):  # options apply up to the end of the group, so its parentheses are kept
                     self.group.opening = self.group.opening or "(?:"
                     self.group.add(Verbatim(opening[0], place=begin))
                     self.group.last = "nothing"
@@ -210,7 +210,7 @@ class _Reader(ClassReader):
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
-        """The bounds of the quantifier `text` in braces; too many digits count as a large number."""
+        """The bounds of the quantifier `text`, which is in braces; too many digits, if not refused, stand for a large number."""
         least, comma, most = text[1:-1].partition(",")
         if max(len(least), len(most)) > self.dialect.most_digits:
             self.refuse("too often", shortened(text, 20), begin)

@@ -76,7 +76,7 @@ _ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
 def in_ecma(pattern: str) -> str:
     """Rust's `pattern` as a pattern of ECMA-262 that matches the same texts or fewer.
 
-    Returns `pattern` unchanged where both dialects agree, or neither reads it.
+    Returns `pattern` unchanged if it means the same in both dialects, or neither dialect reads it.
 
     Raises:
         GrammarError: `pattern` has another meaning in ECMA-262 and cannot be translated.
@@ -107,10 +107,10 @@ def check_part(regex: str) -> None:
 
 
 def not_read(regex: str, reason: str) -> str:
-    """The error message for a `regex` that is not read for this `reason`."""
+    """The error message that `regex` is not read, with the `reason`."""
     return f"{shown(regex)} is not a regular expression that is read here: {reason}"
 
 
 def shown(regex: str) -> str:
-    """`regex` for a message."""
+    """`regex` as it is shown in messages: shortened if it is long."""
     return repr(regex) if len(regex) <= 80 else f"{regex[:60]!r}… ({len(regex)} characters)"

@@ -1,4 +1,4 @@
-"""Patterns as trees, which all dialects are read into, and writing trees in the notation of backends.
+"""Patterns as trees, with the same nodes for all dialects; and writing trees in the notation of backends.
 
 A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which automata
 can be built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
@@ -23,7 +23,7 @@ class _Node:
     """A part of a pattern.
 
     Attributes:
-        place: index of its first character in the pattern that was read, for messages; equal nodes may differ in it.
+        place: index of its first character in the pattern that was read, for messages; ignored when nodes are compared.
     """
 
     place: int = field(default=0, compare=False, repr=False, kw_only=True)
@@ -130,12 +130,12 @@ def repeat(part: Pattern, low: int, high: int | None) -> Pattern:
 
 
 def literal(text: str) -> Pattern:
-    """Exactly `text`."""
+    """The pattern that matches exactly `text`."""
     return cat(*(Chars(characters.of(c)) for c in text))
 
 
 def words(texts: Iterable[str]) -> Pattern:
-    """Any of `texts`, as a prefix tree."""
+    """The pattern that matches any of `texts`, as a prefix tree."""
     groups: dict[str, list[str]] = {}
     for text in sorted(set(texts)):
         groups.setdefault(text[:1], []).append(text)

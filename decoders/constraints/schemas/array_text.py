@@ -1,4 +1,4 @@
-"""Arrays as rules: items by position, and automata that count items of a kind or remember the values used."""
+"""Writing arrays as rules: items by position, and automata that count items of a kind or remember the values used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_VALUES = 9
 
 
 def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
-    """The expression for the texts of `array`. The names of its rules begin with `name`."""
+    """An expression for the texts of `array`. The names of the rules that are added to `rules` begin with `name`."""
     whitespace = rules.whitespace
     opened, closed = text(rf"\[{whitespace.opened}"), text(rf"{whitespace.closing}\]")
     empty = [text(rf"\[{whitespace.empty}\]")] if array.low == 0 else []
@@ -34,7 +34,7 @@ def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _plain(rules: Rules, array: Arrays) -> Expr:
-    """Arrays of at least one item with conditions on positions only."""
+    """An expression for the items of arrays with at least one item and conditions on positions only."""
     comma = text(rules.whitespace.comma)
     first = len(array.prefix)
     if array.high == 0:
@@ -51,8 +51,8 @@ def _plain(rules: Rules, array: Arrays) -> Expr:
 
 
 def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
-    """Arrays with counted kinds of items. A state holds the position and the number of items of each kind, up to the greatest count
-    that matters.
+    """An expression for the items of arrays with counted kinds of items. A rule stands for a state: the position, and the number of
+    items of each kind, up to the greatest number that matters.
     """
     nodes, counts = rules.normaliser.nodes, array.counts
     last = max(len(array.prefix), array.low, array.high or 0, *(count.start for count in counts), 1)
@@ -102,7 +102,7 @@ def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
-    """Arrays of unique items. A state holds the position and which of the few possible values have occurred.
+    """An expression for unique items. A rule stands for a state: the position, and which of the few possible values have occurred.
 
     Raises:
         GrammarError: there are too many possible values.
@@ -148,7 +148,7 @@ def _unique_state(name: str, state: tuple[int, frozenset[Node]]) -> str:
 
 
 def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
-    """The values of `node` as nodes; None if there are more than `most`, or they cannot be enumerated."""
+    """The values that `node` allows, each as a node; None if there are more than `most`, or they cannot be enumerated."""
     shapes = normaliser.shapes(node)
     known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
     for numbers in shapes.numbers:

@@ -1,4 +1,4 @@
-"""Sets of arrays: by the item at each position, the number of items and of items of a kind, and uniqueness."""
+"""Sets of arrays, given by nodes for the items at each position, numbers of items (in all, or of a kind), and uniqueness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .nodes import FALSE, TRUE, Node, NodeAlgebra
 
 @dataclass(frozen=True)
 class Count:
-    """From `low` to `high` items at position `start` or later are of `node`."""
+    """From `low` to `high` items (None: no bound) at position `start` or later satisfy `node`."""
 
     start: int
     node: Node
@@ -20,7 +20,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Items:
-    """Items that keywords have evaluated, for ``unevaluatedItems``: the first `first` items (None: all), and items of `kinds`."""
+    """Items that keywords have evaluated, for ``unevaluatedItems``: those before index `first` (None: all), and those of `kinds`."""
 
     first: int | None = 0
     kinds: tuple[Node, ...] = ()
@@ -28,7 +28,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays of `low` to `high` items: the first items are of `prefix`, the others of `rest`.
+    """Arrays of `low` to `high` items: the first items satisfy the nodes of `prefix`, the others `rest`.
 
     Attributes:
         counts: bounds on the number of items of a kind.
@@ -114,7 +114,7 @@ def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
 
 
 def evaluate(a: Arrays, node: Node, algebra: NodeAlgebra) -> Arrays | None:
-    """The arrays of `a` whose unevaluated items are of `node`. In the result all items are evaluated."""
+    """The arrays of `a` whose unevaluated items all satisfy `node`. In the result, all items are evaluated."""
     if a.evaluated.first is None:
         return a
     nodes = algebra.nodes

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from referencing.jsonschema import Specification
 
 
-#: The former name of the latest draft; genson writes it.
+#: The former name of the latest draft; the package genson writes it.
 _LATEST = "http://json-schema.org/schema"
 #: Years of drafts, by their names in `referencing`.
 _YEARS = {"draft-04": 2013, "draft-06": 2017, "draft-07": 2018, "draft2019-09": 2019, "draft2020-12": 2020}
@@ -29,9 +29,10 @@ class Place:
     """A schema within the document.
 
     Attributes:
-        schema: an object of JSON.
+        schema: the schema, a JSON object.
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
+        resolver, specification: what ``referencing`` resolves references with, and the draft.
         dynamic: whether the document has dynamic references, whose targets depend on the path to them.
         subtracted: whether the values of the schema are excluded, as under ``not``. If a keyword is left out, an excluded schema must
             allow fewer values, other schemas must allow more.
@@ -46,7 +47,7 @@ class Place:
     subtracted: bool = False
 
     def child(self, *keys: str | int) -> Place | bool:
-        """The schema under `keys`. Raises GrammarError: there is no schema."""
+        """The schema under `keys`. Raises GrammarError: the value under `keys` is no schema."""
         target: Any = self.schema
         for key in keys:
             target = target[key]
@@ -61,7 +62,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The identifiers on the path to the schema, on which dynamic references depend; empty if the document has none."""
+        """The identifiers on the path to the schema, on which dynamic references depend; empty if no reference is dynamic."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
@@ -103,7 +104,7 @@ def step(key: str | int) -> str:
 
 
 def members(contents: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of all objects in `contents`."""
+    """Yields the name and value of each member of the objects in `contents`, at any depth."""
     todo = [contents]
     while todo:
         part = todo.pop()
@@ -147,7 +148,10 @@ def place(
     contents: Any, path: str, resolver: Resolver[Any], specification: Specification[Any], dynamic: bool = False, *,
     entered: bool = False,
 ) -> Place | bool:  # fmt: skip
-    """`contents` as a schema. entered: whether `resolver` has already entered the ``$id`` of `contents`.
+    """`contents` as a schema: a :class:`Place`, or the boolean itself.
+
+    Args:
+        entered: whether `resolver` has already entered the ``$id`` of `contents`.
 
     Raises:
         GrammarError: `contents` are no schema, or of an unknown draft.

@@ -1,4 +1,4 @@
-"""Formats of strings as patterns; other formats are annotations.
+"""The known formats of strings as patterns; unknown formats restrict nothing.
 
 A pattern allows what its standard allows, except
 
@@ -85,12 +85,12 @@ FORMATS = {
 
 @lru_cache
 def tree(name: str) -> Pattern | None:
-    """The strings of a format; None for an unknown format."""
+    """A regular tree for the strings of a format; None for an unknown format."""
     return ecma.strings(f"^(?:{FORMATS[name]})$")[0][0] if name in FORMATS else None
 
 
 def valid(name: str, text: str) -> bool:
-    """Whether `text` is of the known format `name`, by its full standard."""
+    """Whether `text` has the format `name` by its full standard; True for an unknown format."""
     pattern = tree(name)
     if pattern is None or automata.matches(pattern, text):
         return True

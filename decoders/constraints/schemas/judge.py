@@ -1,6 +1,6 @@
-"""Whether a value, or a finished text, is valid under a schema: every keyword of every draft, in bounded time.
+"""Validates values and finished texts against a schema: every keyword of every draft, in bounded time.
 
-Every pair of schema and value is evaluated once, which bounds the cost of references that fan out; patterns are matched by automata.
+Every pair of schema and value is evaluated once, which bounds the cost of references that fan out; automata match regular patterns.
 Formats are annotations, as in the drafts since 2019.
 """
 
@@ -40,13 +40,13 @@ class Failure:
     path: tuple[str | int, ...] = ()
 
     def within(self, key: str | int) -> Failure:
-        """This failure as a failure of the enclosing value, which has the present value under `key`."""
+        """This failure with a path from the enclosing value, which contains the present value under `key`."""
         return replace(self, path=(key, *self.path))
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The result for a value under a schema.
+    """The result of validating a value against a schema.
 
     Attributes:
         failure: None if the value is valid.
@@ -61,7 +61,7 @@ _VALID = Judgement()
 
 
 class Judge:
-    """Judges the values of one text. The caller must keep the values alive, because verdicts are cached by the ids of values."""
+    """Validates the values of one text. The caller must keep the values alive, because verdicts are cached by the ids of values."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -70,7 +70,7 @@ class Judge:
         self._enumerations: dict[int, frozenset[str]] = {}
 
     def verdict(self, place: Place | bool, value: Any) -> Judgement:
-        """Whether the schema at `place` allows `value`.
+        """The result of validating `value` against the schema at `place`.
 
         Raises:
             GrammarError: the value cannot be judged: the schema is invalid, a reference leads to itself, or time is up.
@@ -245,7 +245,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """If all alternatives fail: the failure deepest inside `value`; a failure of `keyword` if no failure is inside."""
+    """What to report if all alternatives fail: the failure deepest inside `value`, or a failure of `keyword` if none is inside."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
@@ -275,7 +275,7 @@ _LIMIT = f"the limit SECONDS of {__name__}: simplify the schema"
 
 @dataclass(frozen=True)
 class Validation:
-    """Judges texts under a schema. Nothing is fetched."""
+    """Validates texts against a schema. Nothing is fetched."""
 
     schema: Any = field(repr=False)
 

@@ -29,7 +29,7 @@ OBJECTS = (
 
 
 def of_type(name: Any) -> Shapes:
-    """All values of a type. Raises GrammarError for an unknown type."""
+    """The shapes of all values of a type. Raises GrammarError for an unknown type."""
     known = {
         "null": Shapes(frozenset(["null"])), "boolean": Shapes(frozenset(["true", "false"])),
         "number": Shapes(numbers=(Numbers(),)), "integer": Shapes(numbers=(Numbers(kind="integer"),)),
@@ -41,7 +41,7 @@ def of_type(name: Any) -> Shapes:
 
 
 def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
-    """The shapes of one value. leaf: returns the node of a value inside it."""
+    """The shapes of one value. leaf: returns the node of a value inside `value`."""
     if value is None or isinstance(value, bool):
         return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
     if isinstance(value, int | float):
@@ -147,8 +147,8 @@ def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> 
         additional = TRUE
     unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
-    # A key may match a pattern that is left out. So additional keys may also have the values of this pattern; under `not`, every key
-    # must have a value that the pattern allows, too.
+    # A key may match a pattern that is left out. So additional keys may also have values that the pattern's schema allows; under
+    # `not`, every key must have a value that this schema allows, too.
     if unread and place.subtracted:
         additional = nodes.intersection(additional, *unread)
         classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
@@ -200,7 +200,7 @@ def _dropped(place: Place, schema: dict[str, Any]) -> frozenset[str]:
 
 @contextmanager
 def _blaming(keyword: str) -> Iterator[None]:
-    """Sets the keyword of errors without a path to `keyword`."""
+    """Replaces the keyword of errors by `keyword`, except in errors with a path."""
     try:
         yield
     except GrammarError as problem:
@@ -231,7 +231,7 @@ def read_count(schema: dict[str, Any], keyword: str) -> int | None:
 
 
 def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
-    """The value of a keyword that is an object; empty if it is absent."""
+    """The value of a keyword whose value is an object; empty if it is absent."""
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
         raise GrammarError(f"{keyword} is an object, not {value!r}", keyword)
@@ -254,7 +254,7 @@ _ASSERTIONS = (
     "oneOf", "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems",
     "unevaluatedProperties", "$ref", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-#: Other keywords, including OpenAPI's.
+#: Keywords that restrict nothing, including OpenAPI's.
 _ANNOTATION_KEYWORDS = frozenset((
     "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "contentEncoding",
     "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description", "discriminator", "example",

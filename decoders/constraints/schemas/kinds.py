@@ -27,13 +27,13 @@ def kind_of(value: Any) -> str:
 
 
 class Kinds:
-    """The types of each property of the objects that a schema allows.
+    """``kinds[name]``: the types that the property `name` may have in objects that a schema allows.
 
     Args:
         text: the schema, as JSON.
 
     Attributes:
-        names: names of properties; at least all declared names.
+        names: the names under every ``properties`` of the schema, inner schemas included.
     """
 
     def __init__(self, text: str) -> None:
@@ -48,7 +48,7 @@ class Kinds:
         return self._of(self._root, name if name in self.names else UNDECLARED, _DEPTH) or KINDS
 
     def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
-        """The types of the values of `schema`, or of the property `name` of its objects. Each schema is read once."""
+        """The types of values that `schema` allows, or of the property `name` of objects that it allows. Each schema is read once."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or not depth:
@@ -87,7 +87,7 @@ class Kinds:
         return allowed
 
     def _parts(self, schema: dict[str, Any]) -> list[list[Any]]:
-        """Lists of schemas inside `schema`. A value of `schema` is valid under at least one schema of each list."""
+        """Lists of schemas inside `schema`. A value that `schema` allows is valid under at least one schema of each list."""
         parts = [[each] for each in _listed(schema, "allOf")]
         return parts + [own for keyword in ("anyOf", "oneOf") if (own := _listed(schema, keyword))]
 
@@ -103,7 +103,7 @@ class Kinds:
 
 
 def _names(root: Any) -> Iterator[str]:
-    """Names of properties anywhere in a schema."""
+    """The names under every ``properties`` in a schema, at any depth."""
     todo = [root]
     while todo:
         schema = todo.pop()
@@ -122,5 +122,5 @@ def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
 
 @lru_cache(64)
 def kinds_of(schema: str) -> Kinds:
-    """The types of the properties of a schema, given as JSON."""
+    """The :class:`Kinds` of `schema`, a JSON text; cached."""
     return Kinds(schema)

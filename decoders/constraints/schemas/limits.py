@@ -29,14 +29,14 @@ SYMBOLS = 60_000
 PROPERTIES = 2_000
 #: Greatest number of values of an enumeration.
 VALUES = 20_000
-#: Greatest value of ``minLength``, ``minItems``, …; a greater upper bound is no bound, since no text reaches it. Parsers count in 32
+#: Greatest value of ``minLength``, ``minItems``, …; a greater upper bound is ignored, since no text reaches it. Parsers count in 32
 #: bits.
 COUNT = 2_000_000_000
-#: Greatest value of ``multipleOf``, without its decimal point.
+#: Greatest numerator of ``multipleOf``, written as a reduced fraction.
 STEP = 10_000
 #: Greatest number of characters of a regular expression for the whole language; a larger language has only a grammar.
 REGEX_CHARACTERS = 120_000
-#: Greatest estimated number of characters of this expression after its repetitions are expanded.
+#: Greatest estimated number of characters of such an expression after its repetitions are expanded.
 REGEX_COPIES = 25_000
 
 

@@ -76,7 +76,7 @@ class Nodes:
 
 
 class NodeAlgebra(ABC):
-    """Operations on nodes, which sets of arrays and objects need for the values in arrays and objects.
+    """Operations on nodes that :mod:`.arrays` and :mod:`.objects` need for the values inside arrays and objects.
 
     Attributes:
         nodes: the table of expressions.
@@ -90,4 +90,4 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def step(self, count: int = 1) -> None:
-        """Counts work against the limit. Raises GrammarError: the limit is exceeded."""
+        """Adds `count` to the work done so far. Raises GrammarError: the limit of the work is exceeded."""

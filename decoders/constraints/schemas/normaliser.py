@@ -81,7 +81,7 @@ class Normaliser(SchemaAlgebra):
         return self.nodes.leaf("schema", (id(content.schema), content.scope, content.subtracted), content)
 
     def reads(self, place: Place, keyword: str) -> bool:
-        """Whether `place` has `keyword`, its draft knows it, and it is not left out."""
+        """Whether the schema at `place` contains `keyword`, its draft defines `keyword`, and it is not left out."""
         return keyword in place.schema and known(keyword, place.year) and (place.path, keyword) not in self.dropped
 
     def opposite(self, place: Place) -> Place:
@@ -107,7 +107,7 @@ class Normaliser(SchemaAlgebra):
             self.depth -= 1
 
     def shapes(self, node: Node) -> Shapes:
-        """The values of `node`. Raises GrammarError: they cannot be expressed."""
+        """The shapes of the values that `node` allows. Raises GrammarError: they cannot be expressed."""
         try:
             return self.normalise(node)
         except (_CycleError, RecursionError) as problem:
@@ -196,7 +196,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def schema(self, place: Place) -> Shapes:
-        """The values that the schema at `place` allows."""
+        """The shapes of the values that the schema at `place` allows."""
         schema, read = place.schema, partial(self.reads, place)
         if read("$ref") and place.year <= 2018:  # siblings of $ref are ignored
             with self.locating_errors(place, "$ref"):
@@ -240,7 +240,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path) from problem
 
     def types(self, place: Place) -> Shapes:
-        """The values that the keywords about single types, ``type``, ``const`` and ``enum`` allow."""
+        """The shapes of the values that the keywords about single types, ``type``, ``const`` and ``enum`` allow."""
         schema, read, current = place.schema, partial(self.reads, place), ALL
         if read("type"):
             with self.locating_errors(place, "type"):
@@ -275,7 +275,7 @@ class Normaliser(SchemaAlgebra):
         return narrowed("objects", keywords.OBJECTS, lambda: keywords.of_objects(place, read_keywords, self))
 
     def without_evaluated(self, shape: Any) -> Any:
-        """`shape` without evaluated items and properties, if no keyword depends on them."""
+        """`shape` without its record of evaluated items or properties, unless a keyword depends on it."""
         keeps = self.evaluation or not hasattr(shape, "evaluated")
         return shape if keeps else replace(shape, evaluated=type(shape)().evaluated)
 

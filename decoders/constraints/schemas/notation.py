@@ -1,6 +1,6 @@
-"""A grammar as a tree, and writing it in two notations: llguidance's Lark, and one regular expression.
+"""The rules of a grammar as trees, and writing them in two notations: llguidance's Lark, and one regular expression.
 
-Both notations of a tree denote the same texts.
+Both notations of the rules denote the same texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Terminal:
     Attributes:
         lark: the definition in Lark's notation.
         regex: returns a regular expression for the texts; None if it would be too long.
-        rule: whether `lark` can define a rule only, not a terminal.
+        rule: whether `lark` can only define a rule, not a terminal.
     """
 
     lark: str
@@ -47,7 +47,7 @@ class Seq:
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the parts; without parts no text."""
+    """One of the parts; no text if there are no parts."""
 
     parts: tuple[Expr, ...]
 
@@ -63,7 +63,7 @@ class Rep:
 
 @dataclass(frozen=True)
 class RuleReference:
-    """The texts of a rule."""
+    """A text of the rule named `rule`."""
 
     rule: str
 
@@ -109,7 +109,7 @@ def text(regex: str) -> Word:
 
 
 def inline(schema: dict[str, Any]) -> Word:
-    """The texts of a schema, as a ``%json`` rule that llguidance compiles. It has no regular expression."""
+    """The texts of a schema, as a ``%json`` rule that llguidance compiles. The word has no regular expression."""
     return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
 
 
@@ -254,7 +254,7 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 
 
 class _Productive:
-    """Finds the rules that have a text.
+    """Finds the rules that derive at least one text.
 
     Every expression counts the parts that it still needs and notifies the enclosing expression when the count is zero, so that the
     work is linear in the size of the grammar.
@@ -280,7 +280,7 @@ class _Productive:
                 self.done.append(outer)
 
     def add(self, expr: Expr, outer: int | str) -> None:
-        """Counts the parts that `expr`, itself a part of `outer`, still needs to have a text."""
+        """Adds `expr`, a part of `outer`, with the number of its parts that must have a text before it has one."""
         number = len(self.needs)
         self.around.append(outer)
         needs, parts = 0, tuple[Expr, ...]()

@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The expression of `numbers`, a simplified set; None if it would be too long, empty if no number can be written."""
+    """A regular expression for `numbers`, a simplified set; None if it would be too long, empty if no number can be written."""
     step = numbers.step
     if step is not None:
         return _multiples_between(numbers, step)
@@ -67,7 +67,7 @@ def _within(numbers: Numbers, most: int) -> Numbers | None:
 
 
 def _between(numbers: Numbers | None) -> str:
-    """Decimals between bounds; at least one bound is given."""
+    """A regular expression for the decimals between the bounds of `numbers`, which has at least one; empty for None."""
     if numbers is None:
         return ""
     alternatives = []
@@ -102,7 +102,7 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
 
 
 def schema(numbers: Numbers) -> dict[str, Any]:
-    """`numbers`, which are multiples, as a schema for llguidance. Raises GrammarError: llguidance cannot read them."""
+    """`numbers`, which are multiples of a step, as a JSON schema for llguidance. Raises GrammarError: llguidance cannot read them."""
     if numbers.kind == "fraction" or numbers.step is None:
         raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
     if numbers.step.numerator > limits.STEP:  # the automaton has a state per remainder
@@ -128,7 +128,7 @@ def _json_number(value: Fraction) -> int | float:
 
 
 def _remainders(step: Fraction) -> str | None:
-    """The expression of the multiples of `step`, by an automaton whose states are decimal places and remainders; None if too large."""
+    """A regular expression for the multiples of `step`, from an automaton over decimal places and remainders; None if too large."""
     places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
     if places is None or (size := int(step * 10**places)) > _MOST_ENUMERATED:
         return None
@@ -161,7 +161,7 @@ def _remainders(step: Fraction) -> str | None:
 
 
 def _multiples(step: Fraction) -> str | None:
-    """All multiples of 1, 2 or 5 times a power of ten below 1; None for other steps."""
+    """A regular expression for all multiples of `step`; None unless `step` is 1, 2 or 5 times a power of ten below 1."""
     value, places = step, 0
     while value.denominator != 1 and places < _MOST_DECIMALS:
         value, places = value * 10, places + 1
@@ -173,16 +173,16 @@ def _multiples(step: Fraction) -> str | None:
 
 
 def _plain(value: Fraction) -> str:
-    """The expression of one number."""
+    """A regular expression for one number."""
     text = str(value.numerator) if value.denominator == 1 else json.dumps(float(value))
     return text.replace(".", r"\.").replace("+", r"\+").replace("-", r"\-")
 
 
-# Digits between bounds, which are not negative except in :func:`integers`.
+# Regular expressions for digits between bounds. The bounds are not negative except in :func:`integers`.
 
 
 def integers(low: int | None, high: int | None) -> str:
-    """The integers from `low` to `high`, None for no bound."""
+    """A regular expression for the integers from `low` to `high`, None for no bound."""
     if low is None and high is None:
         return INTEGER
     alternatives = []
@@ -280,7 +280,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """`integer` followed by a fraction. fractions: whether the fraction may be absent, and the digits after the point."""
+    """A regex for `integer` with a fraction. fractions: whether the fraction may be absent, and the digits after the point."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""

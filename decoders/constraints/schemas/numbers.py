@@ -10,13 +10,13 @@ from typing import Any
 
 from ...errors import GrammarError
 
-#: Every integer up to this number is exactly a float.
+#: Floats represent every integer up to this number exactly.
 EXACT = 2**53
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers between `low` and `high` (None: no bound) that are of a kind.
+    """The numbers between `low` and `high` (None: no bound) that are of one kind.
 
     Attributes:
         open_low: whether `low` itself is excluded.
@@ -142,7 +142,7 @@ def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
 
 
 def canonical(value: Any) -> str:
-    """A text that is the same for equal values: 1, 1.0 and 1e0 are equal, and so are objects in any order; 1 and true are not equal.
+    """A text that is the same for equal values: 1, 1.0 and 1e0 are equal, and so are reordered objects; 1 and true are not equal.
 
     Raises:
         GrammarError: `value` contains an infinite number.

@@ -1,4 +1,4 @@
-"""Objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
+"""Writing objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
 
 A grammar does not remember which keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may
 occur twice, and JSON readers keep the last value: so only one occurrence is counted, and conditions are met by the last members.
@@ -27,12 +27,12 @@ _SHARED_CONDITIONS = (
 
 
 def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
-    """The expression for the texts of `shape`. The names of its rules begin with `name`."""
+    """An expression for the texts of `shape`. The names of the rules that are added to `rules` begin with `name`."""
     return ObjectWriter(rules, name, shape).write()
 
 
 class ObjectWriter:
-    """Writes the rules of one shape. Subclasses write members in other notations."""
+    """Writes the rules for the objects of one shape. Subclasses write members in other notations."""
 
     def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
         self.rules, self.name, self.shape = rules, name, shape
@@ -67,7 +67,7 @@ class ObjectWriter:
         return self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members)
 
     def inside(self) -> Expr:
-        """All members, at least one."""
+        """An expression for all members, of which there is at least one."""
         inside = self.declared(0, 0)
         while self.todo:  # iterative, because there may be thousands of properties
             rule, expression = self.todo.pop()
@@ -83,7 +83,7 @@ class ObjectWriter:
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
 
     def tail(self, position: int) -> Expr:
-        """The members from `position`, each after a comma; a few per rule, so that rules can share the rest."""
+        """The members from `position` on, each after a comma; a few per rule, so that rules can share the rest."""
         end = min(len(self.members), position + _MEMBERS_PER_RULE - position % _MEMBERS_PER_RULE)
         run = [self.optional(prop) for prop in self.members[position:end]]
         return seq(*run, self.declared(end, self.last))
@@ -113,7 +113,7 @@ class ObjectWriter:
         return alt(*alternatives)
 
     def named(self, state: str, expression: Callable[[], Expr]) -> Expr:
-        """A reference to the rule of `state`, for which :meth:`write` calls `expression`."""
+        """A reference to the rule of `state`, which :meth:`inside` writes later by calling `expression`."""
         rule = f"{self.name}{state}"
         if rule not in self.done:
             self.done.add(rule)
@@ -144,7 +144,7 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Returns no text: ``minProperties`` needs two or more undeclared members here, whose keys could be equal.
+        """Returns :data:`NOTHING`: ``minProperties`` needs two or more undeclared members here, whose keys could be equal.
 
         Raises:
             GrammarError: the declared properties and one undeclared property are too few for ``minProperties``.

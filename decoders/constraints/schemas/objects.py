@@ -1,4 +1,4 @@
-"""Sets of objects: by declared properties in their order, classes of other keys, counts, and required undeclared members."""
+"""Sets of objects, given by declared properties in their order, classes of other keys, counts, and required undeclared members."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Objects:
         return {prop.name: prop for prop in self.properties}
 
     def value(self, name: str) -> Node:
-        """The node of the value of an undeclared key."""
+        """The node that the value of the undeclared key `name` satisfies."""
         return next((node for keys, node in self.rest if keys.contains(name)), FALSE)
 
     def simplified(self, algebra: NodeAlgebra) -> Objects | None:
@@ -154,7 +154,7 @@ def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
 
 
 def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
-    """The objects of `a` whose unevaluated properties are of `node`. In the result all properties are evaluated."""
+    """The objects of `a` whose unevaluated properties all satisfy `node`. In the result, all properties are evaluated."""
     if a.evaluated.all:
         return a
     nodes = algebra.nodes

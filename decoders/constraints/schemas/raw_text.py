@@ -1,4 +1,4 @@
-"""Arguments of functions in notations with unescaped strings, which end at a mark."""
+"""Writing function arguments in notations whose strings are unescaped and end at a mark."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def containing(mark: str) -> Pattern:
 
 
 def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: str = "") -> Expr:
-    """The texts of `strings` without escapes and without the texts of `never`, between matches of the regular expressions `begin`
-    and `end`.
+    """An expression for `strings`, unescaped, without the strings that a tree of `never` matches; in front and behind stand matches of
+    the regular expressions `begin` and `end`.
     """
     written = strings.written
     if written is None:
@@ -122,11 +122,11 @@ def _inside(conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | 
 
 @dataclass(frozen=True)
 class Quoted:
-    """A notation: objects as ``{key:value,…}``, in which every string stands between two marks `quote`.
+    """A notation: objects as ``{key:value,…}``, in which every string stands between two `quote` marks.
 
     Attributes:
         quote: the mark around strings.
-        name: the regular expression of a name, in the common syntax of ECMA and Python.
+        name: a regular expression for names, in the common syntax of ECMA and Python.
     """
 
     quote: str
@@ -149,7 +149,7 @@ class Parameters:
 
     Attributes:
         between: the text between two parameters.
-        name: the regular expression of a name, in the common syntax of ECMA and Python.
+        name: a regular expression for names, in the common syntax of ECMA and Python.
     """
 
     opening: str
@@ -225,12 +225,12 @@ class _ParameterWriter(_RawWriter):
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """A string in JSON, without special tokens, because readers would see the tokens' names."""
+        """A string in JSON, without special tokens, because its reader would see the tokens' names."""
         within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
         return string_text.write_string(strings, behind, within)
 
     def value(self, node: Node, kinds: frozenset[str]) -> Expr:
-        """The texts of a parameter's value, restricted to the types `kinds`, each followed by the mark that ends it."""
+        """An expression for a parameter's values, restricted to the types `kinds`, each followed by the end mark."""
         nodes, place = self.normaliser.nodes, self.normaliser.place
         if kinds != KINDS:
             node = nodes.intersection(node, place(_of_types(kinds)))
@@ -243,8 +243,8 @@ class _ParameterWriter(_RawWriter):
         written = [write_raw(one, never, "", closing) for one in shapes.strings]
         if others:
             self.warning(_OTHERS.format(read=", ".join(_READ[kind] for kind in others)))
-            # A lexer reads such a value and a string at once, and the string may continue where the value ends. So the terminal of a
-            # value includes the end mark.
+            # A lexer reads a value of another type and a string at once, and the string may continue where the value ends. So the
+            # terminal of such a value includes the end mark.
             written += self.scalars(shapes, closing)
             if inside := kinds & {"array", "object"}:
                 nested = nodes.intersection(node, place(_of_types(frozenset(inside))))
@@ -270,7 +270,7 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        """An undeclared member. A name has the types that all branches together declare for it."""
+        """An undeclared member; its value has one of the types that all branches of the schema together declare for its name."""
         notation, kinds = self.rules.notation, self.rules.kinds
         names: dict[frozenset[str], set[str]] = {}
         for name in kinds.names:

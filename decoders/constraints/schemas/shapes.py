@@ -106,10 +106,10 @@ class SchemaAlgebra(NodeAlgebra):
 
     @abstractmethod
     def normalise(self, node: Node) -> Shapes:
-        """The shapes of `node`."""
+        """The shapes of the values that `node` allows."""
 
     def intersect(self, current: Shapes, node: Node) -> Shapes:
-        """The values of `current` that are in `node`."""
+        """The values of `current` that `node` allows."""
         return current if current.empty else intersection(current, self.normalise(node), self)
 
 

@@ -1,7 +1,8 @@
-"""Strings as JSON text: sets of characters, trees and automata as regular expressions over the text.
+"""Strings as JSON text: regular expressions for the JSON texts of sets of characters, trees and automata.
 
-A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. A character that JSON requires
-to be escaped has its escape of two characters (``\\n``), if there is one, or else its number in lower case (``\\u001f``).
+A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. A character that JSON
+requires to be escaped is written as an escape of two characters (``\\n``), if there is one, or else as its number in lower case
+(``\\u001f``).
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def literal(text: str) -> str:
 
 
 def quoted(value: str) -> str:
-    """`value` as JSON writes it."""
+    """`value` as JSON text, with quotes."""
     return (_ASCII_JSON if _SURROGATE.search(value) else _JSON).encode(value)
 
 
 def escaped(pattern: Pattern) -> Pattern:
-    """The tree of the JSON texts, without quotes, of the strings that the regular `pattern` matches; surrogates are left out."""
+    """A tree for the JSON texts, without quotes, of the strings that the regular `pattern` matches; surrogates are left out."""
     match pattern:
         case Chars(ranges):
             return _escaped_set(ranges)
@@ -103,33 +104,33 @@ def _one_of(letters: str) -> Pattern:
 
 @lru_cache(maxsize=256)
 def inside(pattern: Pattern) -> str | None:
-    """The expression of the JSON texts, without quotes, of the strings that `pattern` matches; None if no string can be written."""
+    """A regular expression for the JSON texts, without quotes, of strings that `pattern` matches; None if no string can be written."""
     tree = escaped(pattern)
     return None if tree == NOTHING else write(tree)
 
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
-    """The expression of one character of `ranges` as JSON text, a unit for repetition; None if no character can be written."""
+    """A regular expression for a character of `ranges` as JSON text, a unit for repetition; None if no character can be written."""
     tree = _escaped_set(ranges)
     return None if tree == NOTHING else unit(tree)
 
 
 def length(low: int, high: int | None) -> str:
-    """The expression of the JSON texts, without quotes, of all strings of `low` to `high` characters."""
+    """A regular expression for the JSON texts, without quotes, of all strings of `low` to `high` characters."""
     return times(chars(characters.ANY) or "", low, high)
 
 
 def raw_chars(ranges: Ranges) -> str | None:
-    """The expression of one unescaped character of `ranges`, a unit for repetition; None if no character can be written."""
+    """A regular expression for an unescaped character of `ranges`, a unit for repetition; None if no character can be written."""
     return unit(Chars(ranges)) if characters.common(ranges, characters.ENCODABLE) else None
 
 
 def expression(machine: FSM, chars: Callable[[Ranges], str | None] = chars) -> str | None:
-    """The expression of the JSON texts, without quotes, of the strings that `machine` accepts; None if it is longer than the limit.
+    """A regular expression for the JSON texts, without quotes, of the strings that `machine` accepts; None if it would be too long.
 
     Args:
-        chars: returns the expression of one character of a set.
+        chars: returns a regular expression for a character of a set; None if no character can be written.
 
     States are eliminated one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
     """
@@ -178,7 +179,7 @@ def _as_part(text: str) -> str:
 
 
 def write_string(strings: Strings, behind: str = "", within: Pattern | None = None) -> Expr:
-    """The JSON texts of the `strings` that `within` matches, each followed by a match of the regular expression `behind`."""
+    """An expression for the JSON texts of the `strings` that `within` matches, each followed by a match of the regex `behind`."""
     written = strings.written
     if written is not None and within is not None:
         if written.values is not None:
@@ -208,7 +209,7 @@ class _Expression:
 
 
 def _simple(strings: Strings) -> str | None:
-    """The regular expression of strings under at most one condition; None for others."""
+    """A regular expression for `strings` under at most one condition; None for other sets."""
     if strings.unconstrained:
         return FREE_STRING
     if strings.values is not None:

@@ -1,4 +1,4 @@
-"""Sets of strings: by patterns that must match or must not match, lengths in characters, enumerated and excluded values."""
+"""Sets of strings, given by patterns that must match or must not match, lengths in characters, enumerated and excluded values."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _nothing(strings: Strings) -> bool:
     """Whether `strings` is empty, by its automaton, or by the lengths that the patterns allow if the automaton is too large.
 
     Raises:
-        GrammarError: the automaton of the patterns alone is too large, or the lengths are.
+        GrammarError: the automaton of the patterns alone is too large, or the lengths are too great.
     """
     try:
         return strings.automaton().empty()

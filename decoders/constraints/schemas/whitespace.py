@@ -77,7 +77,7 @@ class Rules:
         return Whitespace.indented(self.depth, given) if isinstance(given, int) else given
 
     def place(self, node: Node) -> Expr:
-        """A reference to the rule with the texts of `node`."""
+        """A reference to the rule for the texts of `node`, which is written later."""
         if node == FALSE:
             return NOTHING
         depth = self.depth + 1 if isinstance(self._whitespace, int) else 0
@@ -95,7 +95,7 @@ class Rules:
 
     @staticmethod
     def name_of(node: Node, depth: int) -> str:
-        """The name of the rule of `node` at `depth`. The names of the rules of its parts begin with this name."""
+        """The name of the rule for `node` at `depth`. Names of rules for parts of its texts begin with this name."""
         return f"n{node}" + (f"d{depth}" if depth else "")
 
     def rule(self, name: str, expr: Expr) -> Expr:
@@ -111,7 +111,7 @@ class Rules:
         return string_text.literal(string_text.quoted(name))
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """The texts of `strings`, followed by a match of the regular expression `behind`."""
+        """An expression for the texts of `strings`, each followed by a match of the regular expression `behind`."""
         return string_text.write_string(strings, behind)
 
     def warning(self, text: str) -> None:

@@ -20,7 +20,7 @@ class Writer(Rules):
     """Writes the rules of every place that can be reached from a node."""
 
     def write(self, root: Node) -> dict[str, Expr]:
-        """The rules, ``start`` first; none if `root` has no values."""
+        """The rules by name, ``start`` first; empty if `root` allows no value."""
         self.rules["start"] = self.root(root)
         while self.todo:
             node, self.depth = self.todo.pop()
@@ -39,14 +39,14 @@ class Writer(Rules):
         return self.place(root)
 
     def alternatives_of(self, name: str, shapes: Shapes) -> Expr:
-        """The texts of `shapes`, for the rule `name`."""
+        """An expression for the texts of `shapes`. Names of rules for arrays and objects begin with `name`."""
         alternatives = [*self.scalars(shapes), *(self.string(one) for one in shapes.strings)]
         alternatives += [write_array(self, f"{name}a{i}", one) for i, one in enumerate(shapes.arrays)]
         alternatives += [write_object(self, f"{name}o{i}", one) for i, one in enumerate(shapes.objects)]
         return alt(*alternatives)
 
     def scalars(self, shapes: Shapes, behind: str = "") -> list[Expr]:
-        """The texts of units and numbers, each followed by a match of the expression `behind`."""
+        """Expressions for null, true, false and the numbers of `shapes`, each followed by a match of the expression `behind`."""
         alternatives: list[Expr] = [text(unit + behind) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)

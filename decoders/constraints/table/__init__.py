@@ -1,4 +1,4 @@
-"""The ``table`` backend: regular languages as byte automata with precomputed masks, for the CPU and for the compiled step."""
+"""The ``table`` backend: regular languages as byte automata with precomputed masks, for the CPU and for the compiled decoding step."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class MaskedAutomaton:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all arrays."""
+        """Memory of all arrays, in bytes."""
         return sum(part.nbytes for part in (self.next, self.classes, self.mask_of, self.rows, self.accepting))
 
     def tables(self) -> Tables:
@@ -74,7 +74,7 @@ _TYPES = {
 
 
 def dumped(automaton: MaskedAutomaton) -> bytes:
-    """`automaton` as bytes."""
+    """`automaton` serialized as safetensors."""
     tables = automaton.tables()
     return tensors.save(
         {
@@ -116,7 +116,7 @@ STATES = 4096
 
 
 class Table(Backend):
-    """Regular languages of up to :data:`STATES` states: masks are rows of a table, on the device too."""
+    """Regular languages of up to :data:`STATES` states: masks are rows of a table, which may be on the device."""
 
     name = "table"
     summary = "regular grammars as static tables: a mask costs one table look-up, on the device too"
@@ -165,7 +165,7 @@ class TableGrammar(Tabulated):
     backend = "table"
 
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: MaskedAutomaton) -> None:
-        """`automaton` has the masks of the policy ``full``, or already the masks of `policy`."""
+        """automaton: with the masks for the policy ``full`` or, if it was restored, for `policy`."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
         self.first, self.stopped = automaton.start, automaton.stopped
         self.accepting: list[bool] = automaton.accepting.tolist()
@@ -249,7 +249,7 @@ class TableGrammar(Tabulated):
         return forced
 
     def _canonical(self, automaton: MaskedAutomaton) -> tuple[MaskRows, NDArray[np.int64]]:
-        """The masks, and each state's row, for the policy ``canonical``: if bytes are forced, only the tokenizer's token is legal."""
+        """The masks, and each state's row, for the policy ``canonical``: if bytes are forced, only one token is legal."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
         for state in range(1, self.stopped):
@@ -266,7 +266,7 @@ class TableGrammar(Tabulated):
 
 
 class TableMatcher(Matcher):
-    """A stack of states, one per token taken; rolling back is popping."""
+    """A stack of states: the first state, then the state after each token. Rolling back pops states."""
 
     def __init__(self, grammar: TableGrammar, state: int) -> None:
         self.grammar: TableGrammar = grammar

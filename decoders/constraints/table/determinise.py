@@ -37,7 +37,7 @@ SECONDS, MEGABYTES = 5, 1024
 #: every text inside the automaton: then only whole texts match. END is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
 #: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. An empty alternative of
-#: lower priority ends all matches that do not begin at once. It also makes the first state final, and a final first state has no
+#: lower priority ends all matches that do not begin at once. It also makes the first state final, so that this state has no
 #: transitions. So BEGIN stands in front of every text: no state within a text is the first state.
 BEGIN = "\0\0"
 
@@ -88,8 +88,8 @@ class ByteAutomaton:
     """A byte automaton. State 0 is dead; the language is empty if `start` is 0.
 
     Attributes:
-        next: ``[S, 256]`` int32.
-        accepting: ``[S]`` bool.
+        next: ``[S, 256]`` int32, the next state for each state and byte.
+        accepting: ``[S]`` bool, whether a text may end in each state.
     """
 
     next: NDArray[np.int32]
@@ -195,7 +195,7 @@ def _limit(limit: str) -> str:
 
 
 def minimise(automaton: ByteAutomaton) -> ByteAutomaton:
-    """The minimal automaton of the same language; every state is reachable and leads to the end of a text."""
+    """The minimal automaton of the same language; every state but 0 is reachable and leads to the end of a text."""
     transitions, byte_class = columns(automaton.next)
     source, column = np.nonzero(transitions)
     target = transitions[source, column]

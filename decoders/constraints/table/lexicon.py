@@ -65,7 +65,7 @@ class Trie:
 
     @staticmethod
     def of(texts: Sequence[bytes], tokens: Ints, plain: NDArray[np.int64]) -> Trie:
-        """The trie of `texts`, which are distinct, not empty and sorted. plain: number of plain bytes that each text begins with."""
+        """The trie of `texts`, distinct, not empty and sorted. plain: number of bytes of each text's leading plain characters."""
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         begins = np.cumsum(lengths) - lengths
         flat = np.frombuffer(b"".join(texts) + b"\0", np.uint8)
@@ -109,7 +109,7 @@ class Trie:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
             starts: the states in which walks start.
-            strings: ``[S]``: states inside strings. The walk stops at such a state if only plain characters led there.
+            strings: ``[S]`` bool, which states are inside strings. The walk stops at such a state if only plain characters led there.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()
@@ -206,14 +206,14 @@ class Lexicon:
 
     @cached_property
     def single(self) -> NDArray[np.bool_]:
-        """``[256]``: which bytes are tokens."""
+        """``[256]`` bool: which bytes have a token of their own."""
         have = np.zeros(256, np.bool_)
         have[[text[0] for text in self.texts if len(text) == 1]] = True
         return have
 
     @cached_property
     def plain(self) -> NDArray[np.int32]:
-        """``[longest + 1, W]`` packed: for each number, the tokens of at most this many plain characters and no other characters."""
+        """``[longest + 1, W]``: packed masks; row n allows the tokens of 1 to n plain characters without other characters."""
         rows = np.zeros((self.longest + 1, self.words), np.int32)
         some = self.rest == 0
         for length in range(1, self.longest + 1):
@@ -228,7 +228,7 @@ class Lexicon:
 
     @cached_property
     def ends(self) -> Trie:
-        """A trie of the rests, with their indices as tokens."""
+        """A trie of the rests that are not empty, with their indices as tokens."""
         count = len(self.rests)
         return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
 
@@ -306,7 +306,7 @@ class Room:
 
 
 def room(transitions: NDArray[np.int32], byte_class: NDArray[np.int64], longest: int) -> Room:
-    """The room of the states of an automaton ``[S, C]``, counted up to `longest` plain characters.
+    """How many plain characters may follow each state of an automaton ``[S, C]``, counted up to `longest`.
 
     Counting ends where plain characters lead to different states, which never happens within strings.
     """

@@ -78,7 +78,7 @@ class MaskRows:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all masks."""
+        """Memory of all masks, in bytes."""
         return sum(row.nbytes for row in self.each)
 
     def fill(self, number: int, out: Tensor) -> None:
@@ -106,7 +106,7 @@ class EquivalentStates:
 
     Attributes:
         strings: ``[S]`` int64, class of each state inside strings, -1 for other states.
-        part: ``[S]`` int64, part of each state.
+        part: ``[S]`` int64, number of each state's part.
         final: whether the partition is the same at every greater depth.
     """
 
@@ -193,7 +193,7 @@ class _Distinct:
 
 @dataclass(frozen=True)
 class _Automaton:
-    """A trimmed automaton with the tokens to walk; see :func:`masks`."""
+    """A trimmed automaton, and the lexicon with the tokens to walk; see :func:`masks`."""
 
     transitions: Ints
     byte_class: NDArray[np.int64]
@@ -240,7 +240,7 @@ class _Automaton:
     def _walk_states(
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-        """Yields batches of `states`, the number of bytes read outside of strings from each, and their masks ``[n, W]``."""
+        """Yields batches of `states`; for each state, how many bytes its tokens read outside of strings; and its mask (``[n, W]``)."""
         # An upper bound of the tokens of each walk: all tokens that begin with a legal byte.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):

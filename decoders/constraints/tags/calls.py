@@ -65,14 +65,14 @@ class Calls(Structure):
         return self.format.mark if opening == self.format.opening else opening
 
     def _begun(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase after the text ``format.begin`` or, in formats without this text, after the mark of the first call."""
+        """The phase (its number) after the text ``format.begin`` or, in formats without this text, after the mark of the first call."""
         call, mark = self._call(opening, phases, behind), self._mark(opening)
         if not self.format.begin or not mark:
             return call
         return phases.add(Free(((phases.symbols(mark), call),), ends=False, exact=True))
 
     def _behind(self, phases: Phases) -> int:
-        """The phase after a call, in which further calls may follow."""
+        """The number of the phase after a call, in which further calls may follow."""
         format, over = self.format, phases.add(Free(over=True))
         end = [(format.end, over)] if format.end else []
         if not self.several or format.between is None:
@@ -88,7 +88,7 @@ class Calls(Structure):
         return behind
 
     def _call(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase that begins after the mark of a call."""
+        """The number of the phase that begins after the mark of a call."""
         format = self.format
         if format.notation is not None:
             return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)

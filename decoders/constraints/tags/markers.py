@@ -1,4 +1,4 @@
-"""Markers, and the automaton that finds them in free text (Aho and Corasick 1975).
+"""Markers, which end free text, and the automaton that finds them (Aho and Corasick 1975).
 
 The alphabet consists of bytes, and one symbol for each special token, because other tokens never spell a special token. A marker of
 text is found however it is split into tokens, even if it begins or ends within a token.
@@ -83,7 +83,7 @@ class Markers:
         self._found: dict[tuple[int, int], Found] = {}
         self._next: list[dict[int, int]] = [{}]
         self.paths: list[Symbols] = [()]
-        #: For each node, the first marker that continues it.
+        #: For each node, the index of the first marker that continues it.
         self.toward: list[int] = [0]
         for number, marker in enumerate(markers):
             if not marker:
@@ -124,7 +124,7 @@ class Markers:
         return node
 
     def step(self, node: int, symbol: int) -> int:
-        """The node after one more symbol."""
+        """The node after `symbol` at `node`."""
         while (after := self._next[node].get(symbol)) is None:
             if not node:
                 return 0

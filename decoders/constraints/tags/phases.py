@@ -84,9 +84,9 @@ class Place:
     Attributes:
         phase: number of the phase.
         node: in free text, the node in the automaton of the phase's markers.
-        count: number of tokens of this phase so far.
+        count: number of tokens in this phase so far.
         inner: the grammar's matcher; None in free text.
-        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None if there is none.
+        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None: no matcher.
         lead: the first bytes of the grammar's text, if the last token of the begin marker contained them.
     """
 
@@ -103,7 +103,7 @@ ENDED = -1
 
 
 class PhaseAutomaton:
-    """Places, and how a token leads from a place to the next place.
+    """An automaton whose states are places: which tokens are legal at a place, and the place after each of them.
 
     Attributes:
         markers: for each phase, the automaton of its markers; None if the phase is text of a grammar.
@@ -149,7 +149,7 @@ class PhaseAutomaton:
         return next((symbol - TOKEN for symbol in inner if symbol - TOKEN in self.stops), None)
 
     def _ended(self, phase: Free, found: Found) -> bool:
-        """Whether a stop token with this effect ends the text, instead of being the last part of a marker."""
+        """Whether a stop token with the effect `found` ends the text, instead of being the last part of a marker."""
         target = phase.markers[found.marker][1] if found.marker is not None else None
         return target is None or self._stop_in(phase.markers[found.marker or 0][0], target) is not None
 

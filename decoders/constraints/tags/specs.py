@@ -1,4 +1,4 @@
-"""Specifications of grammars that begin after a marker (`after`), and of tags in free text (`tagged`)."""
+"""Specifications of grammars that begin after a marker (`after`), and of tags (marker, grammar, end marker) in free text (`tagged`)."""
 
 from __future__ import annotations
 

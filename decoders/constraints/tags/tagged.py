@@ -22,7 +22,7 @@ def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Voca
 
 
 class TaggedGrammar(CompiledGrammar):
-    """Phases, compiled for a vocabulary."""
+    """Phases (free text, or text of a grammar), compiled for a vocabulary."""
 
     backend = "tags"
     policy = "full"
@@ -48,7 +48,7 @@ class TaggedGrammar(CompiledGrammar):
         return self.grammars
 
     def bounded(self, budget: int | None) -> TaggedGrammar | None:
-        """This grammar with `budget` tokens for thoughts; None if it has no place for thoughts."""
+        """This grammar with `budget` tokens for thoughts; None unless it begins with free text for a thought."""
         first = self.phases[self.first]
         if not isinstance(first, Free) or not first.thinks:
             return None
@@ -57,7 +57,7 @@ class TaggedGrammar(CompiledGrammar):
 
     @property
     def nbytes(self) -> int:
-        """Memory of all grammars inside."""
+        """Memory of the grammars of all phases, in bytes."""
         return sum(grammar.nbytes for grammar in self.grammars)
 
     def mask_of(self, tokens: Sequence[int], out: Tensor, *, without: bool = False) -> None:
@@ -85,7 +85,7 @@ class TaggedGrammar(CompiledGrammar):
 
 
 class TaggedMatcher(Matcher):
-    """A stack of places, one per token taken; rolling back pops places, and rolls back the grammars' matchers."""
+    """A stack of places: the first one, then one after each token. Rolling back pops places, and rolls back the grammars' matchers."""
 
     def __init__(self, grammar: TaggedGrammar) -> None:
         self.grammar: TaggedGrammar = grammar

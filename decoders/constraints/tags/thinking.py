@@ -49,7 +49,7 @@ class ThinkingMarkers:
     def begun(self, prompt: Sequence[int], vocabulary: Vocabulary) -> bool | None:
         """True if `prompt` (token ids) ends within a thought, False if after a thought, None if its last turn has no thought.
 
-        Text in front of the last special token, which begins the turn, does not count.
+        Text in front of the last special token, which begins the turn, is ignored.
         """
         begin, end = symbols_of(self.begin, vocabulary), symbols_of(self.end, vocabulary)
         own = {symbol for symbol in (*begin, *end) if symbol >= TOKEN}
@@ -104,7 +104,7 @@ class Thinking:
         """Reads `value`: a number of tokens, or a dict with ``tokens``, ``begin`` and ``end``.
 
         Raises:
-            SettingsError: another value.
+            SettingsError: `value` is something else.
         """
         given = dict(value) if isinstance(value, Mapping) else {"tokens": value}
         names = ("tokens", "begin", "end")
@@ -152,7 +152,8 @@ class Thinking:
         self, grammar: Spec | CompiledGrammar | None, prompt: Sequence[int], vocabulary: Vocabulary,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> Spec | CompiledGrammar | None:  # fmt: skip
-        """The grammar of a text that may begin with a thought, or continues a thought of the prompt.
+        """The grammar of a text that may begin with a thought, or continues a thought of the prompt; `grammar` itself if the
+        prompt ends after a thought.
 
         Args:
             grammar: grammar of the answer; if it has a marker of its own (`after`), this marker ends the thought.

@@ -1,1 +1,1 @@
-"""The model: its forward pass takes tensors and returns logits. This package knows no requests, strategies or verification."""
+"""The model: its forward pass takes tensors and returns logits. Requests, strategies and verification are not part of this package."""

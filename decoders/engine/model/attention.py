@@ -1,4 +1,4 @@
-"""Fused attention over the slot cache, registered with transformers as ``"decoders"``.
+"""Fused attention over the KV cache in slots (:mod:`.cache`), registered with transformers as ``"decoders"``.
 
 A pass computes one mask for each of the ``T`` *kinds* of layer (full, sliding, chunked …) and stacks the masks along the head axis:
 ``[B, T, N, view]``. Model code passes this tensor through unchanged, and each layer uses the mask of its kind.
@@ -52,7 +52,7 @@ class LayerKind:
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """The distinct kinds of attention layer of a model, and the index of each layer's kind.
+    """The distinct kinds of attention layers in a model, and for each layer the index of its kind.
 
     As in transformers' caches, ``layer_types`` in the config decides. Without ``layer_types``, the config's window and chunk size
     decide. Layers without attention (:data:`STATES_ONLY`) get the first kind.
@@ -179,9 +179,9 @@ class MaskShape:
     """The layout of a mask. The mask tensor's attribute ``decoders_shape`` holds it, because model code passes on only the tensor.
 
     Attributes:
-        group: how many times the mask's rows are already repeated, once for each query head of a key head.
+        group: how often each row of the mask is repeated: once for each query head of a key head, or 1 if not repeated yet.
         text: the text at the beginning of the block, if attention runs in stretches; None if attention runs in one piece.
-        parts: the masks of stretches, by kind of layer, group size and first query. The first layer that needs a mask adds it.
+        parts: the masks of stretches, by kind of layer, group size and first query; the first layer that needs a mask stores it here.
     """
 
     group: int = 1
@@ -190,8 +190,8 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. Designs whose last layers share keys and values slice the mask, and the slice lacks the attribute.
-        Then the number of mask rows shows how often rows are repeated, and attention runs in one piece.
+        """The layout of `mask`. Models whose last layers share keys and values slice the mask, and the slice lacks the attribute.
+        For a slice, the number of mask rows shows how often rows are repeated, and attention runs in one piece.
         """
         shape = getattr(mask, "decoders_shape", None)
         return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
@@ -220,7 +220,7 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask layout of a trial pass. Records the keys, and the number of query heads per key head, of layers with this attention."""
+    """The mask layout of a trial pass. Records each layer's keys, and its number of query heads per key head."""
 
     groups: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
@@ -237,7 +237,7 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
     """`mask` in the form that :func:`tree_attention` takes. A long block that begins with `text` keeps its mask, because its attention
-    runs in stretches. Otherwise the rows are repeated for the `group` query heads of a key head, so that no layer has to repeat them.
+    runs in stretches. Otherwise its rows are repeated for the `group` query heads per key head, so that no layer has to repeat them.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))
@@ -310,7 +310,7 @@ def _attend(
 
 
 def _spare_queries(packed: Tensor, nodes: int) -> int:
-    """The number of padding queries to append to `packed` ``[B, H, Q, D]``, so that the real queries have the same bits in every block.
+    """The number of padding queries to append to `packed` ``[B, H, Q, D]``, so that results have the same bits in every block.
 
     Only blocks of few nodes need padding; the sizes of larger blocks are already multiples of ``ROWS`` (:mod:`.invariance`).
     """

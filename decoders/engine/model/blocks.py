@@ -1,4 +1,4 @@
-"""The input of a forward pass: a block of nodes, text in front of it, and a piece of another row's prompt."""
+"""The input of a forward pass: a block of nodes (a root and draft tokens), text before it, and a piece of another row's prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LeadingText(NamedTuple):
 
 
 def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
-    """The tree of a chunk of text: a chain of `n` nodes. These nodes are run and not verified."""
+    """The tree of a chunk of text, which runs as a chain of `n` nodes, but is not verified."""
     index = torch.arange(n, device=device)
     visible = (index[:, None] >= index[None]).expand(rows, n, n)
     offsets = index.expand(rows, n)
@@ -38,7 +38,7 @@ def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
 
 
 def after_text(count: int, tree: TreeTensors) -> TreeTensors:
-    """`tree` with `count` text tokens in front of its root, for a forward pass. Only the result's offsets and visibility are valid."""
+    """`tree` with `count` text tokens before its root, for a forward pass, which uses only offsets and visibility."""
     text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
     n = count + len(tree)
     index = torch.arange(n, device=tree.offsets.device)
@@ -130,20 +130,20 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The topology of the block's `draft`. If it is a `TreeTensors` and `on_device` is True, returns the padded :attr:`tree`."""
+        """The topology of `draft`, the block's draft. If `on_device`, the padded :attr:`tree` replaces a topology of `TreeTensors`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
 class Blocks:
     """Turns drafts into blocks: pads drafts to the sizes of compiled or recorded code, and creates the tree tensors of all rows.
 
-    A session keeps one `Blocks` object per number of rows, because recorded steps read the tensors that the object keeps.
+    A session (rows with their cache) has one `Blocks` object per number of rows, because recorded steps read tensors in this object.
 
     Args:
         static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
-        exact: whether blocks get no padding. True in uncompiled passes over several rows, if padding does not change a row's bits.
+        exact: whether blocks get no padding: in uncompiled passes over several rows, if padding would not change a row's bits.
         single: whether a block of one node per row gets no padding, because padding would not change its bits.
     """
 

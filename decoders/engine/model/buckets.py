@@ -1,4 +1,4 @@
-"""Sizes are rounded up to buckets, so that few sizes occur.
+"""Rounds the sizes of tensors up to buckets, so that few sizes occur.
 
 On CUDA every size needs its own recording, so rows, nodes, slots and prefill chunks are rounded up to the next bucket. On the CPU
 nothing is recorded: `static` is False, and most sizes stay as they are. Compiled code has dynamic sizes on both devices.
@@ -35,7 +35,7 @@ VIEWS = (0, 64, 128, 192, 384, 448, 512)
 
 
 def row_bucket(rows: int, static: bool = True) -> int:
-    """The padded number of rows of a batch. If sizes are static, it is a power of two. Padding rows count as ended."""
+    """The padded number of rows of a batch. If sizes are static, it is a power of two. Padding rows are treated as ended rows."""
     return _power_of_two(rows) if static else rows
 
 
@@ -60,8 +60,8 @@ def view_bucket(length: int) -> int:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """The sizes of blocks and chunks have to be multiples of the returned number. It is :data:`ROWS` on a CPU in low precision, because
-    torch's CPU kernels sum in another order for a remainder of one to three rows; else 1.
+    """A number of which the sizes of blocks and chunks have to be multiples: :data:`ROWS` on a CPU in low precision, because torch's
+    kernels sum in another order for a remainder of one to three rows; else 1.
     """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 
@@ -90,7 +90,7 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1)
     """``(start, size)`` of the passes that prefill `tokens` tokens, at most `chunk` per pass. If sizes are static, the last size is
     rounded up to a bucket; otherwise it is at least `least`.
 
-    Padding after the prompt goes to slots that the next block overwrites before attention reads them. The cache needs room for it.
+    Padding after the prompt goes to slots that the next block overwrites before attention reads them. The cache needs room for padding.
     """
     passes = [(start, chunk) for start in range(0, tokens - tokens % chunk, chunk)]
     if rest := tokens % chunk:
@@ -100,7 +100,7 @@ def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1)
 
 
 def chunk_bucket(tokens: int, static: bool = True) -> int:
-    """The largest chunk size up to `tokens`. If sizes are static, it is a power of two and not less than :data:`LEAST_CHUNK`."""
+    """The largest chunk size up to `tokens`. If sizes are static, it is a power of two, and at least :data:`LEAST_CHUNK`."""
     return max(1 << (tokens.bit_length() - 1), LEAST_CHUNK) if static else tokens
 
 

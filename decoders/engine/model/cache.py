@@ -59,7 +59,7 @@ class LayerSpec:
 
 
 class LayoutProbe(Cache):
-    """An empty cache for a trial pass. It records every layer's keys and layout, and whether a layer asks for the number of tokens."""
+    """An empty cache for a trial pass. Records every layer's keys and layout, and whether a layer calls :meth:`get_seq_length`."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -85,7 +85,7 @@ class LayoutProbe(Cache):
         return query_length, 0
 
     def watching(self, model: nn.Module) -> AbstractContextManager:
-        """The context in which `model` runs with this cache."""
+        """The context in which to run `model` with this cache; empty here, for subclasses to replace."""
         return nullcontext()
 
 
@@ -132,7 +132,7 @@ class CacheBuffers:
         return CacheBuffers(*parts, states, shifts).placed(by_kernel)
 
     def placed(self, by_kernel: bool) -> CacheBuffers:
-        """The same buffers, with :attr:`places` if `by_kernel`. Must not be recorded, because it copies addresses from the host."""
+        """The same buffers, with :attr:`places` if `by_kernel`. Must not be recorded, because it copies data from the host."""
         return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
@@ -182,7 +182,7 @@ class CacheBuffers:
         return own.placed(self.places is not None)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
-        """Copies to `row` the first `count` slots, the states and the shift of row `source_row` of `source`."""
+        """Copies the first `count` slots, the states and the shift of a row of `source`, `source_row`, to `row` of these buffers."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
         if self.states is not None and source.states is not None:
@@ -215,7 +215,7 @@ class RowStates:
 
     Attributes:
         layers: per layer, its states ``[B, …]``.
-        reached: ``[B]`` int64, number of tokens that a row's states have read.
+        reached: ``[B]`` int64, number of tokens that each row's states have processed.
         nodes: by layer, the states after each node of the last block, ``[B, N+1, …]``; the last entry is the state before the block.
             Empty after :meth:`commit`.
     """
@@ -245,7 +245,7 @@ class RowStates:
         self.reached[row] = source.reached[source_row]
 
     def commit(self, path: Tensor, emitted: Tensor, length: Tensor) -> None:
-        """Advances the states of every row to the row's last accepted node.
+        """Sets the states of every row to those after the row's last accepted node.
 
         Args:
             path: ``[B, N]`` int64, the accepted nodes.
@@ -266,7 +266,7 @@ class RowStates:
 
 
 def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
-    """Copies slot ``base[b] + path[b, n]`` to slot ``base[b] + n`` in every layer, as if all reads came before all writes.
+    """Copies slot ``base[b] + path[b, n]`` to slot ``base[b] + n`` in every layer, with the result as if all slots were read first.
 
     Args:
         base: ``[B]`` int64.

@@ -11,7 +11,7 @@ from .threads import release_threads
 
 
 class CallLock:
-    """A re-entrant, fair lock: threads get it in the order of arrival, except a thread that asks to be first.
+    """A re-entrant, fair lock: threads get it in the order of arrival, except threads that ask to be first.
 
     A thread that releases the lock and acquires it again queues behind the waiting threads. In a child of ``os.fork`` the lock is free,
     because the lock's owner exists only in the parent.
@@ -22,7 +22,7 @@ class CallLock:
         _all.add(self)
 
     def renew(self) -> None:
-        """Drops the owner and all waiting threads."""
+        """Makes the lock free, without owner and waiting threads."""
         self._guard = threading.RLock()  # re-entrant, because a finalizer that uses the lock may run within a method
         self._owner: int | None = None
         self._depth = 0
@@ -52,7 +52,7 @@ class CallLock:
             raise
 
     def release(self) -> None:
-        """Undoes one :meth:`acquire`. When all are undone, the next waiting thread gets the lock."""
+        """Undoes one :meth:`acquire`. After as many releases as acquires, the next waiting thread gets the lock."""
         if self._owner != threading.get_ident():  # after a fork within a call, the child does not own its new lock
             return
         if self._depth == 1 and self._waiting:

@@ -1,4 +1,4 @@
-"""Facts about a target, found when the target is created: vocabulary, attention, matrix products, lengths, and results of checks."""
+"""Facts about a target (our copy of a model), found at its creation: vocabulary, attention, matrix products, lengths, check results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .weights.quantization import Quantized
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that a model reads and writes.
+    """The tokens that a model accepts and predicts.
 
     Attributes:
         size: number of logits ``V``.
-        embeddings: number of token ids that the model can read.
+        embeddings: number of token ids that the model accepts as input.
         placeholders: ``[P]`` int64 on the model's device, the tokens that stand for images, videos and sounds; None for text only.
         placeholders_on_host: `placeholders` on the host.
     """
@@ -64,8 +64,8 @@ class Products:
     """How a target multiplies by the matrices of linear layers.
 
     Attributes:
-        groups: groups of layers, by path, that read the same input. The matrices of a group are multiplied as one matrix if they are
-            stored or quantized alike.
+        groups: groups of linear layers (their paths) with the same input. The matrices of a group are multiplied as one matrix if they
+            are stored or quantized alike.
         quantized: the quantized matrices.
         few_rows: number of layers that use our kernels for few rows, with which one row costs less than three rows.
     """
@@ -92,11 +92,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Invariance:
-    """Whether a node has the same bits in every block (:mod:`.invariance`).
+    """Whether a node's logits have the same bits in every block (:mod:`.invariance`).
 
     Attributes:
         holds: whether decoding with chains as drafts gives the same bits as plain decoding.
-        differs: names of the comparisons in which bits differed. `holds` does not depend on the comparison of branches.
+        differs: names of the comparisons in which bits differed. `holds` may be True if only trees with branches differed.
         single: whether a block of one node in one row has the same bits as larger blocks; False if they were not compared.
     """
 
@@ -117,7 +117,7 @@ class Checks:
     Attributes:
         rejected: why a kernel of ours was tried and then not used; None if no kernel was rejected.
         longest: the length up to which the target's logits agree with the model's; None for any length.
-        invariance: in low precision, whether a node has the same bits in every block; None in float32.
+        invariance: in low precision, whether a node's logits have the same bits in every block; None in float32, and if not checked.
         day: ISO date on which the target was compared with the model (:mod:`.kept_checks`).
         kernel_seconds: seconds of compiling kernels before the check.
         seconds: seconds of the check against the model.

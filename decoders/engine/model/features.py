@@ -1,4 +1,4 @@
-"""The outputs of the target that strategies read besides logits: hidden states of decoder layers, and the output head's input."""
+"""What strategies read of a pass besides logits: hidden states of decoder layers, and the output head's input."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]:
-    """The decoder layers of `model` that `strategy` reads, counted from the first.
+    """The indices, from 0 on, of the decoder layers of `model` whose outputs `strategy` reads.
 
     Raises:
-        SettingsError: the model lacks such a layer. UnsupportedError: the model's layers were not found.
+        SettingsError: the strategy names a layer that the model lacks. UnsupportedError: the model's layers were not found.
     """
     name, count = type(model).__name__, len(decoder_layers(model))
     if not count:
@@ -39,7 +39,7 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
 
 
 class HeadInputs:
-    """Keeps the output head's input in a pass, for strategies, and can restrict the head to some nodes."""
+    """Stores the output head's input during a pass, for strategies, and can restrict the head to some nodes."""
 
     def __init__(self, head: nn.Module) -> None:
         # The input is kept in a list, because Dynamo can trace a list.
@@ -70,12 +70,12 @@ class HeadInputs:
         return states
 
     def forget(self) -> None:
-        """Drops the inputs of trial passes."""
+        """Drops the stored inputs, after trial passes."""
         self._seen.clear()
 
 
 class LayerStates:
-    """Keeps the outputs of some decoder layers in a pass. layers: indices of these layers, in any order."""
+    """Stores the outputs of some decoder layers during a pass. layers: the indices of these decoder layers, in any order."""
 
     def __init__(self, model: nn.Module, layers: tuple[int, ...]) -> None:
         self._order = sorted(set(layers))
@@ -96,7 +96,7 @@ class LayerStates:
         return torch.stack([states[place] for place in self._places], dim=2)
 
     def forget(self) -> None:
-        """Drops the outputs of a trial pass."""
+        """Drops the stored outputs, after a trial pass."""
         self._seen.clear()
 
     def _note(self):  # type: ignore[no-untyped-def]
@@ -114,12 +114,12 @@ class LayerStates:
 
 
 class Taps:
-    """The hooks in our copy of a model that keep outputs of a pass besides logits.
+    """The hooks in our copy of a model that store outputs of a pass besides logits.
 
     Attributes:
-        head: keeps the input of the output head.
-        layers: indices of the decoder layers whose outputs are kept.
-        states: keeps the outputs of `layers`; None if `layers` is empty.
+        head: stores the input of the output head.
+        layers: indices of the decoder layers whose outputs are stored.
+        states: stores the outputs of `layers`; None if `layers` is empty.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Copies keys, values and recurrent states into the slots of rows, from a transformers cache in the caller's ``past_key_values``."""
+"""Copies keys, values and recurrent states from the transformers cache in the caller's ``past_key_values`` to the slots of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Prompts whose beginnings are in a transformers cache. The cache is read and never written.
+    """Prompts whose beginnings are in a transformers cache, which is never written.
 
     Attributes:
         cache: the cache; None if it would be empty.
@@ -41,7 +41,7 @@ class GivenPrompts:
 
     @property
     def fixed(self) -> list[int]:
-        """Per prompt, the number of positions at its beginning that have no token ids, so that no pass can run them again."""
+        """Per prompt, the number of its first positions without token ids, which no pass can run again."""
         return [count + (self.last is not None) for count in self.reach]
 
     def put(self, target: Target, buffers: CacheBuffers) -> None:
@@ -53,7 +53,7 @@ class GivenPrompts:
 
 
 def cached_tokens(cache: Cache) -> int:
-    """The number of tokens per row of a cache, padding included. Raises UnsupportedError if layers differ or cannot be read."""
+    """The number of tokens per row of a cache, with padding. Raises UnsupportedError if they differ by layer or cannot be read."""
     lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
     if len(lengths) > 1:
         raise UnsupportedError(
@@ -115,8 +115,8 @@ def put_cache(
 ) -> int:  # fmt: skip
     """Copies a text from a transformers cache to the first slots of `row`. Returns the text's number of tokens.
 
-    A layer with a window may hold only the tokens within its window. Then only their slots are written, and the text must not be
-    shortened later.
+    For a layer with a window, the cache may hold only the tokens within the window. Then only these tokens' slots are written, and the
+    text must not be shortened later.
 
     Args:
         cache: a cache that :func:`check_cache` accepts.

@@ -2,8 +2,8 @@
 
 The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one to three threads; :func:`check` measures a given model:
 
-- This package's products (:mod:`~decoders.engine.model.kernels.products`, :mod:`~decoders.engine.model.weights.quantized`) give a row
-  the same bits for any number of rows. torch's products give a row the same bits at best if there are two or more rows.
+- This package's matrix products (:mod:`~decoders.engine.model.kernels.products`, :mod:`~decoders.engine.model.weights.quantized`) give
+  a row the same bits for any number of rows. torch's products do so at best for two or more rows.
 - This package's attention (:mod:`~decoders.engine.model.kernels.attention`) sums over keys in the order of a node's path, so the node
   has the same bits in every block, whatever slots the path is in. The bits of PyTorch's attention depend on sizes and slots:
 
@@ -15,7 +15,7 @@ The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one
     are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on another branch run again before the
     next block (:func:`branch_length`). While another branch is verified, a near-tie between two tokens may come out differently.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds differently
-  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round alike.
+  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round all alike.
 - torch uses another kernel if an expert has a single row, and an expert's number of rows depends on the block.
 """
 
@@ -54,7 +54,7 @@ SINGLE = "whether a block has one node"
 
 
 def brief_check(target: Target) -> Invariance | None:
-    """Makes only the comparisons that are most likely to differ, in few passes; ``decoders doctor MODEL`` makes all comparisons.
+    """Makes only the comparisons in which bits most often differ, in few passes; ``decoders doctor MODEL`` makes all comparisons.
 
     Returns None in float32, where bits matter little, and for models with recurrent layers, whose blocks run level by level.
     """
@@ -66,7 +66,7 @@ def brief_check(target: Target) -> Invariance | None:
 
 @torch.no_grad()
 def check(target: Target, length: int = 40, comparisons: int | None = None) -> Invariance:
-    """Reads random text in several ways, and compares logits, keys and values bit for bit.
+    """Runs random text in several ways, and compares logits, keys and values bit for bit.
 
     length: number of tokens of the text; comparisons: number of comparisons, None for all.
     """
@@ -79,7 +79,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
 
 class _Text:
-    """A random text of `length` tokens, to be read and continued in several ways."""
+    """A random text of `length` tokens, to be prefilled and continued in several ways."""
 
     def __init__(self, target: Target, length: int) -> None:
         self.target, self.length = target, length
@@ -106,7 +106,10 @@ class _Text:
     def run(
         self, buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
-        """Runs a block after the text. Returns the logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text."""
+        """Runs a block after the text. Returns the logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text.
+
+        spare: number of further slots that attention looks at; padded: whether the block is padded to a bucket.
+        """
         target, length, device = self.target, self.length, self.target.device
         if padded:
             tree = tree.padded(node_bucket(len(tree), target.static, self._multiple))
@@ -127,7 +130,7 @@ CHAIN, DEPTHS = Topology.chain(3), [0, 1, 2, 3]
 
 
 def _at_once(target: Target, length: int) -> Invariance | None:
-    """Makes the first comparisons at once: two runs differ in prefill chunks, rows and block size. Returns None if any bits differ."""
+    """Makes several comparisons in one: two runs differ in prefill chunks, rows and block size. Returns None if any bits differ."""
     text = _Text(target, length)
     parted, whole = text.read(12, length - 12), text.read(length, rows=3)
     chained = text.run(parted, CHAIN, DEPTHS)
@@ -139,7 +142,7 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 
 def _takes_single(target: Target) -> bool:
-    """Whether a block of one node is worth a comparison: only in low precision, with this package's attention or products."""
+    """Whether to compare a block of one node: only in low precision, with this package's attention or products."""
     ours = target.attends == "cpu" or target.products.quantized.layers or target.products.few_rows
     return bool(ours) and target.dtype != torch.float32
 

@@ -1,4 +1,4 @@
-"""Keeps the results of passed checks on a CPU in files, so that later processes need not check the same model design again.
+"""Keeps the results of passed checks on a CPU in files, so that later processes need not check the same architecture again.
 
 The name of a result's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
 their plain attributes, the files of code, the versions and the machine. Only results for unmodified models of transformers are kept.
@@ -37,7 +37,7 @@ from .target import Target
 from .torch_compat import float32_precision, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: A buffer with more bytes is not hashed; the check is then not kept.
+#: A buffer with more bytes is not hashed, and the check of a model with such a buffer is not kept.
 _BUFFER = 64 << 20
 #: Packages whose code is identified by the package's version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
@@ -106,7 +106,7 @@ def _surroundings(target: Target) -> Iterator[object]:
 
 
 def _design(model: nn.Module) -> Iterator[object]:
-    """Yields every module of `model` with its attributes, and with the dtypes and shapes of its parameters."""
+    """Yields, for every module of `model`, its code, its attributes, and the dtypes and shapes of its parameters; then the configs."""
     kinds = dict.fromkeys(map(type, model.modules()))
     for kind in kinds:
         yield from _code(kind)
@@ -132,7 +132,11 @@ def _design(model: nn.Module) -> Iterator[object]:
 
 
 def _code(kind: type[nn.Module]) -> Iterator[object]:
-    """Yields the file of a module's class. Raises _UnknownError if another package has replaced a function in the file."""
+    """Yields what identifies the code of the class `kind`: its Python module, and the time and size of the module's file.
+
+    Raises:
+        _UnknownError: the file is of another package, or another package has replaced a function in it.
+    """
     file = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _LIBRARIES or file is None or file.__file__ is None:
         raise _UnknownError

@@ -1,4 +1,4 @@
-"""Finds the parts of a model by running one token, and checks by behaviour, not by name, whether the loop supports the model."""
+"""Finds the parts of a model by running one token, and checks by behaviour, not by class name, whether the loop supports the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def embeddings_of(model: PreTrainedModel) -> int:
-    """The number of token ids that the model can read: the rows of its embedding, else the vocabulary size in its config."""
+    """The number of token ids that the model accepts: the rows of its embedding, else the vocabulary size in its config."""
     embeddings = model.get_input_embeddings()
     told = getattr(embeddings, "num_embeddings", None)
     if isinstance(told, int):
@@ -100,7 +100,7 @@ class Layout:
     """The parts of a model, found by trial passes.
 
     Attributes:
-        layers: the storage of each layer.
+        layers: what each layer stores in the cache.
         groups: for every layer that calls this package's attention, the number of query heads per key head.
         as_stored: whether attention gets the keys that the cache returns. False if the model computes other keys from them.
         recurrent: the modules that keep recurrent states.
@@ -116,7 +116,8 @@ class Layout:
 
 @torch.no_grad()
 def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
-    """The layout of `model`, found by running one token, or several if the model asks for the number of tokens in its cache.
+    """The layout of `model`, found by running one token, or several if the model uses the number of tokens in its cache. kinds: the
+    number of kinds of attention layers (:mod:`.attention`).
 
     Raises:
         UnsupportedError: the model does not run with the loop's cache and mask, or stores data that the loop's cache cannot store.
@@ -162,7 +163,7 @@ def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
 
 
 def reading_alike(module: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """Calls `run`, which runs `module` while its plain linear layers return zeros. Returns groups of these layers by their input."""
+    """Groups the plain linear layers of `module` by their input. Calls `run`, which runs `module`, while these layers return zeros."""
     layers = {path: layer for path, layer in module.named_modules() if plain_weight(layer) is not None}
     with SharedInputs(layers) as shared:
         try:
@@ -198,17 +199,17 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
 SHORTEST = 5
 #: Greatest number of tokens of a trial pass. One token is not enough: softmax over a single key does not depend on a temperature.
 PROBED = 8
-#: Longest context to try. It is limited, because some designs create a tensor of the context's length.
+#: Longest context to try. It is limited, because some models create a tensor of the context's length.
 LONGEST = 1 << 24
 
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """How a design uses the number of tokens in its cache, for example for a temperature of attention.
+    """How a model uses the number of tokens in its cache, for example for a temperature of attention.
 
     Attributes:
-        harmless: up to this number of tokens, the design computes as with an empty cache.
-        by_node: whether the design accepts, instead of a single number, a tensor with a number per node.
+        harmless: up to this number of tokens, the model computes as with an empty cache.
+        by_node: whether the model accepts, instead of a single number, a tensor with a number per node.
     """
 
     harmless: int
@@ -240,7 +241,7 @@ class CountingProbe(LayoutProbe):
 def counted_tokens(
     logits: Callable[[CountingProbe], Tensor], context: int, device: torch.device
 ) -> CountedTokens | None:
-    """How a design uses the number of cached tokens; None if the number has no effect.
+    """How a model uses the number of cached tokens; None if the number has no effect.
 
     logits: runs :data:`PROBED` tokens (at most `context`) with a given cache, and returns their logits.
     """
@@ -249,7 +250,7 @@ def counted_tokens(
     def minds(count: int | Tensor, usual: Tensor = empty) -> bool:
         try:
             return not torch.equal(logits(CountingProbe(count)), usual)
-        except Exception:  # a design may raise anything for this number
+        except Exception:  # a model may raise anything for this number
             return True
 
     probed = min(PROBED, context)
@@ -273,7 +274,7 @@ def _parameters_of(forward: Callable) -> frozenset[str]:
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for a design that cannot run several nodes in one pass. It asks for capabilities, not class names."""
+    """Raises UnsupportedError for a model that cannot run several nodes in one pass. Checks capabilities, not class names."""
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
@@ -316,7 +317,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Turns an exception that `model` raises in a trial pass into an UnsupportedError with the text `trouble`."""
+    """Turns an exception that `model` raises in a trial pass into an UnsupportedError whose text contains `trouble`."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):
@@ -328,7 +329,7 @@ def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises UnsupportedError while the caller records a CUDA graph, because a call waits for the device, which a graph cannot do."""
+    """Raises UnsupportedError while the caller records a CUDA graph, because the loop waits for the device, which a graph cannot."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: it "

@@ -51,7 +51,7 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """``[R · (N - text)]`` int64: the indices in the line of the nodes that get logits, all but the first `text` nodes of each row."""
+    """``[R · (N - text)]`` int64: which tokens of the line get logits, namely all but the first `text` nodes of each row."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 
@@ -77,7 +77,7 @@ def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResu
 
 @dataclass(frozen=True)
 class MixedShape(MaskShape):
-    """The layout of a mixed pass's mask. The mask is flat: first come the entries of the decoded rows' mask, then of the piece's mask.
+    """The layout of a mixed pass's mask, which is flat: the entries of the decoded rows' mask, then those of the piece's mask.
 
     Attributes:
         rows, nodes: number of decoded rows, and number of nodes in each row.

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-#: Returns a module's forward hooks and forward pre-hooks, both by id. torch has no public list of hooks. This is an `attrgetter`, which
-#: is faster than a Python function, because every call of the engine asks every module.
+#: Returns a module's forward hooks and forward pre-hooks, both by id. torch has no public list of hooks. Every call of the engine reads
+#: the hooks of every module, so this is an `attrgetter`, which is faster than a Python function.
 hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks"
 )
@@ -59,7 +59,7 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 def writes_counted(tensor: Tensor) -> int:
     """Autograd's counter of in-place writes to `tensor`. It misses writes to inference tensors and writes through ``.data``."""
-    if tensor.is_inference():  # asked first, because raising and catching the error takes 30 microseconds
+    if tensor.is_inference():  # checked first, because raising and catching the error takes 30 microseconds
         return 0
     try:
         return tensor._version

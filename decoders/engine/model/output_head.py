@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class OutputHead:
     """The output head of our copy of a model, with everything that the model does with the head's logits, for example a softcap.
 
-    A call runs the model's own forward pass, in which a stand-in replaces the modules in front of the head.
+    A call runs the model's own forward pass, with the modules before the head replaced by a stand-in.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -61,7 +61,7 @@ class _Output(BaseModelOutputWithPast):
 
 @dataclass
 class _HiddenStates:
-    """Holds the head's input ``[B, N, H]`` during a call of the head; otherwise None."""
+    """The head's input. hidden: ``[B, N, H]`` during a call of :class:`OutputHead`; otherwise None."""
 
     hidden: Tensor | None = None
 
@@ -69,8 +69,8 @@ class _HiddenStates:
 class _Given(nn.Module):
     """Replaces the backbone, the module that computes hidden states, and returns the hidden states in `given`.
 
-    Some models call a module inside the backbone directly (OPT): a stand-in replaces this module, too. Some models read another
-    attribute of the backbone (Falcon-H1 reads a multiplier): the stand-in returns the backbone's value.
+    If a model calls a module inside the backbone directly (OPT), a stand-in replaces this module, too. If a model reads another
+    attribute of the backbone (Falcon-H1 reads a multiplier), the stand-in returns the backbone's value.
     """
 
     def __init__(self, replaced: Callable, given: _HiddenStates) -> None:

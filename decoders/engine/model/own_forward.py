@@ -1,6 +1,6 @@
-"""Reads prompts with images by the model's own forward pass, masks and positions, and copies keys and values to slots of rows.
+"""Prefills prompts with images by the model's own forward pass, masks and positions, and copies keys and values to the rows' slots.
 
-The loop then decodes the text after the last image as usual. The images shift the positions of this text.
+The loop decodes the text after the last image as usual. The images shift the positions of this text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-#: Errors that designs raise if a prompt comes with the images of another prompt, so that lengths or shapes do not fit.
+#: Errors that models raise if a prompt comes with the images of another prompt, so that lengths or shapes do not fit.
 WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, ValueError)
-#: To check a design, at most this many tokens at the end of each prompt are run a second time.
+#: To check a model, at most this many tokens at the end of each prompt are run a second time.
 CHECKED = 4
 
 
@@ -58,14 +58,14 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images, or "" without images. If it is unknown which images are the row's, its entry in `hashes`."""
+        """The hash of a row's own images; "" without images. If it is unknown which are its own: the row's entry in `hashes`."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
         return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
-        """Whether all images of every row come before the row's slot in `starts`, from which the loop reads on."""
+        """Whether all images of every row come before the row's slot in `starts`, where the loop goes on with the prompt."""
         return all(end <= start for end, start in zip(self.ends, starts, strict=False))
 
 
@@ -87,7 +87,7 @@ class OwnForward:
     def read(
         self, inputs: MultimodalInputs, buffers: CacheBuffers, tokens: Tensor, *, every: bool = False, logits: bool = False
     ) -> ForwardResult | None:  # fmt: skip
-        """Reads all prompts into the first slots of their rows. With recurrent layers, each prompt's last token is left out.
+        """Prefills all prompts into the first slots of their rows. With recurrent layers, each prompt's last token is left out.
 
         Args:
             buffers: the rows' cache; the first rows belong to the prompts.
@@ -97,8 +97,8 @@ class OwnForward:
             logits: whether the results have logits of all tokens; otherwise they have logits of a single token.
 
         Raises:
-            UnsupportedError: the design does not store images as it stores text, or the loop's pass over the end of a prompt gives
-                other results.
+            UnsupportedError: the model does not store images as it stores text, or the loop's pass over the end of a prompt gives other
+                results.
         """
         target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
         behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
@@ -145,7 +145,7 @@ class OwnForward:
         return ForwardResult(read.float(), hidden[source, place], seen)
 
     def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
-        """The cache after a pass over `vectors` ``[B, P, H]``, input embeddings of prompts. mask: ``[B, P]``, 0 for left padding."""
+        """A cache filled by a pass over `vectors` ``[B, P, H]``, input embeddings of prompts. mask: ``[B, P]``, 0 for left padding."""
         if self.target.recurrent and not self._reads_embeddings:
             self._check_embeddings()
         cache = DynamicCache(config=self.model.config)
@@ -161,7 +161,7 @@ class OwnForward:
         return cache
 
     def check_type_ids(self) -> None:
-        """Raises UnsupportedError if ``token_type_ids`` of zeros change the design's logits."""
+        """Raises UnsupportedError if passing zeros as ``token_type_ids`` changes the model's logits."""
         if self._ignores_zeros or "token_type_ids" not in inspect.signature(type(self.model).forward).parameters:
             return
         tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.vocabulary.embeddings
@@ -169,7 +169,7 @@ class OwnForward:
         try:
             plain, zeros = (self.model(input_ids=tokens, use_cache=False, **given).logits for given in ({}, typed))
             self._ignores_zeros = torch.equal(plain, zeros)
-        except Exception:  # a design may raise anything
+        except Exception:  # a model may raise anything
             self._ignores_zeros = False
         finally:
             self._forget()
@@ -181,8 +181,8 @@ class OwnForward:
 
     def _check_embeddings(self) -> None:
         """Compares a pass over tokens with a pass over their embeddings. Raises UnsupportedError if the logits differ, because the
-        design then reads more of a token than its embedding. It would compute drafts wrongly: after a prompt of embeddings, recurrent
-        layers read drafts as embeddings, in one pass with the prompt's last embedding.
+        model then needs a token's id besides its embedding. Drafts would be wrong: after a prompt of embeddings, recurrent layers get
+        drafts as embeddings, in one pass with the prompt's last embedding.
         """
         tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.vocabulary.embeddings
         try:
@@ -207,7 +207,7 @@ class OwnForward:
     ) -> None:
         """Runs the ends of prompts again by the loop's pass, and compares the results with `logits` and the stored keys and values.
 
-        behind: number of tokens that every row has after its last image.
+        behind: least number of tokens after the last image, over all rows.
 
         Raises:
             UnsupportedError: the last token has other logits, or a token before it has other keys or values.
@@ -237,7 +237,7 @@ class OwnForward:
 
 
 def _whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that keeps every token, also in layers with a window. A later text may share only the beginning of this text, and then
+    """A cache that keeps every token, also in layers with a window. A later text may share only the beginning of this text, so that
     its windows begin earlier.
     """
     cache = DynamicCache(config=model.config)

@@ -1,7 +1,7 @@
 """Some attention modules keep a causal mask in a buffer, and slice the mask by the present number of keys.
 
 In the loop, the number of keys is the view of the cache and does not determine positions, so such a module would take a wrong slice.
-The loop's own masks suffice. So our copy of a model gets buffers of True, and the windows in the masks become kinds of layers.
+The loop's own masks suffice. So in our copy of a model these buffers are set to True, and the masks' windows become kinds of layers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ OWN_KIND = "decoders_own_kind"
 
 
 def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Sets the masks in buffers of our copy of a model to True. Returns `kinds`, extended by the masks' windows. Each of these modules
-    then uses the loop's mask for the kind of its window.
+    """Sets the masks in buffers of our copy of a model to True. Returns `kinds`, extended by the masks' windows. A module
+    with such a mask then gets the loop's mask for the window of its own mask.
     """
     masks = _masks(model)
     for mask in masks:
@@ -91,6 +91,6 @@ def _window(buffer: Tensor) -> int | None:
 
 
 def _pick(module: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A forward pre-hook that passes only the mask of the module's kind on to the module."""
+    """A forward pre-hook that reduces the module's argument ``attention_mask`` to the mask of the module's kind."""
     mask, kind = given.get("attention_mask"), getattr(module, OWN_KIND)
     return args, given if mask is None else given | {"attention_mask": mask[:, kind : kind + 1]}

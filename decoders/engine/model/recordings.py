@@ -1,10 +1,11 @@
-"""Recordings (CUDA graphs): a session records repeated work once, keeps the recording, and replays it with one launch.
+"""Recordings (CUDA graphs): a session (rows with their cache) records repeated work once, and then replays it with one launch.
 
-A whole step (propose, core, observe) is recorded if nothing in it needs the host (:mod:`~decoders.engine.decode.call`). Otherwise only
-the parts that run a model are recorded: the core of a step, passes of draft models, chunks of a prompt (:meth:`Recordings.run`).
+A whole step (propose; core, which verifies and commits; observe) is recorded if nothing in it needs the host
+(:mod:`~decoders.engine.decode.call`). Otherwise only the parts that run a model are recorded: the core, passes of draft models, chunks
+of a prompt (:meth:`Recordings.run`).
 
 A replay reads and writes the tensors that the work was recorded with. The session owns the rows and the cache; :class:`StaticInputs`
-keeps all other tensors of a recording. A later call copies its values into these tensors and replays. All uses of the device go through
+holds all other tensors of a recording. A later call copies its values into these tensors and replays. All uses of the device go through
 a :class:`Recorder`, which tests replace.
 """
 
@@ -130,7 +131,7 @@ class HostCopies:
         self.arrived.record()
 
     def lists(self) -> tuple[list, ...]:
-        """The values of the last copies, as lists. Waits for the device."""
+        """The values of the last copied tensors, as lists. Waits for the device."""
         self.arrived.synchronize()
         return tuple([pinned.tolist() for pinned in self.pinned])
 
@@ -152,7 +153,7 @@ _as_parts = ContextVar("as_parts", default=False)
 
 @contextmanager
 def as_parts() -> Iterator[None]:
-    """Switches off the recording of parts, for code that is part of a larger recording."""
+    """Within this context, :meth:`Recordings.run` records nothing, for code that is itself being recorded."""
     token = _as_parts.set(True)
     try:
         yield
@@ -177,7 +178,7 @@ class Recording:
     """A recording of `body`.
 
     Attributes:
-        body: the recorded function. It keeps the objects alive that replays work on.
+        body: the recorded function. It keeps the objects alive whose tensors replays use.
         capacity: the sizes that the recording supports; None if the recording's key contains the sizes.
         inputs: the tensors that replays read and write, besides the session's rows and cache.
         output: the result of `body`; every replay writes to its tensors.
@@ -201,7 +202,7 @@ class Recording:
         self.replays += 1
 
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
-        """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never waits.
+        """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never idles.
 
         The caller stops when all rows have ended. One more step may still be running at that time. It does no harm: ended rows get no
         tokens, and the device runs later work on the same tensors only after this step.
@@ -254,14 +255,14 @@ class _Failure:
 class Recordings:
     """The recordings of a session, by key. If there are too many, the least recently used are dropped first.
 
-    A key contains everything that a recording depends on besides tensors: strategy and settings, plan, verifier, buckets, compiled
-    parts. It need not contain weights and attention: if they change, a new engine with new sessions is created.
+    A key contains everything that a recording depends on besides tensors: strategy and settings, sampling plan, verifier, buckets,
+    compiled parts. It need not contain weights and attention: if they change, a new engine with new sessions is created.
 
     Attributes:
         recorded: number of successful recordings.
         reused: number of calls that used an earlier recording.
         replays: number of replays by :meth:`run`.
-        unrecorded: why the last requested recording failed. A call resets it to "" at its beginning.
+        unrecorded: why the last requested recording failed; "" if none has failed in the present call.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
@@ -318,13 +319,13 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if none fits.
+        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if it does not fit.
 
-        From then on the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
+        Afterwards the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
 
         Args:
             needed: sizes of the call. Its number of nodes may be 0, because the strategy will propose the recording's number of nodes.
-            inputs: the call's objects: the strategy's state, the guide, the noise keys.
+            inputs: the call's objects: the strategy's state, the grammar guide, the noise keys.
         """
         step = self._kept.get(key)
         if step is None or step.capacity is None or not step.capacity.holds(needed):
@@ -344,7 +345,7 @@ class Recordings:
         Args:
             capacity: the sizes that `body` supports.
             inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass the
-                :class:`StaticInputs` from the beginning of the call, because a later call is compared with it at its own beginning. If
+                :class:`StaticInputs` of the beginning of the call, because later calls at their beginning are compared with it. If
                 steps of this call have replaced tensors since then, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
@@ -396,7 +397,7 @@ class Recordings:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first exception of a failed recording. Further exceptions, which CUDA raises after the first one, hide it."""
+    """The first exception of a failed recording, which further exceptions of CUDA hide."""
     while error.__context__ is not None:
         error = error.__context__
     return error

@@ -1,9 +1,9 @@
 """Recurrent layers (linear attention, state space, short convolution) in a block of nodes: each node continues its parent's state.
 
-A recurrent layer keeps a state per row instead of keys and values per token. A state that has read a rejected token cannot be rolled
-back. So the module with the state runs level by level: all nodes of a depth at once, each from a copy of its parent's state. The state
-after every node is kept until the block is verified; the commit takes the state after the last accepted node. All other parts of the
-model (attention, experts, the module's projections) run on the whole block at once.
+A recurrent layer keeps a state per row instead of keys and values per token. A state that has processed a rejected token cannot be
+rolled back. So the module with the state runs level by level: all nodes of a depth at once, each from a copy of its parent's state. The
+state after every node is kept until the block is verified; then the state after the last accepted node becomes the row's state. All
+other parts of the model (attention, experts, the module's projections) run on the whole block at once.
 
 A module counts as recurrent if it updates a state in transformers' cache, whatever its name (:mod:`.state_probe`).
 """
@@ -46,8 +46,8 @@ class Level:
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
     """The levels in which the nodes of a block run, computed on the host from the visibility.
 
-    A candidate continues its parent's state. In a lookahead window, a node continues the state of the token before it. In general, a
-    node continues the visible node with the longest path. Nodes without a draft token do not run.
+    A candidate continues its parent's state; in a window of lookahead decoding, a node continues the state of the token before it. In
+    general, a node continues the state of the visible node with the longest path. Nodes without a draft token do not run.
 
     Args:
         visible: ``[B, N, N]`` bool.
@@ -111,7 +111,7 @@ class TextPass:
 
     Args:
         begin: per row, number of tokens before the chunk.
-        counts: per row, number of tokens in the chunk without padding. The states do not read padding.
+        counts: per row, number of tokens in the chunk without padding. Padding does not change the states.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
 
 
 def states_in(layer: LinearAttentionLayer, specs: Sequence[StateSpec]) -> list[Tensor]:
-    """The states in the layer of a cache after a call of a module."""
+    """The states in the layer of a cache after a call of a module, one for each of `specs`."""
     return [cast(Tensor, getattr(layer, spec.part)[spec.index]) for spec in specs]
 
 
@@ -205,7 +205,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain`. The pass's :class:`~decoders.engine.model.slot_cache.StatePass` decides how its modules run."""
+    """A subclass of `plain` whose modules run as the pass's :class:`~decoders.engine.model.slot_cache.StatePass` decides."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]
@@ -267,7 +267,7 @@ def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
 
 
 class Running:
-    """Holds the nodes of the level that runs now, see :attr:`Level.nodes`."""
+    """The level that runs now. nodes: see :attr:`Level.nodes`."""
 
     nodes: Tensor
 

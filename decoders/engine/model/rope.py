@@ -2,7 +2,7 @@
 dynamic NTK scaling has a different table for every length beyond the original length.
 
 transformers chooses the table by the longest position in a pass, drafts and other rows included. In our copy of a model, modules choose
-the table by the call's *side*. Side 0 contains texts up to the first border, side 1 texts up to the second border, and so on. A call
+the table by the call's *side*: 0 for texts up to the first border length, 1 for texts up to the second border, and so on. A call
 that stays on one side gets the tables that transformers would choose for its text.
 """
 
@@ -25,7 +25,7 @@ VARYING = {"longrope": True, "dynamic": False}
 
 
 class Sides:
-    """The lengths at which the rotary tables of a design change.
+    """The lengths at which the rotary tables of a model change.
 
     Attributes:
         borders: the greatest length of each side, in ascending order. If `open`, there is one more side beyond the last border.
@@ -52,7 +52,7 @@ class Sides:
         """Raises ContextLengthError unless a call stays on one side.
 
         Args:
-            name: the design's name.
+            name: the model's class name.
             prompt: number of tokens of the longest prompt.
             new_tokens: greatest number of new tokens. The last new token never runs through the model.
             cached: number of the prompt's tokens in the caller's cache; None without a cache.
@@ -83,7 +83,7 @@ class Sides:
 
 
 def varies(config: PreTrainedConfig) -> bool:
-    """Whether a design's rotary tables depend on the length of the text."""
+    """Whether a model's rotary tables depend on the length of the text."""
     return any(kind in VARYING for kind, _ in _kinds(config))
 
 
@@ -130,7 +130,7 @@ def with_own_tables(model: nn.Module) -> None:
 
 
 def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Yields a design's rope types, each with the greatest length for which the type's first table is used."""
+    """Yields a model's rope types, each with the greatest length for which the type's first table is used."""
     for parameters in rope_parameters_of(config):
         kind = str(parameters.get("rope_type", parameters.get("type", "default")))
         context = int(getattr(config, "max_position_embeddings", None) or (1 << 31))
@@ -165,7 +165,7 @@ class SidedRotary(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # some designs read attributes of the replaced module
+        except AttributeError:  # some models read attributes of the replaced module
             return getattr(cast(nn.ModuleList, super().__getattr__("sides"))[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ class SidedRotary(nn.Module):
         return _each(lambda values: values[..., :-1, :], table)
 
     def _settle(self, number: int) -> bool:
-        """Fixes the table of side `number`, so that passes neither compute nor write the table. Returns whether this is possible."""
+        """Fixes the table of side `number`, so that passes neither compute nor write the table. Returns whether this succeeded."""
         module, kind = self.sides[number], rope_type_of(self.sides[number])
         if kind is None:
             return False
@@ -211,7 +211,7 @@ class SidedRotary(nn.Module):
                     break
             else:
                 return True
-        except Exception:  # a module of an unknown design may raise anything
+        except Exception:  # a module of an unknown model may raise anything
             pass
         set_rope_type(module, kind)
         return False

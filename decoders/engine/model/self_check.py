@@ -1,4 +1,4 @@
-"""Creates a model's target (our copy of it) with kernels that work on this machine, and compares the logits of both."""
+"""Creates a model's target (our copy of it) with kernels that work on this machine, and compares its logits with the model's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .weights.twin import share_weights
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
     """The target of `model`. It uses this package's kernels if they are chosen, fit and compute the right logits; else PyTorch's.
 
-    If a kernel fails, a warning is given, and :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>` has the reason.
+    If a kernel fails, a warning is given, and :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>` is the reason.
 
     Raises:
         UnsupportedError: see :class:`Target`; or the target's logits for a tree differ from the model's.
@@ -134,7 +134,7 @@ ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 @torch.no_grad()
 def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
-    """Reads texts, verifies trees after them, and compares the logits with the model's own. This finds faults that no config shows.
+    """Prefills texts, runs trees after them, and compares the logits with the model's own. This finds faults that no config shows.
 
     Returns:
         the greatest length of text for which the check is valid; None if it is valid for any length.
@@ -151,7 +151,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
     sizes = sizes.within(target.lengths.most)
     if target.recurrent:  # one row is enough, because rows of different lengths would be read one by one
         sizes = replace(sizes, texts=sizes.texts[-1:])
-    # If the design uses the number of cached tokens, a text of more than `harmless` tokens can only be decoded in a single row.
+    # If the model uses the number of cached tokens, a text of more than `harmless` tokens can only be decoded in a single row.
     if target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]:
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
@@ -169,7 +169,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
-    """Returns a text that says how the logits of `target` and `reference` differ; None if they differ only by rounding."""
+    """Describes in words how the logits of `target` and `reference` differ; None if they differ only by rounding."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
     target.take_side(target.side_of(max(map(len, ids))))
@@ -202,7 +202,7 @@ def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
 
 def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tensor]:
     """The model's own logits after the last tokens of each text, ``[LONGEST_BRANCH + 1, V]`` float32. Padding is on the right."""
-    # The padding is an ordinary token, not 0, because a design may treat its own padding token in a special way.
+    # The padding is an ordinary token, not 0, because a model may treat its own padding token in a special way.
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=float(texts[0][0]))
     count, longest = LONGEST_BRANCH + 1, tokens.shape[1]
     behind = [longest - len(text) for text in texts]
@@ -239,7 +239,7 @@ def _tree_logits(
 
 
 def check_moves(target: Target) -> None:
-    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Without the kernel, returns."""
+    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Does nothing without it."""
     buffers = target.buffers(2, 64)
     if buffers.places is None:
         return
@@ -263,7 +263,7 @@ def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
 
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
-    """Runs the passes of a check with one row and with two rows, to compile kernels. twin: a copy, because modules may keep results."""
+    """Runs the passes of a check with one row and with two rows, to compile kernels. twin: a copy, as modules may store results."""
     _move_some(twin.buffers(2, 64), twin.device)
     sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):
@@ -294,7 +294,7 @@ def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> 
 
 
 def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
-    """Whether shorter windows in the config of `reference` change its logits. Some designs read windows only at construction."""
+    """Whether shorter windows in the config of `reference` change its logits. Some models read windows only at construction."""
     text = _texts(target, sizes)[:1]
     usual = _plain_logits(reference, text)[0]
     with _short_windows(target, reference, sizes):
@@ -305,7 +305,7 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
 def can_mix(target: Target) -> bool:
     """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives the results of separate passes over the rows and the prompt.
 
-    True for designs that call transformers' attention functions by name, False for designs with their own attention code.
+    False for models with their own attention code, static sizes, recurrent layers, a quantized cache, or Triton's attention.
     """
     if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
         return False

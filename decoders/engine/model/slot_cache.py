@@ -14,7 +14,7 @@ from .kernels import cpu
 from .kernels.products import on_cpu
 
 #: Runs a module on some of its input tokens, and returns the output. The first argument is a function that selects the entries of these
-#: tokens, ``[M, n, …]``, from a tensor of all tokens. The second argument is the cache for the call.
+#: tokens, ``[M, n, …]``, from a tensor of all tokens. The second argument is the cache that the module uses.
 RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
 
 
@@ -42,10 +42,10 @@ class SlotCache(Cache):
     Args:
         buffers: keys and values, which are written in place.
         slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
-        view: attention sees slots ``0 … view-1``. So its cost depends on the length of the texts, not on the size of the cache.
+        view: attention sees slots ``0 … view-1``, so that its cost depends on the length of the texts, not on the size of the cache.
         states: runs the recurrent layers in this pass; None if the model has no recurrent layers.
-        counts: ``[N]``, for a single row, the number of tokens before each node minus the node's index in the pass. Designs with
-            :class:`~decoders.engine.model.layout.CountedTokens` add the index themselves. None for all other designs.
+        counts: ``[N]``, for a single row, the number of tokens before each node minus the node's index in the pass. Models with
+            :class:`~decoders.engine.model.layout.CountedTokens` add the index themselves. None for all other models.
         in_levels: whether attention gets quantized keys and values as :class:`Levels`; otherwise the cache dequantizes them.
     """
 
@@ -75,7 +75,7 @@ class SlotCache(Cache):
         return self.seen(keys, key_scales), self.seen(values, value_scales)
 
     def seen(self, buffer: Tensor, scales: Tensor | None) -> Tensor | Levels:
-        """The view's slots of a buffer, for attention."""
+        """The view's slots of a buffer, for attention. They are the quantized values, as later passes will read them."""
         states = buffer[:, :, : self.view]
         if scales is None:
             return states
@@ -103,7 +103,7 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
-    """Our CPU kernel that writes keys and values; None if it does not fit. Also None in compiled code: inductor generates a kernel."""
+    """Our CPU kernel that writes keys and values; None if it does not fit, or in compiled code: inductor generates a kernel."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     if keys.dtype not in cpu.TYPES or keys.dtype != values.dtype or buffer.dtype not in (keys.dtype, torch.int8):

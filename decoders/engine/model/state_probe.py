@@ -32,16 +32,16 @@ from .recurrent import (
 MOST_LAYERS = 4096
 #: Number of tokens of a trial text.
 TRIED = 6
-#: Tolerated relative difference between reading a text in one piece and in two pieces, in float32 and in lower precision.
+#: Tolerated relative difference of the results for a text in one piece and in two pieces, in float32 and in lower precision.
 IN_PIECES, LOW_IN_PIECES = 1e-3, 2e-2
-#: Tolerated relative difference between reading a text in one piece and token by token. Some designs use other equations for single
+#: Tolerated relative difference of the results for a text in one piece and token by token. Some models use other equations for single
 #: tokens: Nemotron-H and Zamba2 differ by 3e-2.
 TOKEN_BY_TOKEN = 0.1
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A module that keeps states, with its arguments in a trial pass. layer: index of the cache layer that holds the states."""
+    """A module with recurrent states, with its arguments in a trial pass. layer: index of the cache layer that holds the states."""
 
     layer: int
     module: nn.Module
@@ -75,7 +75,7 @@ class Recurrent:
         """Whether the module can continue a text with several tokens at once.
 
         Raises:
-            UnsupportedError: the module's results for a text are different if the module reads the text token by token.
+            UnsupportedError: the module's results for a text are different if the text is read token by token.
         """
         like, generator = self.tokens, torch.Generator().manual_seed(0)
         hidden = torch.randn(1, TRIED, like.shape[2], generator=generator, device="cpu").to(like)
@@ -201,7 +201,7 @@ def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttention
 
 
 def may_keep_states(model: PreTrainedModel) -> bool:
-    """Whether the config, or transformers, says that some layers keep a recurrent state."""
+    """Whether the config's layer types, or the model's class in transformers, indicate a recurrent state."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return keeps_recurrent_state(model) or bool(
         {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"} & set(types)
@@ -211,7 +211,7 @@ def may_keep_states(model: PreTrainedModel) -> bool:
 def adopt(entries: Sequence[Recurrent]) -> bool:
     """Lets a :class:`~decoders.engine.model.slot_cache.StatePass` decide how the recurrent modules in our copy of a model run.
 
-    Returns whether all these modules can continue a text with several tokens at once. Raises UnsupportedError if a module does not fit.
+    Returns whether all modules can continue a text with several tokens at once. Raises UnsupportedError if one cannot run node by node.
     """
     tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
     for recurrent in entries:

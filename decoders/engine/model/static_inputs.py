@@ -1,4 +1,4 @@
-"""Finds the tensors in a strategy's state, compares them with the tensors in another call's state, and copies values between them."""
+"""Finds the tensors in a strategy's state, compares them with those in another call's state, and copies values between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPAQUE = (
 
 
 class SameObject:
-    """Wraps a value that must be the same object in a later call. It is not searched for tensors."""
+    """Wraps a value that must be the same object in a later call, and is not searched for tensors."""
 
     __slots__ = ("thing",)
 
@@ -107,7 +107,7 @@ class StaticInputs:
         _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """The reverse of :meth:`load`: copies the values of :attr:`tensors` to the tensors in `root`, which must fit."""
+        """The reverse of :meth:`load`: copies the values of :attr:`tensors` to the tensors in `root`, a state that fits."""
         tensors, _ = find_tensors(root)
         _copy_all(tensors, self.tensors, copy)
 

@@ -1,4 +1,4 @@
-"""The target model as the loop sees it: a pass takes nodes, returns logits, and writes keys and values to numbered slots."""
+"""The target model as the loop sees it: a pass runs nodes (a root and draft tokens), returns logits and writes the KV cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """The result of a pass over a block of nodes.
+    """The result of a pass over a block of ``N`` nodes.
 
     Attributes:
         logits: ``[B, N, V]`` float32.
@@ -84,23 +84,23 @@ class Target:
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded up to buckets.
         precision: precision of the matrices and of the cache, if it differs from the model's precision.
-        vocabulary: the tokens that the model reads and writes.
-        attending: how the layers attend.
+        vocabulary: the tokens that the model accepts and predicts.
+        attending: how attention is computed.
         products: how matrices are multiplied.
         lengths: how results depend on the length of a text.
         checks: the results of the checks made when the target was created.
-        weights: the state of the weights from which kept keys and values, and quantized matrices, were computed.
+        weights: the state of the weights when kept keys and values, and quantized matrices, were computed from them.
         rounds: whether intermediate values are rounded (activations, keys or values are quantized, or float32 products use
             TensorFloat-32), so that a difference in the last bit may become larger.
         recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`). A model with recurrent layers runs uncompiled.
         continues: whether all recurrent layers can continue a text with several tokens at once.
-        taps: the hooks that keep outputs of a pass besides logits.
-        multiple: the numbers of nodes in blocks and chunks of text are multiples of this. It is more than 1 if bits matter and depend
-            on the slots of a path. Then tokens accepted on a branch run again in the slots ``base + depth``.
+        taps: the hooks that store outputs of a pass besides logits.
+        multiple: blocks and chunks of text have a multiple of this number of nodes. It is more than 1 if the last bits of logits matter
+            and depend on the slots of a path. Then tokens accepted on a branch run again in the slots ``base + depth``.
         ranks: the processes that share the weights.
 
     Raises:
-        UnsupportedError: the model's design does not fit the loop. A kernel that does not run may raise any exception.
+        UnsupportedError: the loop does not support the model's architecture. A kernel that does not run may raise any exception.
     """
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
@@ -162,7 +162,7 @@ class Target:
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self, layout: Sequence[LayerSpec] | None = None) -> PassInput:
-        """The input of a pass over four tokens of one row, for checks. layout: of the cache; None for the model's."""
+        """The input of a pass over four tokens of one row, for checks, with a new cache. layout: of the cache; None for the model's."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
         return PassInput(tokens, start, tree, self.buffers(1, 16, layout), torch.arange(8, device=self.device))
@@ -187,7 +187,7 @@ class Target:
             self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
-        """The side of a text of `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 if there are no sides."""
+        """The rotary table (side) for a text of `length` tokens, see :class:`~decoders.engine.model.rope.Sides`; 0 if only one."""
         return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
 
     def take_side(self, side: int) -> None:
@@ -250,7 +250,7 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if a token could then change."""
+        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if that could change a token."""
         if self.static:
             return False
         if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
@@ -264,7 +264,7 @@ class Target:
         return CacheBuffers.allocate(list(layout or self.layout), rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
-        """A target with another copy of the modules, and with the same (quantized) weights. layers: see :meth:`watching`."""
+        """A target with a further copy of the modules, which shares the (quantized) weights. layers: see :meth:`watching`."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -351,7 +351,7 @@ class Target:
         return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
-        """The model's results for `inputs`. They are ordinary tensors, which strategies and compiled functions can use.
+        """The model's results for `inputs`. They are not inference tensors, so strategies and compiled functions can use them.
 
         kept: ``[K]`` int64, the nodes that get logits; None for all nodes.
         """
@@ -364,7 +364,7 @@ class Target:
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
     ) -> dict:  # fmt: skip
-        """The result of :meth:`inputs` for a chunk of text. Recurrent layers read text in another way than a block of nodes."""
+        """The result of :meth:`inputs` for a chunk of text, which recurrent layers process in another way than a block of nodes."""
         rows, count = tokens.shape
         text_pass = None
         if buffers.states is not None:
@@ -412,6 +412,6 @@ class Target:
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy if it was created in inference mode."""
+    """`tensor`; if it is an inference tensor, an ordinary copy."""
     inference = not torch.compiler.is_dynamo_compiling() and tensor.is_inference()
     return tensor.clone() if inference else tensor

@@ -22,10 +22,10 @@ import torch
 from ...common.devices import waiting_share
 from ...report.surroundings import WAITING, busy_share
 
-#: A number of threads is judged after STEPS steps, or after LONG seconds.
+#: The number of threads is reconsidered after every STEPS steps, or after LONG seconds of steps.
 STEPS = 4
 LONG = 0.1
-#: Another number of threads is better if a step then takes at most this share of the former time.
+#: Another number of threads is better if a step with it takes at most this share of the time of a step before.
 BETTER = 0.9
 #: Between two trials, steps take at least AGAIN seconds, and at least SPARSE times the seconds of the last trial.
 AGAIN, SPARSE = 1.0, 20
@@ -41,7 +41,7 @@ _own = _TorchsOwn()
 
 
 def torchs_own() -> int:
-    """torch's number of threads in this thread outside of calls."""
+    """torch's number of threads for this thread, without the changes that running calls made."""
     return _own.number if _own.calls else torch.get_num_threads()
 
 
@@ -110,7 +110,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """A new object for a new model. It begins with torch's number of threads, or with half of it if the machine is busy."""
+        """The threads for a new model: at first torch's number of threads, or half of it if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and busy_share():
             threads.count = threads.most // 2
@@ -166,7 +166,7 @@ def release_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of PyTorch's libgomp; None with other OpenMP libraries, whose function ends all teams, or none."""
+    """``omp_pause_resource_all`` of PyTorch's libgomp; None without libgomp: other libraries may end the teams of all threads."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if sys.platform != "linux" or not library.exists():
         return None

@@ -73,7 +73,7 @@ class EqualOnce(CustomGraphPass):
 
 
 class _Number(int):
-    """A number that stands for a value in a node's arguments. Equal values have equal numbers."""
+    """The number of the node whose result is an argument. Equal results have equal numbers."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
@@ -128,7 +128,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """`tensors`, and the parts (levels, scales) of quantized tensors. Writes to a quantized tensor are counted only in its parts."""
+    """`tensors`, and the parts (levels, scales) of quantized tensors: torch counts writes to a quantized tensor only in its parts."""
     every = list(tensors)
     for tensor in every:
         if type(tensor) not in (nn.Parameter, Tensor) and not hasattr(tensor, "to_local"):
@@ -280,7 +280,7 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that inductor would run; None if there is none."""
+    """The command of the C++ compiler that inductor would run; None if there is none."""
     from torch._inductor import cpp_builder, exc
 
     try:

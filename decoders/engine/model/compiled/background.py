@@ -45,7 +45,7 @@ class BackgroundCompile:
 
     Attributes:
         name: name of the compiled code, for the warning.
-        seconds: duration of the compilation, without the wait for its turn.
+        seconds: duration of the compilation, without the wait for other compilations.
         ready: whether the compilation has succeeded.
         failed: whether the compilation has failed.
     """
@@ -75,7 +75,7 @@ class BackgroundCompile:
             set_threads(threads)
 
     def poll(self) -> bool:
-        """Whether the compiled code can be used from now on. Call it between two steps."""
+        """Whether the compiled code can be used from now on. Call this method between two steps."""
         if self.failed and not self._warned:
             self._warned = True
             warnings.warn(
@@ -140,15 +140,16 @@ def compiling() -> Iterator[float]:
 
 
 def worth_compiling(spent: float, expected: float) -> bool:
-    """Whether uncompiled steps have `spent` as many seconds as compiling is `expected` to take. Compiling begins only then, so that
-    processes that end early do not compile.
+    """Whether uncompiled steps have taken as long as compiling will take. It begins no earlier, so that short processes never compile.
+
+    spent: seconds of uncompiled steps so far; expected: seconds that compiling will take.
     """
     return spent >= expected
 
 
 @atexit.register
 def _end_threads() -> None:
-    """Stops compiling threads before the interpreter ends: a thread that is ended within a torch operator would abort the process."""
+    """Stops compiling threads before the interpreter ends, because ending a thread within a torch operator would abort the process."""
     threads = [compile._thread for compile in list(_running) if compile._thread.is_alive()]
     for thread in threads:
         if thread.ident is not None:

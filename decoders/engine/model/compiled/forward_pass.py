@@ -1,4 +1,4 @@
-"""The forward pass of a model for all callers: compiled or uncompiled, replayed or not, with or without a prompt piece."""
+"""The forward pass of a model for all callers: compiled or uncompiled, replayed (CUDA graph) or not, with or without a prompt piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 
-#: Number of nodes that get logits in a compiled pass whose logits nobody needs: for a single node Dynamo would compile another graph.
+#: Number of nodes that get logits in a compiled pass whose logits are not read: for a single node Dynamo would compile another graph.
 FEWEST_LOGITS = 2
 
 
@@ -42,14 +42,14 @@ class ForwardPass:
         """Runs one pass over a block of nodes, compiled or not, and returns the results of :meth:`Target.forward`.
 
         A prompt piece is prefilled in the same pass if :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes` allows it, else in a
-        separate pass. A pass with a root embedding always runs uncompiled; a call has at most one pass with a root embedding.
+        separate pass. A pass with a root embedding always runs uncompiled; a call of ``generate`` has at most one such pass.
         """
         nodes = given.nodes
         if given.piece is not None and given.root is None:
             compiled, single = self.tiers.runs_compiled(several=True), nodes.shape[1] == 1
             if self.tiers.mixes(len(nodes), single=single):
                 return self._mixed(given, given.piece, compiled)
-            # The piece was cut for a mixed pass, but the block has another size than expected, or a graph has become ready since.
+            # The piece was cut for a mixed pass, but the block has another size than expected, or a compilation has ended since.
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
             self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
@@ -63,7 +63,7 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
         recordings: Recordings | None = None,
     ) -> None:  # fmt: skip
-        """Runs :meth:`Target.prefill`, compiled or replayed if possible. recordings: the recordings of the rows' session, or None."""
+        """Runs :meth:`Target.prefill`, compiled or replayed if possible. recordings: those of the rows' session; None: no replay."""
         if recordings is not None:
             # A recording fixes the number of slots that attention reads, so attention reads all slots.
             key = "prefill", buffers.place, len(view)
@@ -82,7 +82,7 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None, recordings: Recordings | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """Runs :meth:`Target.features`, compiled or replayed if possible. Without `logits`, the result has logits of a few tokens."""
+        """Runs :meth:`Target.features`, compiled or replayed if possible. If `logits` is False, only a few tokens get logits."""
         if recordings is not None:
             key = "features", buffers.place, len(view), logits
 
@@ -101,7 +101,7 @@ class ForwardPass:
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """The result of ``function(*given)``, or of its replay once it is recorded. The function runs this pass over `rows` rows.
+        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` calls this object for `rows` rows.
 
         Args:
             key, given: see :meth:`~decoders.engine.model.recordings.Recordings.run`.
@@ -118,16 +118,16 @@ class ForwardPass:
         return copied(result) if copy else result
 
     def runs_single(self, rows: int) -> bool:
-        """Whether the next pass may have a single node in each of its rows: it runs uncompiled, or there is a graph for single nodes.
+        """Whether the next pass may have a single node per row: if it runs uncompiled, or if passes with single nodes are compiled.
 
-        The graph with dynamic sizes is for three nodes and more.
+        Code compiled with dynamic sizes needs at least three nodes, so single nodes are compiled separately.
         """
         if not self.target.takes_single_nodes(rows):
             return False
         return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets how `blocks` of `rows` rows are padded. The padding depends on the tier of the next pass."""
+        """Sets the padding of `blocks`, which have `rows` rows. It depends on whether the next pass runs compiled."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 
@@ -157,7 +157,7 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Counts the seconds of an uncompiled pass. A long pass counts in part: compiling saves no more than in a short pass."""
+        """Adds the seconds of an uncompiled pass to its kind: of a long pass a part, because compiling does not save more there."""
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

@@ -26,7 +26,7 @@ _serial = itertools.count()
 def private(function: Callable) -> Callable:
     """A copy of `function` (or of a bound method) with its own code object.
 
-    Dynamo keeps compiled graphs per code object. Two models with the same code object would check each other's graphs and share one
+    Dynamo keeps compiled graphs per code object. Two models with the same code object would check each other's guards and share one
     recompilation limit.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
@@ -37,10 +37,10 @@ def private(function: Callable) -> Callable:
 
 
 class CompiledFunction:
-    """A tensor function, compiled with dynamic sizes. After a call that compiled, it calls `on_compile` with the call's seconds.
+    """A tensor function, compiled with dynamic sizes. After a call in which code was compiled, `on_compile` gets the call's seconds.
 
-    If the compiler fails, for instance after too many shapes, there is one warning, and the function runs uncompiled for arguments of
-    the failed kind; for all arguments, if no kind was ever compiled.
+    If the compiler fails, for instance after too many shapes, one warning is given. From then on, arguments with the same shapes and
+    plain values run uncompiled; all arguments do, if compiling has never succeeded.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -51,7 +51,7 @@ class CompiledFunction:
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
-        # This is not done at construction, because it imports modules for half a second; many functions are never compiled.
+        # Not at construction, because torch.compile imports modules for half a second, and many functions are never compiled.
         torch_compat.spare_compiler_warnings()
         options: dict[str, Any] = {"guard_filter_fn": torch_compat.skip_state_guard, "cpp.dynamic_threads": True}
         return torch.compile(private(self.function), fullgraph=True, dynamic=True, options=options)
@@ -65,7 +65,7 @@ class CompiledFunction:
             result = self._run(kind, args)
         else:
             self._known.add(kind)
-            # Lets Dynamo tell apart sizes that happen to be equal. Only new kinds need this, which takes longer than many calls.
+            # Lets Dynamo tell apart sizes that happen to be equal. Only new kinds need this context, which costs more than many calls.
             with torch_compat.sizes_of_their_own():
                 result = self._run(kind, args)
         if torch_compat.graphs_compiled() > before:
@@ -73,7 +73,7 @@ class CompiledFunction:
         return result
 
     def static_parts(self) -> SameObject:
-        """This function as an object that all calls share, see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """Stands for this object in :func:`~decoders.engine.model.static_inputs.find_tensors`: later calls must use the same object."""
         return SameObject(self)
 
     def _run(self, kind: tuple, args: tuple) -> Any:
@@ -109,10 +109,10 @@ MOST_KINDS = 8
 class TieredFunction:
     """Runs `function` uncompiled, and compiles it in the background once its calls have taken as long as compiling would.
 
-    Each kind of arguments (:func:`kind_of`) is compiled separately, so that a call does not wait when one row becomes several.
+    Each kind of arguments (:func:`kind_of`) is compiled separately, so that a second row does not make a call wait for the compiler.
 
     Args:
-        due: returns whether to compile at once, however long calls have taken, because the step with this function is compiled.
+        due: returns whether to compile without waiting for that time, because the step that calls this function is compiled.
     """
 
     def __init__(self, function: Callable, compiled: CompiledFunction, due: Callable[[], bool] = lambda: False) -> None:
@@ -125,7 +125,7 @@ class TieredFunction:
         return self.compiled(*args) if self.is_ready(kind) else self.uncompiled(kind, *args)
 
     def uncompiled(self, kind: Hashable, *args: Any) -> Any:
-        """Runs the function uncompiled on arguments of `kind`, and begins to compile for that kind when it is due."""
+        """Runs the function uncompiled on arguments of `kind`, and begins to compile for this kind when that is due."""
         started = time.perf_counter()
         result = self.function(*args)
         self._seconds += time.perf_counter() - started
@@ -135,7 +135,7 @@ class TieredFunction:
         return result
 
     def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
-        """Compiles the function for arguments of `kind` if that has not begun, passes the seconds to `book`, and returns the result."""
+        """Returns ``function(*args)``. First compiles for `kind`, unless that has begun already, and passes the seconds to `book`."""
         if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
             started = time.perf_counter()
             self._begin(kind, args).wait()
@@ -159,7 +159,7 @@ class TieredFunction:
         return frozenset(kind for kind in self._jobs if self.is_ready(kind))
 
     def static_parts(self) -> SameObject:
-        """This function as an object that all calls share, see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        """Stands for this object in :func:`~decoders.engine.model.static_inputs.find_tensors`: later calls must use the same object."""
         return SameObject(self)
 
 

@@ -1,4 +1,4 @@
-"""A forward pass compiled by regions, which are decoder layers. Equal layers share a graph, so compile time hardly depends on depth."""
+"""A forward pass compiled by regions, the decoder layers. Equal layers share a graph, so many layers compile about as fast as few."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ EXAMPLE_SLOTS = 176
 
 @contextmanager
 def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
-    """Makes every decoder layer a region. Dynamo compiles one graph for all layers whose graphs are equal.
+    """Within this context, every decoder layer is a region: Dynamo compiles one graph for all layers whose graphs are equal.
 
-    Yields the regions' functions. Dynamo drops a function's graphs when the function is garbage-collected, so the caller keeps them.
+    Yields the regions' functions. Dynamo drops a function's graphs when the function is garbage-collected, so the caller stores them.
     """
     regions: dict[Callable, Callable] = {}
     marked = []
@@ -56,8 +56,9 @@ class RegionalForward:
     """`function`, a forward pass over `model`, compiled with dynamic sizes; weights are inputs of the graph.
 
     Layers are regions. If that fails, the pass is compiled as a whole, with the same inputs and results. Declare constant sizes with
-    :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic. Dynamo takes sizes
-    that are equal in the arguments of :meth:`compile` for one size, so sizes that may differ later must differ in these arguments.
+    :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic, except those of the
+    `quantized` matrices. Dynamo treats equal sizes in the arguments of :meth:`compile` as one size, so sizes that may differ later must
+    differ in these arguments.
 
     Attributes:
         regional: whether layers are regions; None before the first compilation.
@@ -73,7 +74,7 @@ class RegionalForward:
         return self._compiled(*args)
 
     def compile(self, *args: Any) -> None:
-        """Compiles the graph for arguments like `args`. Raises the compiler's error if neither way of compiling works."""
+        """Compiles the graph for arguments like `args`. Raises the compiler's error if this fails both by regions and as a whole."""
         fixed(*((matrix, tuple(range(matrix.dim()))) for matrix in self.quantized))
         with torch_compat.floats_as_constants():
             if self.regional is not False:
@@ -101,7 +102,7 @@ class RegionalForward:
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Declares constant dimensions of tensors, such as heads and widths of the cache. sizes: tensors, each with its dimensions."""
+    """Declares constant dimensions of tensors, such as heads and widths of the cache. sizes: pairs of a tensor and dimensions."""
     for tensor, dims in sizes:
         for dim in dims:
             torch_compat.mark_static(tensor, dim)
@@ -145,10 +146,10 @@ def _tensors(result: ForwardResult) -> tuple[Tensor, ...]:
 
 
 def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
-    """Arguments to compile a pass with. Sizes that may differ are pairwise different, because Dynamo takes equal sizes for one size.
+    """Arguments to compile a pass with. Sizes that may differ are pairwise different, because Dynamo treats equal sizes as one size.
 
-    The nodes are the end of a larger tree, as in level-by-level drafting, and the first nodes get no logits. One graph then also serves
-    whole trees and text. A single node is a whole tree. If sizes are static, the view covers all slots.
+    The `count` nodes are the last of a larger tree, as in level-by-level drafting, and the first nodes get no logits. The graph then
+    also serves whole trees and text. If `count` is 1, the node is a whole tree. If sizes are static, the view covers all slots.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.vocabulary.embeddings), (rows, count), device=device)
@@ -178,7 +179,7 @@ def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTens
 
 def laid_out_piece(piece: PromptPiece) -> PromptPiece:
     """`piece` in the form for compiled passes. `latest` is 0, because each number would need its own graph. The view is a copy, because
-    a view that shares the rows' tensor would need another graph, too.
+    a view that shares memory with the rows' view would need another graph, too.
     """
     return replace(piece, view=copied_whole(piece.view), latest=0)
 

@@ -25,12 +25,12 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: Passes whose layers are single operators run uncompiled this many times as long: compiling saves only a few percent of their time.
+#: If each layer is a single operator, compiling begins only after this many times as long, because it saves only a few percent.
 PATIENCE = 10.0
 
 
 class PassKind(NamedTuple):
-    """A kind of pass. Each kind has its own graph.
+    """A kind of pass. Each kind is compiled separately.
 
     Attributes:
         several_rows: whether the pass has more than one row.
@@ -44,11 +44,11 @@ class PassKind(NamedTuple):
 
 
 class Tier(NamedTuple):
-    """Which parts of a step run compiled. A recording of one tier is not replayed in another.
+    """Which parts of a step run compiled. A recorded step (CUDA graph) is replayed only in the tier in which it was recorded.
 
     Attributes:
         compiled: whether the forward pass runs compiled.
-        draws: pairs of a sampling plan and a kind of arguments, for which drawing runs compiled.
+        draws: pairs of a sampling plan and a kind of arguments, for which the drawing of tokens runs compiled.
     """
 
     compiled: bool
@@ -57,10 +57,10 @@ class Tier(NamedTuple):
 
 @dataclass
 class _Tier:
-    """What is known about the passes of one kind.
+    """The compilation of the passes of one kind.
 
     Attributes:
-        seconds: seconds of uncompiled passes so far.
+        seconds: seconds so far of passes and steps that compiling this kind would make faster.
         job: the compilation, running or finished; None before it has begun.
         booked: whether the compilation's seconds are in a report.
     """
@@ -71,7 +71,7 @@ class _Tier:
 
 
 class Beside:
-    """The functions of a step that are compiled together with its pass. This base class has none."""
+    """The functions of a step, such as drawing tokens, that are compiled together with the step's pass. This base class has none."""
 
     def forget(self) -> None:
         """Drops compiled code."""
@@ -86,13 +86,13 @@ class Beside:
 
 
 class Tiers:
-    """Decides which passes of a model run compiled: at first no pass; passes of a kind once uncompiled passes have taken long enough.
+    """Decides which passes of a model run compiled: at first none; a kind of pass once its uncompiled passes have taken long enough.
 
     Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and its tokens do not depend on
     when the compiler is ready.
 
     Attributes:
-        kinds: for each kind of pass, its compilation and the seconds of its uncompiled passes.
+        kinds: for each kind of pass, its compilation and the seconds spent without it.
         regional, regional_mixed: the compiled pass without and with a piece of a prompt; None before their compilation begins.
         mode: the setting ``compile`` of the present call.
         report: the present call's report.
@@ -115,7 +115,7 @@ class Tiers:
 
     @contextmanager
     def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
-        """Within this context, passes compile as `mode` says, and `report` counts their compilations.
+        """Within this context, `mode` decides which passes are compiled, and their compilations are added to `report`.
 
         Args:
             allowed: the result of :meth:`steady_tiers` at the beginning of the call. None: the result of an enclosing context with the
@@ -140,12 +140,13 @@ class Tiers:
     def steady_tiers(
         self, mode: Compile, plan: SamplingPlan | None = None, *, joined: bool = False
     ) -> set[Hashable] | None:
-        """The kinds of passes and draws that a call beginning now may run compiled. None for no limit, if `mode` is True or False.
+        """What a call beginning now may run compiled: kinds of passes, and pairs as in :attr:`Tier.draws`. None: no limit.
 
         Args:
-            plan: if given, draws by other plans are left out.
-            joined: whether requests join and leave. A request is then part of passes over one row and over several rows, so either both
-                kinds of passes run compiled or none (:meth:`compile_both`).
+            mode: the call's setting ``compile``; only "auto" sets a limit.
+            plan: if given, pairs with other sampling plans are left out.
+            joined: whether requests join and leave the batch. A request is then part of passes over one row and over several rows, so
+                either both kinds of passes run compiled or none (:meth:`compile_both`).
         """
         if mode != "auto":
             return None
@@ -155,7 +156,7 @@ class Tiers:
         return kinds | self.beside.ready(plan)
 
     def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
-        """Whether more passes or draws are compiled now than when :meth:`steady_tiers` returned `tiers`."""
+        """Whether more is compiled now than when :meth:`steady_tiers` returned `tiers`. Always False without a limit."""
         return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
@@ -225,9 +226,7 @@ class Tiers:
             self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def book_single(self, seconds: float, rows: int) -> None:
-        """Adds the seconds of a step without a draft. Once these steps have taken long enough, passes with a single node per row get a
-        graph.
-        """
+        """Adds the seconds of a step without a draft. Begins to compile passes with a single node per row after enough seconds."""
         kind = PassKind(rows > 1, single_node=True)
         if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
@@ -236,7 +235,7 @@ class Tiers:
         self._spend(kind, seconds)
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
-        """Adds the seconds of a prefill pass that a mixed pass could have contained. After enough seconds, mixed passes get a graph."""
+        """Adds the seconds of a prefill that a mixed pass could have done. Begins to compile mixed passes after enough seconds."""
         if rows >= 2 and self._can_mix and self.compiles(several=True):
             self._spend(PassKind(True, single, mixed=True), seconds)
 
@@ -246,7 +245,7 @@ class Tiers:
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Adds seconds that a graph for `kind` would save in part, and begins to compile that graph when it is due."""
+        """Adds seconds of which compiled passes of `kind` would save a part, and begins to compile these passes when that is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):
@@ -294,8 +293,8 @@ class Tiers:
         return tier
 
     def mixes(self, rows: int, *, single: bool) -> bool:
-        """Whether the next pass over `rows` rows may also prefill a piece of a prompt: if it runs uncompiled, or mixed passes have a
-        graph. single: whether each row has a single node.
+        """Whether the next pass over `rows` rows may also prefill a piece of a prompt: if it runs uncompiled, or mixed passes are
+        compiled. single: whether each row has a single node.
         """
         if rows < 2 or not self._can_mix:
             return False

@@ -17,7 +17,7 @@ MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm: weight ``[H]`` (None: no norm), and the :class:`~decoders.engine.model.weights.layers.Formula`."""
+    """A root-mean-square norm: weight ``[H]`` (None: no norm), and its :class:`~decoders.engine.model.weights.layers.Formula`."""
 
     weight: Tensor | None = None
     epsilon: float = 0.0
@@ -26,10 +26,10 @@ class Norm(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The matrices of a product.
+    """The matrices of a product, or of whole decoder layers.
 
     Attributes:
-        matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` with the same input, or their quantized levels.
+        matrices: ``[O, K]``, or their quantized levels; those of a product (up to :data:`MOST_MATRICES`) have the same input.
         scales: the scales of quantized matrices; empty for other matrices.
         biases: a bias ``[O]`` for each matrix; or empty.
         digits: how many integers represent an activation in a quantized product (:mod:`~decoders.engine.model.weights.quantized`).
@@ -69,7 +69,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     would compile another graph for every size that changes a launch.
 
     Args:
-        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes come last.
+        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that are written come last.
         fake: returns empty tensors of the result's sizes, for tracing.
     """
     name = schema.partition("(")[0]

@@ -1,4 +1,5 @@
-"""Kernels for attention of a block of nodes to the slot cache. Their cost depends on each row's length. They read no mask of all slots.
+"""Kernels for attention of a block of nodes (a draft tree or a piece of text) to the slot cache. Their cost grows with a row's length,
+not with the cache's size, and they read no mask of all slots.
 
 A small 4-D tensor takes the place of the mask and describes the block (:func:`pack_mask`); model code passes it on unchanged. The
 operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
@@ -31,13 +32,13 @@ Kernel = Literal["triton", "cpu"]
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """Describes a block by ``[B, 1, K, words + 2]`` int64: per node, words with a bit for each visible node, the offset and the base.
+    """Describes a block as ``[B, 1, K, words + 2]`` int64: for each node, words with a bit per visible node, its offset, and the base.
 
     Args:
         base: ``[B]`` int64, slot and position of each row's node 0; may be negative.
         offsets: ``[B, K]`` int64, positions of the nodes relative to `base`.
         visible: ``[B, N, K]`` bool, which nodes each of the last ``N`` nodes sees. None for text, where a token sees all tokens before
-            it; then there are no words.
+            it; the result then has no words.
     """
     rows, nodes = offsets.shape
     columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]
@@ -62,7 +63,7 @@ def attend(
         value: ``[B, Hkv, view, Dv]``.
         mask: the result of :func:`pack_mask`.
         sinks: ``[Hq]``, an additional score per head, which belongs to no key and no value.
-        kind: how far the layer looks back.
+        kind: the layer's window and chunk, which limit how far it looks back.
         scale: factor of the scores; by default ``D ** -0.5``.
         softcap: if given, scores are ``softcap · tanh(scores / softcap)``.
     """
@@ -75,7 +76,7 @@ def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     kernel: Kernel = "triton", **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Computes :func:`decoders.engine.model.attention.tree_attention` by a kernel. The mask is a result of :func:`pack_mask`."""
+    """Computes :func:`decoders.engine.model.attention.tree_attention` by a kernel. attention_mask: from :func:`pack_mask`."""
     if given.get("position_bias") is not None:
         refuse_position_bias(module)
     sinks, softcap, kind = given.get("s_aux"), given.get("softcap"), getattr(module, KIND_ATTRIBUTE, LayerKind())
@@ -83,7 +84,7 @@ def kernel_attention(
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *_: int) -> Tensor:
         return attend(query, key, value, mask, sinks, kind, scaling, softcap, kernel)
 
-    shape = getattr(attention_mask, "decoders_shape", None)  # only the mask of a mixed pass has this attribute
+    shape = getattr(attention_mask, "decoders_shape", None)  # only the mask of a mixed pass (mixed.py) has it
     if shape is not None:
         return shape.attend(query, key, value, attention_mask, 0, compute), None
     return compute(query, key, value, attention_mask), None

@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(width: int, value_width: int, dtype: torch.dtype, *, text: bool) -> Tiles:
-    """The tiles for heads of these widths. They are small in float32, whose products are unrolled loops, which compile slowly."""
+    """The tiles for heads of these widths. Float32 tiles are small: their products are unrolled loops, which compile slowly."""
     wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
     narrow = max(wide, value_wide) <= 128
     if dtype == torch.float32:

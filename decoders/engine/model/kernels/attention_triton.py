@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`.attention`. One has a program per tile of queries and split of the keys; one adds up the splits.
+"""The Triton kernels of :mod:`.attention`: one with a program per tile of queries and split of the keys, one that adds up the splits.
 
 The queries of a GQA group (``G`` query heads per key head ``h``) are rows of a tile: row ``r`` is query ``r // G`` of head
 ``h * G + r % G``. A tile of keys begins at a multiple of ``BN`` slots, and a split at a fixed slot, so that the order of a query's sums

@@ -4,8 +4,8 @@ The input `parts` has the sums of a product's stretches (:mod:`.products_triton`
 whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have about a hundred more launches, of two
 microseconds each. Sums are rounded where the model rounds them.
 
-How PyTorch's mean distributes a row to threads depends on the number of rows, and inductor chooses the loops of a sum by timing. Here
-one program computes the norm of a row (or head), and the order of the norm's sum depends only on the width.
+The number of rows decides how PyTorch's mean distributes a row to threads, and inductor chooses the loops of a sum by timing, so bits
+would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arg
 
 @triton.jit
 def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm of `values`, a row or a part of a row. squares: the squares of all values of the row."""
+    """`values`, a row or a part of it, after RMSNorm and its weight. squares: the squares of all values of the row."""
     values *= tl.rsqrt(tl.sum(squares) / width + epsilon)
     if ROUNDED:
         values = values.to(weight.dtype.element_ty).to(tl.float32)
@@ -46,7 +46,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of all parts' entries at `place`, in order. size: entries per part, a multiple of the outputs to allow wide loads."""
+    """The sum of all parts' entries at `place`, in order. size: entries per part; as ``rows * outputs``, it allows wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)
@@ -91,8 +91,8 @@ def _add_to_residual(  # type: ignore[no-untyped-def]
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_ADDED: tl.constexpr,
     BEFORE_ROUNDED: tl.constexpr, AFTER: tl.constexpr, AFTER_ADDED: tl.constexpr, AFTER_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds up a row of ``[STRETCHES, rows, width]``, and adds the sum, or the sum's norm, to the residual. If AFTER, also writes the
-    norm of the new residual."""
+    """Adds up a row of ``[STRETCHES, rows, width]``, and adds the sum (normalized if BEFORE) to the residual. If AFTER, also writes
+    the new residual, normalized."""
     place = tl.arange(0, BLOCK)
     here, first = place < width, tl.program_id(0).to(tl.int64) * width
     total = _summed(parts, first + place, here, rows.to(tl.int64) * width, STRETCHES)
@@ -117,7 +117,7 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts for one head of one node; for a query or key, then computes the norm and the rotary position. Writes keys and
+    """Adds up the parts for one head of one node; for a query or key, then applies the norm and the rotary position. Writes keys and
     values to the cache or to new tensors."""
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
@@ -192,7 +192,7 @@ def _warps(block: int) -> int:
 def added_to_residual(
     parts: Tensor, bias: Tensor | None, residual: Tensor, before: Norm, after: Norm
 ) -> tuple[Tensor, Tensor]:
-    """The new residual ``[rows, H]``, and its norm `after` (an empty tensor without that norm)."""
+    """The new residual ``[rows, H]``, and the new residual after the norm `after` (an empty tensor without a norm)."""
     stretches, rows, width = parts.shape
     out = torch.empty_like(residual)
     first, second = before.weight is not None, after.weight is not None
@@ -231,7 +231,7 @@ def rotated_to_cache(
 
 
 def normalized(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_first: bool) -> Tensor:
-    """The norm of each row of `x` ``[…, H]``, in the shape of `x`."""
+    """`x` ``[…, H]`` with each row normalized and multiplied by `weight`."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     out, block = torch.empty_like(flat), triton.next_power_of_2(x.shape[-1])
     _normalize[(len(flat),)](

@@ -120,7 +120,7 @@ def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor
     """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None if no kernel computes it.
 
     Args:
-        by: both matrices ``[I, K]``; the gate's matrix is the first if `gate_first`.
+        by: the matrices of gate and up ``[I, K]``, the gate's first if `gate_first`, else last.
         kind: the activation; 0 is silu, 1 is gelu approximated by tanh.
     """
     if operator_for(x) is not few_rows_on_cuda:
@@ -134,7 +134,7 @@ def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor
 def linear_to_residual(
     x: Tensor, by: Operands, residual: Tensor, before: Norm = Norm(), after: Norm = Norm()
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual + before(x @ matrix.T + bias)``, and the norm `after` of this sum (empty without that norm), both ``[…, H]``.
+    """``residual + before(x @ matrix.T + bias)``, and this sum after the norm `after` (empty without a norm), both ``[…, H]``.
 
     None if no kernel computes them.
 
@@ -142,7 +142,7 @@ def linear_to_residual(
         x: ``[…, K]``.
         by: a matrix ``[H, K]``.
         residual: ``[…, H]``.
-        before, after: the norm of the product, and the norm of the sum.
+        before, after: the norm that is applied to the product, and the norm that is applied to the sum.
     """
     if operator_for(x) is not few_rows_on_cuda:
         return _on_cpu("linear_to_residual", x, *by, residual, *before, *after)
@@ -155,7 +155,7 @@ def linear_to_residual(
 def linear_rotated(
     x: Tensor, by: Operands, norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:  # fmt: skip
-    """Computes queries, keys and values, and the norms (per head) and rotary positions of queries and keys.
+    """Computes queries, keys and values, and applies norms (per head) and rotary positions to queries and keys.
 
     Args:
         x: ``[B, N, K]``.
@@ -186,7 +186,7 @@ def linear_rotated(
 
 def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:
     """Computes whole layers by the CPU's operator (``elementwise.cpp``), which also writes to the cache. Returns the layers' results
-    and the norm of the last result; None if the operator does not compute these layers.
+    and the last result after the next layer's norm; None if the operator does not compute these layers.
     """
     return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layers", x, *given)
 
@@ -197,5 +197,5 @@ def _on_cpu(name: str, *given: Any) -> Any:
         return on_cpu[name](*given)
     try:
         return on_cpu[name](*given)
-    except RuntimeError:  # the unfused layer then computes it, or raises
+    except RuntimeError:  # the caller's unfused layer then computes the result, or raises
         return None

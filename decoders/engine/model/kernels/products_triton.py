@@ -28,9 +28,9 @@ from .epilogues_triton import activated, added, added_to_residual, rotated_to_ca
 
 #: Number of rows of a tensor-core instruction; fewer rows cost the same.
 TILE = 16
-#: Greatest number of row tiles of a program.
+#: Greatest number of tiles of rows that a program multiplies.
 MOST_TILES = 8
-#: With more nodes per row of the batch than this (long texts), PyTorch computes the product, because cuBLAS is fast then.
+#: With more nodes per row of the batch than this (long texts), PyTorch computes the product, because cuBLAS is fast with many rows.
 MOST_ROWS = TILE * MOST_TILES
 #: Wanted number of programs of a product: about two for each of the 132 multiprocessors of an H100. It is the same on every device,
 #: because bits depend on it.
@@ -39,7 +39,7 @@ PROGRAMS = 256
 LEAST_STRETCH = 256
 #: Bytes of a row that a program reads at once.
 STEP_BYTES = 128
-#: By number of row tiles, how many steps a program reads ahead. Two programs then fit into a multiprocessor's shared memory.
+#: By a program's number of tiles of rows, how many steps it reads ahead. Two programs then fit into a multiprocessor's shared memory.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
 #: Greatest number of bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
 MOST_AHEAD = 96 << 10

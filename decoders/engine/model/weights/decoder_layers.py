@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A decoder layer in the form of the CPU's operator: an attention module and the gated feed-forward layer behind it.
+    """A decoder layer in the form that the CPU's operator takes: an attention module and the gated feed-forward layer behind it.
 
     Attributes:
         attention: the attention module; `plan` is its structure.
@@ -69,7 +69,7 @@ class Whole(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """A key that is equal for layers that one call of the operator can compute: what the operator takes once for all its layers."""
+        """A key that is equal for layers that one call of the operator can compute; it holds the arguments that they share."""
         normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
         return self.formula, self.activation, self.biased, normed, plan.scaling, plan.softcap, plan.sinks is None
 
@@ -78,13 +78,13 @@ def whole_layers(
     layers: Sequence[Whole], firsts: Sequence[NormOf], x: Tensor, reads: Tensor, turns: tuple[Tensor, Tensor],
     mask: Tensor, cache: Any,
 ) -> tuple[list[Tensor], Tensor] | None:  # fmt: skip
-    """The results of `layers`, which follow each other and are of one :attr:`Whole.kind`, and the norm of the last result.
+    """The results of `layers`, and the last result after the last norm in `firsts`; None if the operator does not compute them.
 
-    None if the operator does not compute them.
+    The layers follow each other, and their :attr:`Whole.kind` is equal.
 
     Args:
         firsts: for each layer, the first norm of the layer behind it; :data:`NO_NORM` for the last layer if that norm is not computed.
-        reads: the first layer's first norm of `x`.
+        reads: `x` after the first layer's first norm.
         turns: cos and sin.
     """
     one = layers[0]
@@ -136,7 +136,7 @@ def whole_layers(
 
 
 class Layer(NamedTuple):
-    """What the fused form of a decoder layer needs to know about the layer.
+    """The structure of a decoder layer, for the fused form of the layer.
 
     Attributes:
         first: the layer's first norm.
@@ -156,7 +156,7 @@ class Following(NamedTuple):
 
     Attributes:
         layer: the decoder layer.
-        alike: whether an operator can compute both layers together: they are of one :attr:`Whole.kind`, and get the same arguments.
+        alike: whether one operator can compute the two layers: their :attr:`Whole.kind` is equal, and so are their other arguments.
     """
 
     layer: nn.Module
@@ -164,7 +164,7 @@ class Following(NamedTuple):
 
 
 class Ahead(threading.local):
-    """Results of layers that are called later: the operator has computed them in the call of a layer in front of these layers.
+    """Results of layers that were not called yet: the operator has computed them in the call of an earlier layer.
 
     Attributes:
         source, rest: the input of the layer that is called next, and the other arguments, which are the same for all layers.
@@ -188,7 +188,7 @@ class Ahead(threading.local):
         return result if fits else None
 
 
-#: With more tokens than this, layers are computed one by one: each takes long anyway, and the results of all layers would take memory.
+#: With more tokens than this, layers are computed one by one: each takes long anyway, and the results of all layers would need memory.
 MOST_AHEAD = 64
 #: The result of a layer's first norm, which the layer before it has computed.
 _normed = Latest()
@@ -196,7 +196,7 @@ _ahead = Ahead()
 
 
 def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tuple[Tensor | None, Any]:
-    """The input of the last linear layer in an attention module or a feed-forward layer, and that linear layer."""
+    """The input of the last linear layer of an attention or feed-forward module (None without a kernel), and that linear layer."""
     if (gated := vars(module).get("decoders_gated")) is not None:
         return type(module).inner(gated, x), gated[1]
     plan = module.decoders_block
@@ -223,10 +223,10 @@ def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
 
 @functools.cache
 def layer_class(plain: Any) -> type[nn.Module]:
-    """The class that replaces the class `plain` of a decoder layer. Its objects have a :class:`Layer`."""
+    """The class that replaces `plain`, a class of decoder layers. Its objects store a :class:`Layer` as ``decoders_block``."""
 
     def compute(plan: Layer, x: Tensor | None, *rest: Any, own: nn.Module | None = None) -> Tensor | None:
-        """The layer's result; None if it cannot be computed.
+        """The layer's result; None if no kernel computes it.
 
         Args:
             rest: cos and sin, the mask and the cache.

@@ -17,12 +17,12 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1
 
 
 def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_products: bool = True) -> int:
-    """Makes the plain linear layers of `model`, our copy of a model, multiply with our kernels if these support their weights. Returns
-    the number of these layers.
+    """Makes the plain linear layers of `model`, our copy of a model, multiply with our kernels if these support the weights. Returns
+    the number of layers that do.
 
     Args:
-        groups: layers with the same input. Layers of a group that are stored alike become one product.
-        exact_products: whether a row must have the same bits for any number of rows. On CUDA, our kernels multiply only then.
+        groups: paths of layers with the same input. Layers of a group whose weights are stored alike multiply in one product.
+        exact_products: whether a row must have the same bits for any number of rows. On CUDA, our kernels are only used if it must.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     weights = {path: plain_weight(module) for path, module in modules.items()}

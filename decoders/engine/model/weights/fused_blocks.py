@@ -33,9 +33,9 @@ Result = TypeVar("Result")
 def fuse_blocks(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable[[Callable[[SlotCache], None]], Any]
 ) -> int:
-    """Fuses the `layers` of our copy of a model that attends with a kernel, if their structure is known. Returns how many it fused.
+    """Fuses the decoder `layers` whose structure is known, in our copy of a model. Returns the number of fused layers.
 
-    run: calls its argument with the cache, then runs the model on a few tokens.
+    kernel: computes the model's attention; run: calls its argument with the cache, then runs the model on a few tokens.
     """
     if any(
         any(hooks_of(module)) or "forward" in vars(module)
@@ -70,13 +70,13 @@ def fuse_blocks(
         fused.append(call if computes else None)
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
-            # This is no part of the `Layer`, because a compiled region would take the following layer's values as inputs.
+            # This is not stored in the `Layer`, because a compiled region would take the following layer's values as inputs.
             vars(one.module)["decoders_following"] = Following(other.module, _alike(one, other))
     return sum(call is not None for call in fused)
 
 
 def _alike(one: Call, other: Call) -> bool:
-    """Whether an operator can compute both layers together."""
+    """Whether an operator can compute the layers of the two calls together."""
     plans = [vars(call.module)["decoders_block"] for call in (one, other)]
     rest = [taken(call.given, call.options, plan.names)[1:] for call, plan in zip((one, other), plans, strict=True)]
     wholes, formulas = [plan.whole for plan in plans], [plan.first[1] for plan in plans]

@@ -1,6 +1,6 @@
 """Chooses the gated feed-forward layers that are fused.
 
-In a small layer, the operators around the products cost as much as the products, mostly because of the calls. A layer is recognized by
+In a small layer, the operators around the products cost as much as the products, mostly by call overhead. A layer is recognized by
 its results: the layer and the kernel run on random numbers. If their results differ by more than rounding, the layer stays unfused.
 """
 
@@ -33,7 +33,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
-    """The class that fuses a gated layer ``down(activation(gate(x)) * up(x))``, and its linear layers; None for other modules."""
+    """The class that fuses the gated layer ``down(activation(gate(x)) * up(x))``, and the linear layers; None for other modules."""
     children = list(module.children())
     linear: list[Any] = [child for child in children if isinstance(child, Joint)]
     others = [child for child in children if not isinstance(child, Joint)]

@@ -36,7 +36,7 @@ class Latest(threading.local):
     result: Any = None
 
     def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
-        """``compute(x)``; or the last result, if `x` and `by` are still the same objects and `x` was not written since."""
+        """``compute(x)``; or the last result, if it was stored for the same objects `x` and `by`, and `x` was not written since."""
         if self.source is not x or self.by is not by or self.writes != writes_counted(x):
             self.keep(x, by, compute(x))
         return self.result
@@ -54,7 +54,7 @@ _products = Latest()
 
 
 class Joint:
-    """Base of layers that may have a joint product.
+    """Base of linear layers that may compute their products jointly, as one product (layers with the same input).
 
     Attributes:
         group: the layers of the joint product, this layer included; None without a joint product.
@@ -87,7 +87,7 @@ class Joint:
 
 def bias_of(layer: Any) -> Tensor | None:
     """The bias of a linear layer; None without a bias."""
-    own = own_parameters(layer)  # asked first, because `layer.bias` takes ten times as long
+    own = own_parameters(layer)  # looked up first, because `layer.bias` takes ten times as long
     if "bias" in own:
         return own["bias"]
     return cast(Tensor | None, layer.bias)
@@ -110,7 +110,7 @@ class FewRows(Joint):
 
     def matrix(self) -> Tensor:
         """The matrix ``[out, in]``, with any strides."""
-        narrow = getattr(self, "decoders_narrow", None)  # this also runs for plain layers, which lack this attribute
+        narrow = getattr(self, "decoders_narrow", None)  # the method also runs for plain layers, without this attribute
         return own_parameters(self)["weight"] if narrow is None else narrow  # type: ignore[arg-type, return-value]
 
     @staticmethod
@@ -127,7 +127,7 @@ class FewRows(Joint):
 def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     """The product ``[…, out]`` of `x` and all `layers`; None if no kernel computes it as one product.
 
-    The kernel checks the weights in every call, because a weight may get data of another dtype or with other strides.
+    The kernel checks the weights in every call, because a user may assign data with another dtype or other strides.
     """
     by = FewRows.operands(layers)
     return product_or_none(x, by.matrices, by.biases)
@@ -161,7 +161,7 @@ class Formula(NamedTuple):
     rounded_first: bool
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The norm as models of transformers compute it. x: ``[…, H]``, weight: ``[H]``."""
+        """`x` ``[…, H]``, normalized and multiplied by `weight` ``[H]``, with the bits of transformers' models."""
         wide = x.float()
         quotient = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         factor = 1.0 + weight.float() if self.one_added else weight
@@ -170,7 +170,7 @@ class Formula(NamedTuple):
 
 @functools.cache
 def norm_class(plain: Any, formula: Formula, rms_norm: Callable[..., Tensor]) -> type[nn.Module]:
-    """The class that replaces the norm class `plain`. It computes with the operator `rms_norm`."""
+    """The class that replaces the norm class `plain`. Its forward calls the operator `rms_norm`."""
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
         if more or options or x.dtype != self.weight.dtype or not x.numel():
@@ -218,12 +218,12 @@ def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
 
 
 class Attention(NamedTuple):
-    """What the fused form of an attention module needs to know about the module.
+    """The structure of an attention module, for the fused form of the module.
 
     Attributes:
         group: the linear layers of queries, keys and values, which have a joint product.
         out: the module's last linear layer.
-        norms: the norms of the heads of queries, and of keys.
+        norms: the norm of query heads, and the norm of key heads.
         names: names of the arguments for the input, cos and sin, the mask and the cache.
         layer: the module's index in the cache.
         scaling, softcap: factor and soft cap of scores.
@@ -245,7 +245,9 @@ class Attention(NamedTuple):
 def attend(
     module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any
 ) -> Tensor | None:
-    """The input of an attention module's last linear layer, ``[B, N, H D]``; None if the kernels do not compute it."""
+    """Writes keys and values to the cache. Returns the input of the module's last linear layer, ``[B, N, H D]``; None if no kernel
+    computes it. turns: cos and sin.
+    """
     if type(cache) is not SlotCache or not cache.is_read_as_stored:
         return None
     keys, values = cache.buffers.keys[plan.layer], cache.buffers.values[plan.layer]
@@ -257,12 +259,12 @@ def attend(
         return None
     query, new_keys, new_values = rotated
     if new_keys is not None and new_values is not None:
-        seen: Any = cache.update(new_keys, new_values, plan.layer)
+        seen_keys, seen_values = cast(Any, cache.update(new_keys, new_values, plan.layer))
     else:
-        seen = cache.seen(keys, None), cache.seen(values, None)
+        seen_keys, seen_values = cast(Any, (cache.seen(keys, None), cache.seen(values, None)))
     sinks = None if plan.sinks is None else own_parameters(module)[plan.sinks]
     options: dict[str, Any] = dict(scaling=plan.scaling, softcap=plan.softcap, s_aux=sinks, kernel=plan.kernel)
-    out, _ = attention.kernel_attention(module, query.transpose(1, 2), *seen, mask, **options)
+    out, _ = attention.kernel_attention(module, query.transpose(1, 2), seen_keys, seen_values, mask, **options)
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -276,7 +278,7 @@ def taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[
 
 @functools.cache
 def attention_class(plain: Any) -> type[nn.Module]:
-    """The class that replaces the class `plain` of an attention module. Its objects have an :class:`Attention`."""
+    """The class that replaces `plain`, a class of attention modules. Its objects store an :class:`Attention` as ``decoders_block``."""
 
     def forward(self: Any, *given: Any, **options: Any) -> Any:
         plan = self.decoders_block

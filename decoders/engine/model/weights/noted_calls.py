@@ -19,7 +19,7 @@ Name = int | str | None
 
 
 class Call(NamedTuple):
-    """One call of a module."""
+    """One call of a module: its positional arguments `given`, its keyword arguments `options`, and its result."""
 
     module: nn.Module
     given: tuple
@@ -36,7 +36,10 @@ class Call(NamedTuple):
 def noted_calls(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable
 ) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """Yields the calls of each module in `layers` during `run`, and for each attention module what its kernel and the cache got."""
+    """Runs `run`; yields the calls of each module in `layers`, and each attention module's query, mask, options and cache update.
+
+    run: calls its argument with the cache, then runs the model.
+    """
     calls: dict[nn.Module, list[Call]] = {}
     attended: dict[nn.Module, tuple] = {}
     order: list[Call] = []

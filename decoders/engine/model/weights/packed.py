@@ -1,7 +1,7 @@
 """Formats in which other libraries pack matrices of 4 and 8 bits into words of 32 bits. A layer's tensors show its format.
 
 An entry of :data:`FORMATS` describes where levels, scales and zeros are, and how they are packed. A format is used for a layer if the
-matrix that it reads gives the layer's own output for a random input.
+matrix, unpacked in this format, gives the layer's own output for a random input.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Format:
         return [each for each in named if isinstance(each, Tensor)]
 
     def unpacked(self, bits: int, words: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Levels:
-        """The matrix that the tensors of :meth:`sources` hold."""
+        """The matrix that is packed in the tensors of :meth:`sources`."""
         levels = self._numbers(words, bits, self.packed).to(torch.uint8)
         steps, middles = scales.float(), self.middles(bits, scales, zeros)
         return Levels(*(each.t().contiguous() if self.inputs_first else each for each in (levels, steps, middles)))
@@ -105,7 +105,7 @@ FORMATS = (
 def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
     """The format of a layer's matrix and the bits per level; None for a layer in none of the formats.
 
-    hooks: the model's pre-hooks. If the layer fails without them, they run on a copy first: compressed-tensors unpacks in such a hook.
+    hooks: the model's pre-hooks. If the layer raises an error, they first run on a copy: compressed-tensors unpacks in a pre-hook.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):
@@ -138,7 +138,7 @@ def _output(layer: nn.Module, hooks: Sequence[Callable[..., object]], x: Tensor)
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Format, int]]:
-    """Yields path, layer, format and bits of each layer in one of the :data:`FORMATS`. model: our copy, which has not run yet."""
+    """Yields path, layer, format and bits of each layer in one of the :data:`FORMATS`. model: our copy, which must not have run."""
     hooks = [*hooks_of(model)[1].values()]
     for path, layer in model.named_modules(remove_duplicate=False):
         if (found := format_of(layer, hooks)) is not None:

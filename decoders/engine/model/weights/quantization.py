@@ -1,4 +1,4 @@
-"""Chooses the matrices that run quantized: matrices that a library has quantized, and dense matrices if the setting `weights` asks."""
+"""Chooses the matrices that run quantized: those that a library has quantized, and dense matrices if the setting `weights` says so."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class QuantizedWeight:
 
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized.
-        made: attributes for the layer. Their tensors always stay the same objects, because graphs hold them.
+        made: attributes to set on the layer. Their tensors are only written in place, because graphs hold them.
         of: the state of the sources (:func:`values_of`) when the copy was made.
     """
 
@@ -97,7 +97,7 @@ class QuantizedWeight:
         """If the sources have changed, copies them again to the same tensors. Raises LossyError."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-                if own.data_ptr() != new.data_ptr():  # they are equal if a library's levels are used without a copy
+                if own.data_ptr() != new.data_ptr():  # equal addresses: a library's levels are used without a copy
                     own.copy_(new)
             self.of = present
 
@@ -108,7 +108,7 @@ _in_use: weakref.WeakValueDictionary[tuple, QuantizedWeight] = weakref.WeakValue
 
 @dataclass
 class Quantized:
-    """The result of :func:`quantize`. layers: by path, every layer with a quantized matrix, and this matrix."""
+    """The result of :func:`take_packed` and :func:`quantize`. layers: by path, each layer that runs quantized, and its matrix."""
 
     layers: dict[str, tuple[nn.Module, QuantizedWeight]] = field(default_factory=dict)
 
@@ -137,7 +137,7 @@ def take_packed(model: nn.Module) -> Quantized:
         if (weight := _packed(module, form, bits)) is not None:
             quantized.layers[path] = (module, weight)
     for module, weight in quantized.layers.values():
-        for name in ("forward", "quantization_scheme"):  # by these attributes compressed-tensors would unpack
+        for name in ("forward", "quantization_scheme"):  # with these attributes, compressed-tensors would unpack
             vars(module).pop(name, None)
         vars(module).update(weight.made)
         module.__class__ = QuantizedLinear
@@ -174,13 +174,13 @@ def quantize(
 ) -> Quantized:  # fmt: skip
     """Makes layers of `model`, our copy of a model, multiply with quantized matrices.
 
-    Layers that a library has quantized keep their values, and get a kernel if there is one. With a `scheme`, dense layers get copies of
+    Layers that a library has quantized keep their values, and use a kernel if there is one. With a `scheme`, dense layers get copies of
     their weights. For ``int4``, the output `head` and layers whose size the kernel does not support get ``int8`` copies. ``16bit``
     copies only float32 weights whose numbers 16 bits can hold.
 
     Args:
         smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None for :data:`SMALLEST`.
-        groups: layers with the same input. Layers of a group that are quantized alike become one product.
+        groups: paths of layers with the same input. Layers of a group that are quantized alike multiply in one product.
         given: the result of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest
@@ -221,7 +221,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]]) -> QuantizedWeight:
-    """The quantized copy of `sources` that is in use; if there is none, a new copy by `make`. key: the kind of copy."""
+    """The quantized copy of `sources` that is in use; a new copy by `make` if none is, or if it is outdated. key: the kind of copy."""
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
     copy = _in_use.get(key)
@@ -232,7 +232,7 @@ def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]
 
 
 def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWeight | None:
-    """The quantized weight of a plain dense layer by `scheme`; None for layers that `scheme` does not quantize."""
+    """The weight of a plain dense layer, quantized by `scheme`; None for layers that `scheme` does not quantize."""
     weight = plain_weight(module)
     if (
         weight is None

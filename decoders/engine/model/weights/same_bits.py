@@ -17,7 +17,7 @@ from ..kernels.products import rms_norm_for
 from .layers import Formula, norm_class
 from .twin import share_weights
 
-#: ATen gives each thread at least GRAIN elements, and needs no scalar code if their number is a multiple of TWO_VECTORS.
+#: ATen assigns at least GRAIN elements to each thread, and runs only vector code if their number is a multiple of TWO_VECTORS.
 GRAIN, TWO_VECTORS = 32768, 64
 #: torch's elementwise activations whose vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
@@ -26,7 +26,7 @@ EPSILONS = ("variance_epsilon", "eps")
 
 
 def norm_kind(module: nn.Module) -> type[nn.Module] | None:
-    """The class that replaces a root-mean-square norm, if there is a kernel; None for other modules."""
+    """The class that replaces `module` if it is a root-mean-square norm for which there is a kernel; else None."""
     own, epsilons = (
         modules_compat.own_parameters(module),
         [vars(module)[name] for name in EPSILONS if name in vars(module)],
@@ -68,7 +68,7 @@ def replace_norms(model: nn.Module) -> None:
 
 
 def align_activations(model: nn.Module) -> None:
-    """Makes the activations in our copy of a model give a number the same bits at any index of the tensor."""
+    """Makes the activations in our copy of a model compute the same bits for a number at any index of the tensor."""
     for module in model.modules():
         plain = type(module)
         elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
@@ -86,7 +86,7 @@ def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
         count = x.numel()
         threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
         spare = -count % (TWO_VECTORS * threads)
-        # torch computes inputs that are not contiguous row by row, so there the size of a row decides.
+        # torch processes a non-contiguous input row by row, so for such an input the size of a row decides.
         if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
             return plain.forward(self, x)
         return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)

@@ -1,7 +1,7 @@
 """Detects changes of a model between two calls: changed weights, modules, attributes of modules, hooks, and config.
 
-The loop reads the model's own weights, so a changed weight takes effect at once. Results of the old weights must be dropped: keys and
-values of kept texts, quantized copies, and code and recordings that hold values or addresses.
+The loop reads the model's own weights, so a changed weight takes effect at once. What depends on the old weights must be dropped: keys
+and values of earlier texts, quantized copies, and compiled code and CUDA graphs that contain values or addresses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeightState:
         modules: changes when a weight is replaced by another tensor, resized, cast or stored in another way; when a module is replaced,
             or gets a hook, another mode or another ``forward``; when a plain attribute of a module or a value of a config is set.
         contents: changes with the entries of dicts, lists and sets that modules hold, and with a plain value that a hook reads.
-        values: changes when a weight, or a tensor that a hook reads, is written in place or gets other memory.
+        values: changes when a weight, or a tensor that a hook reads, is written in place or moves to other memory.
     """
 
     modules: tuple[object, ...]
@@ -100,8 +100,8 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """A key that changes when any of `tensors` gets other memory or is written. PyTorch's counter shows writes; samples of the contents
-    show writes that the counter misses (through ``.data``, through numpy, in inference mode).
+    """A key that changes when any of `tensors` moves to other memory or is written. PyTorch's counter shows writes; samples of the
+    contents show writes that the counter misses (through ``.data``, through numpy, in inference mode).
     """
     own = [local_part(tensor) for tensor in with_parts(tensors)]
     host: list[object] = []
@@ -120,7 +120,7 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
             step = span // _SAMPLED + 1
             entries = tensor.detach().view(bits).as_strided((span // step,), (step,))
             elsewhere.setdefault((tensor.device, bits), []).append(entries)
-    # There is one copy to the host per device and size of entries.
+    # One copy to the host per device and size of entries, because each copy waits for the device.
     copied = [torch.cat(entries).tolist() for entries in elsewhere.values()]
     return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in own], host, copied
 
@@ -174,7 +174,7 @@ def content(value: Any, depth: int = _DEPTH) -> object:
 
 def _read_by(hook: Any) -> Iterator[object]:
     """Yields the plain values and tensors that a user's hook can read: in its closure, its defaults, its globals and the attributes of
-    its object. From dicts found there, it yields plain values only.
+    its object. From dicts among these, it yields plain values only.
     """
     held: list[Any] = []
     while isinstance(hook, functools.partial):

@@ -109,7 +109,7 @@ class _Twin:
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The twin's counterpart of a value in a closure. Unlike in attributes of modules, other objects that hold parts are copied."""
+        """The twin's counterpart of a value in a closure. Unlike :meth:`of`, copies any object that holds a part of the model."""
         if not self._captures(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # because accelerate's wrapper of a forward cannot be copied by copy.copy
@@ -117,7 +117,10 @@ class _Twin:
         return twin
 
     def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
-        """Whether `value` is another object that holds a part of the model. within: depth of the search in containers and functions."""
+        """Whether `value` is an object of another type (no module, config, function …) that holds a part of the model.
+
+        depth, within: how many levels of objects, and of containers and functions, are searched.
+        """
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False
@@ -172,7 +175,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
     Raises:
         UnsupportedError: the model's decoder layers were not found.
-        SettingsError: the model does not have more than `count` layers.
+        SettingsError: `count` is less than 1, or the model does not have more than `count` layers.
     """
     name, twin = type(model).__name__, share_weights(model)
     layers = decoder_layers(twin)
@@ -188,7 +191,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     for module in twin.modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:
             del module[count:]
-    # Only the whole model's config has the new number: by their own, modules divide tables with a part for each layer (Gemma 4).
+    # Only the whole model's config gets the new number. Modules use their own config to split tables with a part per layer (Gemma 4).
     twin.config = copy.deepcopy(twin.config)
     twin.config.get_text_config(decoder=True).num_hidden_layers = count
     return twin

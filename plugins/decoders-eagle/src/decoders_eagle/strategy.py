@@ -60,8 +60,8 @@ class TinyEagle(ReadsFeatures):
 
 
 class TinyEagleDrafter(FeatureDrafter):
-    """The network in a call. Slot ``j`` reads token ``j + 1`` and the target's hidden state of token ``j``. If the target has not
-    computed this state yet, slot ``j`` reads the network's output at slot ``j - 1``. A node at depth ``d`` is in slot
+    """Runs the network in one call. Slot ``j`` reads token ``j + 1`` and the target's hidden state of token ``j``. If the target has
+    not computed this state yet, slot ``j`` reads the network's output at slot ``j - 1`` instead. A node at depth ``d`` is in slot
     ``length - 2 + d``.
     """
 

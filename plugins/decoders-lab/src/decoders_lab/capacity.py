@@ -23,7 +23,9 @@ LENGTH, SLOTS = 128, (256, 8192)
 
 @dataclass(frozen=True)
 class CapacityCost:
-    """Milliseconds of a step's core with `slots` slots per row and prompts of `length` tokens. ratio: to the first capacity's time."""
+    """Milliseconds per step of the core (forward pass, verification, commit) with `slots` cache slots per row, and as a ratio to the
+    time with the first capacity.
+    """
 
     dtype: str
     batch: int
@@ -49,7 +51,7 @@ def check_capacity(
     progress: Callable[[str], None] = lambda what: None,
     decode: Decode = decode,
 ) -> list[CapacityCost]:
-    """Times the core of `methods` (one of our methods per dtype) at every capacity, in turns.
+    """Times the core of each method's steps (one of our methods per dtype) at every capacity, in turns.
 
     The prompts are random tokens, because plain decoding takes the same time for every text.
     """

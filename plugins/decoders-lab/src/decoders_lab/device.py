@@ -25,7 +25,7 @@ from decoders.strategy import Context, Draft, Sequences, Strategy
 
 #: How tokens are drawn in measurements of sampling.
 SAMPLING = Sampling(temperature=0.7, top_k=50, top_p=0.9)
-#: Number of new tokens of the shorter calls. The difference between a longer and a shorter call contains the time of steps only.
+#: Number of new tokens of the shorter calls. The difference in time between a longer and a shorter call comes from steps only.
 SHORT = 8
 
 
@@ -100,7 +100,7 @@ class DeviceBench:
         nodes: sizes of blocks; one node is always measured.
         prompts: lengths of prompts.
         new_tokens: number of new tokens of the longer calls.
-        repeats: number of repeats of every measurement; the median counts.
+        repeats: number of repeats of every measurement, of which the median is reported.
         seconds: after this time, no further block size and no sampling are measured, because each may have to be compiled.
         say: called with the name of each measurement, before the measurement.
     """
@@ -163,7 +163,7 @@ class DeviceBench:
             yield _measured(what, "ms", measure, beside)
 
     def _in_turns(self, text: Workload, *methods: Method) -> list[float]:
-        """Milliseconds of a step, by method, after warming up."""
+        """Milliseconds of a step of each of `methods`, in their order, measured in turns after warming up."""
         self.say(f"warming up: {methods[0].name}")
         for method in methods:
             for _ in range(2):

@@ -19,10 +19,10 @@ from decoders.errors import DecodersError, SettingsError, UnknownNameError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: An engine's ways to decode, as written in the brackets.
+#: The modes in which an engine can decode, as written in the brackets.
 PLAIN, LOOKUP, DRAFT = "", "lookup", "draft"
 MODES = (PLAIN, LOOKUP, DRAFT)
-#: Number format of an engine → dtype of the table that lists it, if this dtype is measured; bfloat16 for all other formats.
+#: By number format, the dtype of the table that lists an engine with this format, if the dtype is measured. All others: bfloat16.
 _NEAREST = {"f32": "float32", "f16": "float16"}
 
 
@@ -180,7 +180,7 @@ def _opened(
         from . import llama_cpp_engine as llama
 
         for role, each in models.items():
-            # A given file holds the target only. The draft model is then written with eight bits.
+            # If a model file is given, it holds only the target, and the draft model is written with eight bits.
             number_format = request.number_format or "q8_0"
             paths[role] = folder / f"{role}-{number_format}.gguf"
             if role == "target" and request.file is not None:

@@ -48,9 +48,9 @@ class Job:
     Attributes:
         subject: a shape, "demo", or a checkpoint.
         dtype: dtype of the weights.
-        strategy: a strategy's registry name; "" is transformers' ``generate``, for which only the calls are measured.
+        strategy: a strategy's registry name; "" is transformers' ``generate``, for which only the first calls are measured.
         config: ``decoders_config`` of every call; empty for the default settings.
-        prompt_lengths: lengths in tokens; calls use the first length, prefill is measured for all.
+        prompt_lengths: lengths of prompts in tokens; all calls use the first length, except that prefill is measured at every length.
         new_tokens: number of new tokens of each call.
         repeats: number of rounds, in which methods take turns.
         history: number of prompt tokens of a chat's first turn; 0 measures no chat.
@@ -77,7 +77,7 @@ class Job:
 
 
 class _Fresh:
-    """The measurements of a job, in the order in which they are made: memory and first calls come before anything else."""
+    """Makes the measurements of a job. Memory and first calls are measured before anything else."""
 
     def __init__(self, job: Job, progress: Callable[[str], None]) -> None:
         self.job, self.progress = job, progress
@@ -149,7 +149,7 @@ class _Fresh:
                 self.figures["cache_bytes"] = max(cache, call.report.peak_memory)
 
     def _settled(self) -> None:
-        """Makes calls until all steps of a call run compiled, or `patience` is over: first greedy calls, then sampled calls."""
+        """Makes calls until all steps of a call run compiled, or ``job.patience`` is over: first greedy calls, then sampled calls."""
         assert self.ours is not None
         self.figures["settled"] = {}
         for name, method in (("greedy", self.ours), ("sampled", replace(self.ours, sampling=SAMPLING))):
@@ -275,7 +275,7 @@ def _endless(method: Method, vocabulary: int) -> Method:
 
 
 def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Runs `job` in this process, and returns the figures by name, which describe a new process only if the present one is new."""
+    """Runs `job` in this process, and returns the figures by name. They describe a new process only if this process is new."""
     fresh = _Fresh(job, progress)
     try:
         return fresh.run()
@@ -287,7 +287,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> di
 def in_new_process(
     job: Job, compile_cache: Path | None = None, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
-    """The figures of `job`, run in a new process; with an ``error`` if the process failed.
+    """Runs `job` in a new process, and returns its figures by name, or only an ``error`` if the process failed.
 
     Args:
         compile_cache: folder of torch.compile's disk cache; None uses the default.

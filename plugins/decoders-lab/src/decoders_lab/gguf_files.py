@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-#: Number format of matrices, as in ``llama.cpp[q8_0]`` → its name in the library ``gguf``.
+#: The names of number formats in the library ``gguf``, by their names in brackets, as in ``llama.cpp[q8_0]``.
 FORMATS = {"f32": "F32", "bf16": "BF16", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 #: Bits per weight of a matrix, including the scales of blocks.
 BITS = {"f32": 32.0, "bf16": 16.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0}
-#: Name of a part of a layer in transformers → its name in the file.
+#: The names of a layer's parts in the file, by their names in transformers.
 _PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",

@@ -48,9 +48,9 @@ class Cost:
         slow_mask_us: 99th percentile of the same times.
         tree_us: median time to compute the unpacked masks after all nodes of a tree of :data:`NODES` draft tokens, as the loop
             computes them on the host.
-        memory: bytes in use after the walks.
+        memory: bytes by which compiling the grammar and walking along the text increased the allocated memory.
         states: number of states of the table's automaton.
-        rows: number of different masks of the table.
+        rows: number of masks that the table stores.
         error: why the grammar could not be compiled.
     """
 
@@ -150,7 +150,7 @@ def measure(
 
 
 def _guide(grammar: CompiledGrammar, taken: Sequence[int]) -> HostGuide:
-    """The loop's guide on the host for one row after the tokens `taken`."""
+    """A guide as the loop uses it on the host, for one row, advanced by the tokens `taken`."""
     guide = HostGuide.of([grammar], len(grammar.vocabulary), torch.device("cpu"))
     for token in taken:
         guide.append(torch.tensor([token]))
@@ -167,7 +167,7 @@ def _forget(guide: HostGuide) -> None:
 def _compiled(
     subject: Subject, backend: Backend, vocabulary: Vocabulary, repeats: int
 ) -> tuple[Cost, CompiledGrammar | None]:
-    """The cost without `tree_us`, and the compiled grammar; None if `backend` cannot compile it."""
+    """The cost without `tree_us`, and the compiled grammar, which is None if `backend` cannot compile it."""
     cost = Cost(subject.name, backend.name, len(vocabulary))
     before = allocated()
     try:
@@ -193,7 +193,7 @@ def _compiled(
 def _compile(
     subject: Subject, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[CompiledGrammar, tuple[float, float, float]]:
-    """A newly compiled grammar, and the seconds to the language, from the language to the grammar, and in total to the first mask."""
+    """A newly compiled grammar, and the seconds to create the language, to compile it, and in total until the first mask."""
     out = torch.empty(mask_words(len(vocabulary)), dtype=torch.int32)
     begin = time.perf_counter()
     language = subject.language()
@@ -205,7 +205,7 @@ def _compile(
 
 
 def _masks(grammar: CompiledGrammar, tokens: list[int], repeats: int) -> Iterator[float]:
-    """Microseconds of every mask along `tokens`, which are walked `repeats` times.
+    """Yields the microseconds to compute every mask along `tokens`, which are walked `repeats` times.
 
     Raises:
         ValueError: the tokens do not follow the grammar.
@@ -253,7 +253,7 @@ def trees(grammar: CompiledGrammar, tokens: Sequence[int]) -> list[Tree]:
 
 
 def cost_tables(costs: Sequence[Cost], seconds: Mapping[tuple[str, int], float]) -> list[Table]:
-    """A table per vocabulary, with a row for each grammar and backend; captions say what could not be compiled and why.
+    """A table per vocabulary, with a row for each grammar and backend; captions list what could not be compiled, and why.
 
     Args:
         seconds: preparation time of each backend for each size of vocabulary.

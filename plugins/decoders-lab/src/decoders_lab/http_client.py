@@ -1,6 +1,7 @@
 """An HTTP client for a separate process, so that it takes no time from the server. It imports nothing of this package.
 
-Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``, and answers each request line with the seconds that it took.
+Reads a line ``["HOST", PORT]``, then lines ``["PATH", "BODY"]``. Posts each BODY to its PATH, and writes the seconds until the answer,
+or the answer's text if its status is not 200.
 """
 
 from __future__ import annotations

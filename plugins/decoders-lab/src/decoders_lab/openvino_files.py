@@ -158,7 +158,7 @@ class _Graph:
         return ops.add(ops.multiply(x, self.cos), ops.multiply(turned, self.sin))
 
     def _cached(self, x: Any, name: str) -> Any:
-        """The cache's content followed by `x`, which the cache holds from then on, too."""
+        """The cache's content followed by `x`. The graph also appends `x` to the cache."""
         import openvino as ov
         from openvino.op import util
 

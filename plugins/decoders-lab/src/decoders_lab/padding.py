@@ -20,12 +20,12 @@ DEVIATION = 0.02
 BLOCK = 1_048_573
 #: The constant in the last dimension, relative to the residual stream's Euclidean norm: too small to change norms in float32.
 CONSTANT = 1e-4
-#: Logits of added tokens are below zero by this many times the greatest absolute value of an original token's logit.
+#: An added token's logit is about minus this many times the greatest possible logit of an original token.
 MARGIN = 16.0
 
 
 class Padding:
-    """Computes the weights of the wide model."""
+    """Computes the weights of the wide model and writes them into it (:meth:`fill`)."""
 
     def __init__(
         self, model: PreTrainedModel, wide: LlamaForCausalLM, small: ScaledShape, target: ScaledShape, seed: int

@@ -37,8 +37,8 @@ class PrecisionCost:
     Attributes:
         perplexity: perplexity of the texts.
         divergence: KL divergence from the model's own next-token distribution, in nats, mean over the tokens.
-        agreement: share of positions at which the likeliest next token is the same.
-        logit_error: standard deviation over the vocabulary of the error of the log probabilities, mean over the tokens.
+        agreement: share of positions at which the likeliest next token equals the model's own.
+        logit_error: error of the log probabilities: its standard deviation over the vocabulary, averaged over the tokens.
         matrix_bytes: bytes of the matrices.
         slot_bytes: bytes of one token's keys and values.
         same_bits: whether a token's logits have the same bits in every block; None if this was not checked.
@@ -57,7 +57,7 @@ class PrecisionCost:
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of a name: ``"int8"``, ``"int4"``, ``"kv:int8"``, several joined by ``+``, or ``"own"``, the model's own."""
+    """The precision called `name`: ``"int8"``, ``"int4"``, ``"kv:int8"``, several joined by ``+``, or ``"own"``, the model's own."""
     known: dict[str, dict] = {
         "own": {},
         "int8": {"weights": "int8"},
@@ -109,7 +109,7 @@ def measure(
 
 
 def _matrix_bytes(target: Target) -> int:
-    """Bytes of the quantized matrices, and of the linear layers that are not quantized."""
+    """The sum of the bytes of the quantized matrices, and of the weights of linear layers that are not quantized."""
     quantized = {id(module) for module, _ in target.products.quantized.layers.values()}
     linear = [
         part for part in target.model.modules() if isinstance(part, (nn.Linear, Conv1D)) and id(part) not in quantized

@@ -15,7 +15,7 @@ from decoders.bench.tables import plain_table, shown
 from decoders.sampling.choice import candidates
 from decoders.sampling.processors import SamplingInputs, SamplingPlan, choose, process, row_keys
 
-#: The plans to measure: operations with their values.
+#: The sampling plans to measure, by name: operations with their values.
 PLANS: dict[str, dict[str, float]] = {
     "greedy": {},
     "temperature": {"temperature": 0.7},
@@ -35,9 +35,9 @@ class SamplingTime:
         plan: name of the plan.
         nodes: ``N``, number of nodes of the block.
         vocabulary: ``V``, number of tokens.
-        median: median of the engine's selection among candidates.
-        least: the fastest selection.
-        definition: median of the processors' reference definitions over the whole vocabulary; None if not timed.
+        median: median time of the engine's choice among candidates (a part of the vocabulary).
+        least: time of the fastest choice.
+        definition: median time of the processors' reference definitions over the whole vocabulary; None if not timed.
     """
 
     plan: str
@@ -81,7 +81,7 @@ def time_sampling(
 
 
 def text_like(nodes: int, vocabulary: int) -> Tensor:
-    """``[1, N, V]`` float32 logits, for tokens in random order, that fall with the logarithm of the rank as a language model's do."""
+    """Logits ``[1, N, V]`` float32 that fall with the logarithm of a token's rank, as a language model's do. The ranks are random."""
     generator = torch.Generator().manual_seed(0)
     rank = torch.arange(1, vocabulary + 1).log()
     shuffled = torch.rand(nodes, vocabulary, generator=generator).argsort(-1)
@@ -91,7 +91,7 @@ def text_like(nodes: int, vocabulary: int) -> Tensor:
 
 
 def flat(nodes: int, vocabulary: int) -> Tensor:
-    """``[1, N, V]`` float32 normally distributed logits. Thousands of tokens share the probability: the slowest case for top_p."""
+    """Normally distributed logits ``[1, N, V]`` float32. Thousands of tokens share the probability: the slowest case for top_p."""
     return 3 * torch.randn(1, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def scaled(
     model: PreTrainedModel, shape: str | ScaledShape, dtype: torch.dtype | None = None, seed: int = 0
 ) -> PreTrainedModel:
-    """A model of `shape` that computes the logits of `model`. Its added tokens are never chosen.
+    """A model of `shape` that computes the logits of `model` for the original tokens. Its added tokens are never chosen.
 
     ``scaled(model, "0.5b")`` has 0.49 billion parameters. The weights are computed in float32 and stored as `dtype` (default: the
     model's own). In float32, logits are the same up to rounding; in other dtypes a scaled weight may round differently. seed: seed
@@ -48,7 +48,7 @@ def scaled(
 
     Raises:
         UnknownNameError: no such shape.
-        ScalingError: `model` is of another design than Llama's, or does not fit.
+        ScalingError: `model` is not of the Llama design, or cannot be padded to this shape.
     """
     target = shape_named(shape) if isinstance(shape, str) else shape
     small = sizes_of(model)

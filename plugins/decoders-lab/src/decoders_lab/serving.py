@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Median seconds of one kind of request.
+    """Median seconds of requests to one HTTP route.
 
     Attributes:
         method: the route.
         scheduler: seconds without a server, from submission to the end.
         server: seconds with a server, as its client measures them.
-        added: difference in seconds between two successive requests, one with and one without the server.
+        added: difference in seconds between a request with the server and the request without it that was sent just before.
     """
 
     method: str

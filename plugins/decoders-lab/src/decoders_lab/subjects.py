@@ -39,7 +39,7 @@ def checked_engines(texts: Sequence[str] | None, has_draft: bool) -> list[Reques
 class LabSubjects(Subjects):
     """Models, padded or not, and methods of other engines with the same weights.
 
-    A context manager, which deletes the engines' files when it ends.
+    It is a context manager, which deletes the engines' files at its end.
     """
 
     def __init__(self, scale: str | None, engines: Sequence[Request]) -> None:

@@ -1,7 +1,7 @@
 """Runs vLLM under a load, in the Python environment that has vLLM; imports nothing of this package.
 
-Standard input has JSON lines: the engine (``model``, ``dtype``, ``rows``, ``slots``), then loads, each a list of ``[seconds,
-prompt, new_tokens]``. For each load, standard output gets a line ``{"firsts": […], "ends": […], "tokens": […]}`` among vLLM's own
+Standard input consists of JSON lines: the engine (``model``, ``dtype``, ``rows``, ``slots``), then loads, each a list of ``[seconds,
+prompt, new_tokens]``. For each load, a line ``{"firsts": […], "ends": […], "tokens": […]}`` is written to standard output among vLLM's
 output: each request's seconds from the start of the load to its first token and to its end, and its number of tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Completes many prompts on a cluster with Ray Data: each actor has the model, and a killed run continues from its output folder."""
+"""Completes many prompts on a cluster with Ray Data: each actor loads the model, and the output folder lets a killed run continue."""
 
 from __future__ import annotations
 

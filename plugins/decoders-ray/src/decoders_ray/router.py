@@ -13,13 +13,13 @@ class PrefixRouter(RequestRouter):
     """Chooses replicas by :class:`~decoders_ray.routing.PrefixTable`; the request's first argument is its prompt."""
 
     def initialize_state(self, slack: int = 8, **options: Any) -> None:
-        """Serve calls it. slack: see :meth:`PrefixTable.ranked`. options: arguments of :class:`PrefixTable`."""
+        """Called by Serve. slack: see :meth:`PrefixTable.ranked`. options: arguments of :class:`PrefixTable`."""
         self.slack, self.table = slack, PrefixTable(**options)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks the replicas, the best first. Serve passes over replicas that take no more requests."""
+        """The replicas, the best first, each in a list of its own. Serve skips replicas that accept no more requests."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = (
                 True  # all replicas are returned, so Serve waits if all are full

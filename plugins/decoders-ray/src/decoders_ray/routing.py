@@ -14,7 +14,7 @@ BLOCKS = 200_000
 
 
 class PrefixTable:
-    """Remembers which replica got which prompt. Every router has its own table. For unknown prompts, all routers choose alike.
+    """Remembers which replica received which prompt. Every router has its own table. For unknown prompts, all routers choose alike.
 
     Args:
         block: number of tokens per block.
@@ -29,7 +29,7 @@ class PrefixTable:
         return len(self._holders)
 
     def note(self, prompt: Sequence[int] | str, replica: str) -> None:
-        """Remembers that `replica` got `prompt`."""
+        """Remembers that `replica` received `prompt`."""
         for key in self._keys(prompt):
             self._holders.pop(key, None)
             self._holders[key] = replica
@@ -38,7 +38,7 @@ class PrefixTable:
 
     def ranked(self, prompt: Sequence[int] | str, queues: Mapping[str, int], slack: int) -> list[str]:
         """The replicas, the best first: the replica that has read most of `prompt`, then the others, ordered by a hash of the
-        prompt's first block. Busy replicas come last.
+        prompt's first block (by queue length if the prompt is shorter than a block). Busy replicas come last.
 
         Args:
             queues: number of requests of each replica.
@@ -65,7 +65,7 @@ class PrefixTable:
             del self._holders[key]
 
     def _holder(self, prompt: Sequence[int] | str, among: set[str]) -> str | None:
-        """The replica of `among` that has read the longest beginning of `prompt`; None if none has read a block."""
+        """Of the replicas `among`, the one that has read the longest beginning of `prompt`; None if none has read a block."""
         best = None
         for key in self._keys(prompt):
             replica = self._holders.get(key)
@@ -84,5 +84,5 @@ class PrefixTable:
 
 
 def _weight(key: bytes, replica: str) -> bytes:
-    """The weight of a replica for a key. By rendezvous hashing, only the prompts of a lost replica go to other replicas."""
+    """The weight of a replica for a key, for rendezvous hashing: if a replica is lost, only its prompts go to other replicas."""
     return hashlib.blake2b(key + replica.encode(), digest_size=8).digest()

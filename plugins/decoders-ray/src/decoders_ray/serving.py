@@ -22,7 +22,7 @@ from decoders.scheduling import TextPieces
 
 from .resume import Delivered, resumed
 
-#: The exceptions that mean a lost replica.
+#: The exceptions that Ray raises for a lost replica.
 LOST = (RayActorError, WorkerCrashedError)
 #: Arguments of ``generate`` that an HTTP request may have besides its prompt.
 ARGUMENTS = (
@@ -80,7 +80,7 @@ class Replica:
             yield held
 
     def figures(self) -> dict[str, int]:
-        """The replica's process, its load, and its totals of requests and steps."""
+        """The id of the replica's process, its numbers of waiting and running requests, and its totals of requests and steps."""
         scheduler = self.scheduler
         return {
             "process": os.getpid(), "requests": self.requests, "waiting": scheduler.waiting, "running": scheduler.running,
@@ -94,7 +94,7 @@ class Replica:
 
 
 class Front:
-    """Answers clients. If a replica is lost, it asks another replica.
+    """Answers clients with the text of a replica. If the replica is lost, it asks another.
 
     Args:
         replicas: the model's replicas.

@@ -2,7 +2,7 @@
 
 One replica is simulated, request by request and step by step, as the scheduler works: between two steps, rows join and leave, and
 prompts are read in chunks. Requests are assumed to be distributed evenly over all replicas. The network, the start of replicas and
-uneven distribution are left out; `headroom` allows for them.
+uneven distribution are left out; the `headroom` of :func:`replicas_for` allows for them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Replica:
     """A replica of the model.
 
     Attributes:
-        seconds: takes nodes per row, rows, and tokens of context per row, and returns the seconds of a step.
+        seconds: returns the seconds of a step, given the numbers of nodes per row, of rows, and of context tokens per row.
         rows: greatest number of rows that are decoded at a time.
         accepted: number of tokens that a row writes per step.
         nodes: number of nodes in a row's block.
@@ -98,8 +98,8 @@ class _Row:
 
 
 def simulate(replica: Replica, load: Load, rate: float, requests: int = 2000, seed: int = 0) -> Outcome:
-    """Simulates a replica until `requests` have finished. Requests are a Poisson process of `rate` per second. Percentiles leave out
-    the first tenth of the requests.
+    """Simulates a replica until `requests` have finished. Requests arrive at random, `rate` per second in the mean (a Poisson process).
+    Percentiles leave out the first tenth of the requests.
     """
     chance = random.Random(seed)
     queue: deque[tuple[float, int, int]] = deque()
@@ -195,7 +195,7 @@ def sustainable(
 
 
 def replicas_for(rate: float, each: float, headroom: float = 0.7) -> int:
-    """Number of replicas for `rate` requests per second. A replica sustains `each`, and gets at most the share `headroom` of it."""
+    """Number of replicas for `rate` requests per second. One sustains `each` per second, and the share `headroom` of it is used."""
     return max(1, math.ceil(rate / (each * headroom)))
 
 

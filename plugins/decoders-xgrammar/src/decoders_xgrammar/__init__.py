@@ -27,7 +27,7 @@ class XGrammar(Backend):
         """Compiles `language` for `vocabulary`.
 
         Raises:
-            GrammarError: the language has no regular expression, xgrammar does not read it, or the policy is not ``full``.
+            GrammarError: the language has no regular expression, xgrammar cannot compile it, or the policy is not ``full``.
         """
         if language.regex is None:
             raise GrammarError(
@@ -78,7 +78,7 @@ class XGrammarGrammar(CompiledGrammar):
 
 
 class XGrammarMatcher(Matcher):
-    """A position in a text. xgrammar's matcher takes the text's tokens; this class tracks whether a stop token has ended the text."""
+    """A position in a text. xgrammar's matcher follows the tokens; this class tracks whether a stop token has ended the text."""
 
     def __init__(self, grammar: XGrammarGrammar) -> None:
         self.grammar: XGrammarGrammar = grammar

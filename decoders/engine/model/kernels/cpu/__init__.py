@@ -38,6 +38,7 @@ class Kernels:
     """The operators of a variant.
 
     Attributes:
+        variant: name of the variant.
         path: the shared object.
         few_rows_linear, rms_norm, gated_linear, linear_to_residual, linear_rotated: see
             :mod:`~decoders.engine.model.kernels.products`.
@@ -45,7 +46,7 @@ class Kernels:
         write_to_cache: writes keys and values to their slots.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
-        round_to_four_bits: returns the levels and scales of a matrix.
+        round_to_four_bits: returns the levels and scales of a matrix, rounded to 4 bits.
     """
 
     variant: str
@@ -108,7 +109,7 @@ class Choice:
     """The kernels of this process.
 
     Attributes:
-        kernels: the kernels in use; None if torch multiplies.
+        kernels: the kernels in use; None if torch's operators are used.
         refused: the reason for each rejected variant, by variant; or the reason why no variant was tried.
     """
 
@@ -176,7 +177,7 @@ def loaded(variant: str) -> Kernels:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares the kernels' results with float64 for several sizes. Returns a description of a wrong result; None if all are right."""
+    """Compares the kernels' results with float64 for several sizes. Returns which result is wrong first; None if all are right."""
     found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
     return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 

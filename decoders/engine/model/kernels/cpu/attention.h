@@ -41,7 +41,7 @@ struct Seen {
 
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
-// Returns what a query sees, and appends its gathered slots to `slots`. in_order: how many first nodes have a depth equal to their index.
+// Returns what a query sees, and appends its gathered slots to `slots`. in_order: number of nodes in front whose depth is their index.
 inline Seen seen_by(const Attention& a, long row, long query, long in_order, std::vector<int>& slots) {
     const int64_t *nodes = a.mask + row * a.mask_of_row, *own = nodes + (a.nodes - a.queries + query) * a.mask_of_node;
     const long words = a.columns - 2, base = own[words + 1], depth = own[words], position = base + depth;
@@ -124,7 +124,7 @@ struct Queries {
         }
     }
 
-    // Computes attention to places from … to - 1.
+    // Computes attention to the places from `from` to `to` - 1.
     [[gnu::noinline]] void attend(long from, long to) {
         clear(stretch);
         long first, straight, end;

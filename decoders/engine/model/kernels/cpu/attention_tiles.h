@@ -50,7 +50,7 @@ inline void with_count(int count, Body body) {
     }
 }
 
-// Calls `body(constant number of vectors, first vector)` until all vectors begin … end - 1 are done.
+// Calls `body(number of vectors, as a constant; first vector)` for all vectors from `begin` to `end` - 1, several at a time.
 template <int QUERIES, class Body>
 inline void in_vectors(long begin, long end, Body body) {
     constexpr int MOST = std::min(SUMS / QUERIES, 4);

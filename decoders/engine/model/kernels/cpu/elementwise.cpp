@@ -125,17 +125,18 @@ void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, T
     }
 }
 
-// Computes decoder layers by the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer.
-// x: [B, N, H]; reads: the first layer's first norm of x. keys, values, their scales, windows, chunks and sinks have an entry per layer;
-// sinks, and the scales of keys and values that are not int8, are empty. The other lists have the tensors of one layer after another. matrices: seven per layer, of queries, keys, values, the attention's
-// output, gate and up (as in gated_linear), and down. scales: one per matrix, or none. Bit i of `biased`: matrix i of a layer has a bias.
-// norms: up to six per layer, of queries, of keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of
-// the second sum (the next layer's first norm; the last layer may lack it). Bit i of `normed`: a layer has norm i.
-// Returns the second sum of each layer, and the norm of the last layer's second sum.
+// Computes decoder layers by the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer. x:
+// [B, N, H]; reads: x after the first layer's first norm. keys, values, windows, chunks and sinks have an entry per layer, and so have
+// the scales of int8 keys and values; sinks and scales may be empty. The other lists have the tensors of one layer after another.
+// matrices: seven per layer, of queries, keys, values, the attention's output, gate and up (as in gated_linear), and down. scales: one
+// per matrix, or none. Bit i of `biased`: matrix i of a layer has a bias. norms: up to six per layer, of queries, of keys, of the
+// attention's output, of the first sum, of the feed-forward layer's output, and of the second sum (the next layer's first norm; the last
+// layer may lack it). Bit i of `normed`: a layer has norm i.
+// Returns the second sum of each layer, and the last layer's second sum after its norm.
 std::tuple<Tensors, Tensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
-    double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, Tensors key_scales, Tensors value_scales, int64_t view,
-    Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale, double softcap, int64_t kind, bool gate_first) {
+    double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, Tensors key_scales,
+    Tensors value_scales, int64_t view, Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale, double softcap, int64_t kind, bool gate_first) {
     constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
     const size_t layers = keys.size();
     STD_TORCH_CHECK(matrices.size() == MATRICES * layers && (scales.empty() || scales.size() == matrices.size()), "seven matrices, and as many scales or none");

@@ -13,7 +13,7 @@ ROOM, ROOM_OF_LEVELS = 16, 48
 
 def packed(levels: Tensor) -> Tensor:
     """Packs `levels` ``[out, in]`` uint8, 0 … 15, two per byte: ``[out, in / 2]`` uint8. `in` must be a multiple of 32."""
-    # A group of 32 inputs is eight words of 16 bits. A word has every eighth input of the group, the first in its lowest bits.
+    # A group of 32 inputs is eight words of 16 bits. A word holds every eighth input of the group, the first in the lowest bits.
     low, high = levels.view(len(levels), -1, 2, 2, 8).unbind(-2)
     return roomy((low | high << 4).transpose(-1, -2).reshape(len(levels), -1), ROOM_OF_LEVELS)
 

@@ -173,7 +173,7 @@ inline void multiply_tile(const Matrix& matrix, long output, const typename S::R
         multiply_dense_tile<S, R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
 }
 
-// Up to N rows of x times R outputs, in a tile with exactly as many rows.
+// Multiplies `rows` rows of x, at most N, by R outputs, in a tile of exactly this size.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_rows(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
     if constexpr (N > 0) {

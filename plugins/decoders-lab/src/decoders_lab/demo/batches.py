@@ -29,7 +29,7 @@ def digest(sources: list[Source]) -> str:
 
 
 def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The ids of a text, without special tokens. A text that is longer than the context gives no warning."""
+    """The ids of a text, without special tokens. The tokenizer does not warn if the text is longer than the context."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 

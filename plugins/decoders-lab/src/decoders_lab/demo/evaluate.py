@@ -35,7 +35,7 @@ def windows(
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sources: list[Source], *, length: int = 512
 ) -> dict[str, float]:
-    """Held-out loss: `loss` (nats per token), `bits_per_byte`, `accuracy` (greedy next token), `tokens`, `bytes`."""
+    """Figures of `sources` by name: `loss` (nats per token), `bits_per_byte`, `accuracy` (greedy next token), `tokens`, `bytes`."""
     total, correct, count = 0.0, 0, 0
     with torch.no_grad():
         for ids in windows(sources, tokenizer, length=length):
@@ -83,8 +83,8 @@ def looping(
 ) -> float:
     """The share of looping tokens among the new tokens of greedy texts; nan if the sources are shorter than `length` tokens.
 
-    At most `rows` texts are written. Each continues the first `prompt` tokens of a window up to `length` tokens. The windows are spread
-    over the sources.
+    At most `rows` texts are written. Each begins with the first `prompt` tokens of a window, and ends at `length` tokens. The windows
+    are spread over the sources.
     """
 
     cut = [ids[:, :length] for ids in windows(sources, tokenizer, length=length, rows=1) if ids.shape[1] > length]

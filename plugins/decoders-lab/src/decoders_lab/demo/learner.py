@@ -51,18 +51,18 @@ class DemoTraining:
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps; each sees `rows * length` tokens."""
+        """Number of optimizer steps; each learns from `rows * length` tokens."""
         return max(1, self.tokens // (self.rows * self.length))
 
     def rate(self, step: int) -> float:
-        """Learning rate: warm-up, stable, linear decay to zero over the last fifth."""
+        """Learning rate: it rises in the warm-up, stays constant, and falls linearly to zero over the last fifth of the steps."""
         warmup_steps = min(WARMUP_STEPS, max(1, self.steps // 10))
         return warmup_stable_decay(
             step, self.steps, self.shape.learning_rate, warmup_steps=warmup_steps, decay_share=DECAY_SHARE
         )
 
     def run(self, corpus: str) -> Run:
-        """The run on the corpus with fingerprint `corpus`. A resumed run may have another number of tokens."""
+        """The run on the corpus with the fingerprint `corpus`. The number of tokens may change when the run is resumed."""
         settings = {name: value for name, value in asdict(self).items() if name != "tokens"}
         return Run(steps=self.steps, rate=self.rate, identity={**settings, "corpus": corpus}, clip=self.clip)
 
@@ -193,7 +193,7 @@ class UnlikelihoodTraining:
 class UnlikelihoodLearner(Learner):
     """A demo model that unlearns its loops.
 
-    Every step learns a batch of files as before. It also lowers the probability of the tokens that :func:`in_loops` finds in the
+    Every step learns from a batch of files, as before. It also lowers the probability of the tokens that :func:`in_loops` finds in the
     model's greedy continuations of the batch's rows: the sequence-level objective of Welleck et al. 2020 (arXiv 1908.04319, equation
     6), for loops instead of all repeated n-grams, because code repeats n-grams on purpose.
 
@@ -212,7 +212,7 @@ class UnlikelihoodLearner(Learner):
         self.positions = before.positions
 
     def run(self) -> Run:
-        """The run that follows the run of `before`. It is resumed only if the settings of both runs are the same."""
+        """The run that follows the run of `before`. It is resumed only if the settings of this run and of `before` are unchanged."""
         before = self.before.training
         identity = {**asdict(self.training), "before": asdict(before), "first_step": self.first_step}
         return Run(steps=self.training.steps, rate=self.training.rate, identity=identity, clip=before.clip)
@@ -230,8 +230,8 @@ class UnlikelihoodLearner(Learner):
         """The sum of -log(1 - p) over the looping tokens, divided by the number of all written tokens, scalar.
 
         Args:
-            ids: ``[B, T]``.
-            looping: ``[B, T - prompt]``.
+            ids: ``[B, T]`` int64, prompts and written tokens.
+            looping: ``[B, T - prompt]`` bool, the written tokens that continue a loop.
         """
         with self.before.autocast():
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits[:, -looping.shape[1] :]

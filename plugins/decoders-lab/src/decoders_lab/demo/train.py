@@ -109,7 +109,7 @@ class _Course:
 
     Attributes:
         name: "draft" or "target".
-        learner: holds the model.
+        learner: the learner of the first stage, which holds the model.
         directory: the folder to which the model is written.
         files: numbers of training and held-out files.
         looping: share of looping tokens after the training on files.
@@ -164,7 +164,7 @@ class Files:
 def card_of(
     name: str, learner: DemoLearner, files: Files, legs: Sequence[Leg], figures: Mapping[str, float] | None = None
 ) -> str:
-    """The card of the model `name` after `legs`; without `figures`, training is not finished."""
+    """The card of the model `name` after the stages `legs`. figures: None if training is not finished."""
     training, shape = learner.training, learner.training.shape
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     other = "draft" if name == "target" else "target"
