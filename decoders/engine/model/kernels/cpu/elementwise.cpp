@@ -136,7 +136,8 @@ void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, T
 std::tuple<Tensors, Tensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
     double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, Tensors key_scales,
-    Tensors value_scales, int64_t view, Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale, double softcap, int64_t kind, bool gate_first) {
+    Tensors value_scales, int64_t view, Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale,
+    double softcap, int64_t kind, bool gate_first) {
     constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
     const size_t layers = keys.size();
     STD_TORCH_CHECK(matrices.size() == MATRICES * layers && (scales.empty() || scales.size() == matrices.size()), "seven matrices, and as many scales or none");
@@ -167,7 +168,8 @@ std::tuple<Tensors, Tensor> decoder_layers(
         std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1), own_sinks, own_key_scales, own_value_scales;
         if (!key_scales.empty()) own_key_scales = key_scales[layer], own_value_scales = value_scales[layer];
         const int64_t kv_heads = keys[layer].size(1), width = keys[layer].size(3);
-        auto [queries, new_keys, all] = linear_rotated(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin, kv_heads, width);
+        auto [queries, new_keys, all] = linear_rotated(reads, m, s, b, digits, of_queries, of_keys, epsilon, one_added, rounded_first, cos, sin,
+                                                       kv_heads, width);
         const int64_t rows = queries.size(0), nodes = queries.size(1), heads = queries.size(2), step = all.size(2);
         Tensor new_values = viewed(all, {rows, kv_heads, nodes, width}, {nodes * step, width, step, 1}, step - kv_heads * width);
         write_to_cache(keys[layer], values[layer], slots, new_keys, new_values, own_key_scales, own_value_scales);
