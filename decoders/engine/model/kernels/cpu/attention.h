@@ -193,7 +193,11 @@ struct Queries {
             if (slots[s.gathered + place - s.straight] < 0) own[place - block] = -INFINITY;
         weigh(own, from - block, to - block, stretch.sums + n * wide, wide, stretch.totals + n * LANES, stretch.tops[n]);
         if constexpr (std::is_same_v<C, int8_t>) {
-            for (long place = from; place < to; place++) {
+            long place = from;
+            if (a.value_scales.of_slot == 1)
+                for (; place + LANES <= std::min(to, s.straight); place += LANES)
+                    store(own + place - block, load(own + place - block) * load(a.type, a.value_scales.data, a.value_scales.at(row, head) + place));
+            for (; place < to; place++) {
                 long slot = place < s.straight ? place : slots[s.gathered + place - s.straight];
                 if (slot >= 0) own[place - block] *= widen(a.type, a.value_scales.data, a.value_scales.at(row, head) + slot * a.value_scales.of_slot);
             }

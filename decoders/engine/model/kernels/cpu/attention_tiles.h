@@ -31,6 +31,12 @@ inline float widen(Type type, const void* from, long i) {
     return type == Type::bfloat16 ? widen(((const bfloat16*)from)[i]) : widen(((const float16*)from)[i]);
 }
 
+// LANES numbers from number `i` on.
+inline Vec load(Type type, const void* from, long i) {
+    if (type == Type::float32) return load((const float*)from + i);
+    return type == Type::bfloat16 ? load((const bfloat16*)from + i) : load((const float16*)from + i);
+}
+
 inline void narrow(float value, Type type, void* to, long i) {
     if (type == Type::float32) ((float*)to)[i] = value;
     else if (type == Type::bfloat16) narrow(value, ((bfloat16*)to)[i]);
@@ -155,6 +161,8 @@ struct Transposed {
             ld = stride;
         } else if (!slots && count == LANES && std::is_same_v<C, bfloat16> && width % 8 == 0 && stride % 2 == 0) {
             return pairs(slot, to);
+        } else if (!slots && count == LANES && std::is_same_v<C, int8_t> && width % 16 == 0 && stride % 4 == 0 && scales.of_slot == 1) {
+            return fours(slot, to);
         } else {
             for (long i = 0; i < LANES; i++) {
                 long one = i < count ? slots ? slots[i] : slot + i : -1;
@@ -195,6 +203,25 @@ struct Transposed {
             for (int i = 0; i < 4; i++) {
                 store(to + (2 * (d + i)) * PLACES, first_of_pairs((Bits)v[i]));
                 store(to + (2 * (d + i) + 1) * PLACES, second_of_pairs((Bits)v[i]));
+            }
+        }
+    }
+
+    // Transposes four int8 numbers at a time as if they were one number, then separates them. The lanes are places, each with its scale.
+    void fours(long slot, float* to) const {
+        const float* from = (const float*)(keys + slot * stride);
+        const Vec scale = load(type, scales.data, first_scale + slot);
+        long ld = stride / 4;
+        for (long d = 0; d < width / 4; d += 4) {
+            Vec v[4];
+            for (int i = 0; i < 4; i++) v[i] = load_fours(from + d + i * ld, ld);
+            transpose_fours(v);
+            for (int i = 0; i < 4; i++) {
+                float* rows_of_four = to + 4 * (d + i) * PLACES;
+                store(rows_of_four, int8_of_fours<0>((Bits)v[i]) * scale);
+                store(rows_of_four + PLACES, int8_of_fours<1>((Bits)v[i]) * scale);
+                store(rows_of_four + 2 * PLACES, int8_of_fours<2>((Bits)v[i]) * scale);
+                store(rows_of_four + 3 * PLACES, int8_of_fours<3>((Bits)v[i]) * scale);
             }
         }
     }

@@ -71,6 +71,12 @@ inline Vec load(const bfloat16* from) {  // with intrinsics, because compilers w
 inline Bits load_pairs(const bfloat16* from) { return load_as<Bits>(from); }
 inline Vec first_of_pairs(Bits pairs) { return (Vec)(pairs << 16); }
 inline Vec second_of_pairs(Bits pairs) { return (Vec)(pairs & 0xffff0000); }
+// The int8 number at byte BYTE of every lane.
+template <int BYTE>
+inline Vec int8_of_fours(Bits fours) {
+    using Ints = int32_t __attribute__((vector_size(4 * LANES)));
+    return __builtin_convertvector((Ints)(fours << (24 - 8 * BYTE)) >> 24, Vec);
+}
 
 inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
