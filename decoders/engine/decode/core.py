@@ -1,5 +1,5 @@
-"""The core, a step's part on the device: forward over a block of nodes, verify, commit. Uncompiled until compiling or recording
-pays.
+"""The core, the part of a step that runs on the device: forward pass over a block of nodes, verification, commit. It runs uncompiled
+until compiling or recording pays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepOutput:
         chosen: see :class:`~decoders.engine.decode.verify.Verified`.
         path: see :class:`~decoders.engine.decode.verify.Acceptance`.
         new: ``[B, N]`` int64, the step's new tokens of each row, in order.
-        summary: ``[4, B]`` int64, per row: new tokens, accepted draft tokens, draft tokens, and whether the row has ended.
+        summary: ``[4, B]`` int64, per row: numbers of new, accepted and verified draft tokens, and whether the row has ended.
         logits: ``[B, N, V]``.
         scores: ``[B, N, V]``, the processed scores, if the plan keeps them.
         hidden: ``[B, N, H]``.
@@ -139,7 +139,8 @@ class Core:
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
     ) -> StepOutput:  # fmt: skip
-        """Appends the accepted path's tokens to the rows. Moves the path's keys and values behind the text, unless they are `in_place`.
+        """Appends the accepted path's tokens to the rows. Moves the path's keys and values behind the text, unless they are there
+        already (`in_place`).
 
         Recurrent states are not advanced here, because stopping criteria may still cut the rows.
         """
@@ -174,14 +175,14 @@ def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
 
 
 class StepFunctions(Beside):
-    """The functions that draw tokens and accept a path. The tiers of a pass decide which of them run compiled."""
+    """The functions that draw tokens and accept a path. The :class:`Tiers` of a forward pass decide which of them run compiled."""
 
     def __init__(self) -> None:
         self.forget()
 
     @staticmethod
     def of(forward_pass: ForwardPass) -> StepFunctions:
-        """The functions for a forward pass. They are created once per pass."""
+        """The functions for the steps of `forward_pass`; created once and stored in its tiers."""
         tiers = forward_pass.tiers
         if not isinstance(tiers.beside, StepFunctions):
             tiers.beside = StepFunctions()

@@ -26,7 +26,8 @@ class Criteria:
     """Stopping criteria, called on the host after every token.
 
     Attributes:
-        ask: takes ``(ids [B, P + t], scores)``, returns which rows stop, ``[B]`` bool. scores: ``[B, V]`` per token; None if not kept.
+        ask: called with the token ids ``[B, P + t]`` of prompts and ``t`` new tokens, and with the scores ``[B, V]`` of each new token
+            (None if not kept). Returns which rows stop, ``[B]`` bool.
         by_row: whether every criterion judges each row by itself and has no state, so that rows may have different lengths.
         ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, rows go on until all are stopped.
         names: the criteria's names, for error messages.
@@ -43,7 +44,7 @@ class CriteriaRun:
 
     Args:
         padded_rows: the rows in transformers' layout, which criteria read.
-        scores: the processed scores per row and token; None unless scores are kept.
+        scores: per row, the processed scores of each generated token; None unless scores are kept.
         ranks: the processes that share the model. The criteria of the first process decide for all, since criteria may read a clock.
     """
 
@@ -71,7 +72,7 @@ class CriteriaRun:
         out.summary[:, : self.batch] = figures.to(out.summary.device)
 
     def _ask_each_row(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """Per row, the number of new tokens to keep, and whether the row has ended."""
+        """Returns for each active row the number of new tokens to keep, and whether the row has ended."""
         ends = {}
         for row in active:
             done, tokens, count = len(self.padded_rows.generated[row]), tuple(outcome.new[row]), 0
@@ -83,7 +84,7 @@ class CriteriaRun:
         return ends
 
     def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """:meth:`_ask_each_row` for criteria that judge whole batches. Unended rows keep equally many new tokens."""
+        """Like :meth:`_ask_each_row`, for criteria that judge whole batches. Rows that have not ended keep equally many new tokens."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → number of its new tokens
         going = [emitted[row] for row in active if row not in ended]
@@ -239,7 +240,7 @@ def choose_along_path(
 def _scores_behind(
     ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
 ) -> Tensor:  # fmt: skip
-    """The processed `logits` ``[B, V]`` after the texts `ids` ``[B, T]``.
+    """Returns `logits` ``[B, V]``, which follow the texts `ids` ``[B, T]``, after all processors; the grammar's bans stay.
 
     Raises:
         InputError: the processors leave no token to draw in an `active` row.

@@ -142,12 +142,12 @@ class Engine:
         return WeightState.of(model) == self.target.weights
 
     def active(self) -> AbstractContextManager:
-        """Makes the model's device the current device, because kernels, streams and graphs are created for the current device."""
+        """A context in which the model's device is current, because kernels, streams and graphs are created for the current device."""
         return devices.current(self.target.device)
 
     @contextmanager
     def decoding(self, side: int = 0) -> Iterator[None]:
-        """Gives one call, or one step of a scheduler's lane, exclusive use of the model; other calls wait.
+        """A context in which one call, or one step of a scheduler's lane, has exclusive use of the model; other calls wait.
 
         Args:
             side: which rotary table the call's texts need, see :meth:`Target.side_of`.
@@ -307,7 +307,7 @@ class Engine:
         return self._modules[module]
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
-        """Returns a strategy's tensor function, compiled if `compile` says so. It is compiled once for all calls on this engine."""
+        """Returns a strategy's tensor function, compiled once for all calls on this engine if `compile` and the device allow it."""
         if not compile or not devices.compiles(self.target.device):
             return function
         tiered = self._functions.pop(function, None)
@@ -331,7 +331,7 @@ def _pass_of(target: Target) -> ForwardPass:
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
-    """Counts later compilations of `compiled` in `report`. waited_for: whether a call waits for the compilations."""
+    """Lets later compilations of `compiled` add their number and seconds to `report`. waited_for: whether the call waits for them."""
 
     def book(seconds: float) -> None:
         if waited_for:

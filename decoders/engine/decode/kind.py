@@ -77,7 +77,10 @@ def kind_of(request: Any) -> StepKind:
 
 
 def inputs_of(request: Any) -> list[object]:
-    """The fields and settings with :attr:`Use.INPUT`: the prompts, and a dict of values whose ``repr`` all processes share."""
+    """Returns the values of the fields and settings with :attr:`Use.INPUT`: each prompt's ids, then a dict of all other values.
+
+    The dict's ``repr`` is equal in all processes that get the same request.
+    """
     values = dict(_used(request, Use.INPUT)) | {"grammars": [grammar is None for grammar in request.grammars]}
     tensors = values.pop("prompts")
     return [*tensors, values]

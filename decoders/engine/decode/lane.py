@@ -35,8 +35,8 @@ FIRST_SLOTS = 256
 class Lane:
     """Requests that share their steps, because they have the same strategy, sampling plan and verifier.
 
-    In float32 a request gets the same tokens as in a separate call of ``generate``: noise depends on its seed and positions, and
-    parameters, stop tokens, grammar and budget are per row. Other requests change its timing, not its tokens.
+    In float32 a request gets the same tokens as in a separate call of ``generate``: noise depends on the request's seed and positions,
+    and parameters, stop tokens, grammar and budget are per row. Other requests change the request's timing, not its tokens.
 
     Args:
         engine: the model's engine.
@@ -86,7 +86,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more code was compiled since the lane's requests began. These requests keep their tier; others need a new lane."""
+        """Whether more code has been compiled since the lane's requests began. They go on as before; new requests need a new lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
@@ -168,13 +168,13 @@ class Lane:
             yield
 
     def _join(self) -> None:
-        """Adds the requests whose prompts are prefilled to the batch, in free rows if there are any."""
+        """Adds to the batch the requests whose prompts have been prefilled, in free rows if there are any."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
         if rows != self.rows:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
-        """Runs a step of the batch. If possible, the pass also prefills a prompt piece of about `pause` seconds. None: no piece."""
+        """Runs a step of the batch. Unless `pause` is None, the pass also prefills a waiting prompt for about `pause` seconds."""
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
@@ -264,7 +264,7 @@ class Lane:
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
     def _show_prompts(self, anew: bool) -> None:
-        """Passes the prompts of new rows to the strategy. If the strategy has started `anew`, passes the texts of all rows."""
+        """Passes the prompts of new rows to the strategy. anew: whether the strategy was started again and needs all rows' texts."""
         batch = self.batch
         if anew:
             self.prompts.read(batch.lengths, [0] * batch.width)
@@ -284,7 +284,7 @@ def in_place(seats: list[Seat]) -> list[Seat]:
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
-    """Expands the chunk of row `row` to all rows; other rows get no valid token. lengths: ``[B]``, number of tokens per row."""
+    """Expands the chunk of one row to all rows; tokens of the other rows are invalid. lengths: ``[B]``, number of tokens per row."""
     rows = len(lengths)
     if rows == 1:
         return chunk

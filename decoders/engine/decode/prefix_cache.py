@@ -102,16 +102,16 @@ class PrefillPlan:
         """
         chunk = chunk or PREFILL_CHUNK
         ends, multiple = [length - 1 for length in lengths], target.multiple
-        # These recurrent layers would read a second chunk token by token, so the prompt is one chunk.
+        # Recurrent layers that cannot continue a text with several tokens would read a second chunk token by token: so use one chunk.
         if not target.continues:
             chunk = max(chunk, *ends)
-        # Passes below the least size would run uncompiled in a compiled call: with other bits. Recurrent states must stop at a text's
-        # end.
+        # Passes with fewer tokens than LEAST_NODES would run uncompiled in a compiled call, and round differently. But recurrent states
+        # must stop at a text's end.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A chunk may reach beyond the end of a row's prompt; steps overwrite these slots before they read them. If sizes of blocks are
-        # multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may have
-        # the bits of another tier, so its last `multiple` tokens are computed again.
+        # A chunk may reach beyond the end of a row's prompt; steps overwrite the slots there before they read them. If sizes of blocks
+        # are multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may
+        # have the bits of another tier (compiled or not), so its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

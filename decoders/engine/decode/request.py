@@ -92,7 +92,7 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call returns besides tokens, and the observers of its steps.
+    """What a call returns besides tokens, and who observes its steps.
 
     Attributes:
         logits: whether the logits of every generated token are returned.
@@ -115,7 +115,7 @@ class Request:
         models: the models that the strategy may use.
         strategy: proposes drafts.
         resolve: creates a strategy from a registry name and settings, for strategies that are composed of others.
-        origin: distribution and version of the strategy, for notes on errors.
+        origin: the distribution that provides the strategy, and its version, for notes on errors.
         verifier: accepts draft tokens. With processors on the host it must be the coupled verifier.
         runtime: settings of the loop.
         prompts: per row, 1-D int64 without padding; -1 at a position without a token id, whose key and value come from `given`.
@@ -193,7 +193,7 @@ class Request:
 
     @property
     def memory_salt(self) -> str:
-        """The salt of the strategy's memories; "" if rows do not learn from each other: such memories hold no texts."""
+        """The salt of the strategy's memories; "" if its rows do not learn from each other, because its memories then hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
 
 

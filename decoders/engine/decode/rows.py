@@ -99,7 +99,7 @@ class Rows:
         )
 
     def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
-        """The text that ends with each of the `nodes` ``[B, N]`` of a block. view: see :attr:`range`."""
+        """For each of the `nodes` ``[B, N]`` of a block, the text that ends with it. view: see :attr:`range`."""
         padding = self.sampling.padding
         assert padding is not None
         tokens = self.tokens[:, : len(view)]
@@ -115,7 +115,7 @@ def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
-    """The shapes of the tensors in `sampling`. Recorded steps read them, so each combination of shapes has its own recordings."""
+    """The shapes of the tensors in `sampling`. Recorded steps read the tensors, so each combination of shapes has own recordings."""
     return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 

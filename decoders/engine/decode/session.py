@@ -32,7 +32,7 @@ class Session:
         blocks: turns drafts into blocks.
         recordings: recordings of passes and steps on these tensors; None if the device records nothing.
         texts: per row that no request uses, the text in its slots.
-        used: per row, when its text was kept, counted by the session's owner.
+        used: per row, a number that is larger the later its text was kept; set by the session's owner.
         shared: by number of layers, the session of a draft model made of the target's first layers (:class:`SharedSlots`).
     """
 
@@ -79,7 +79,7 @@ class Session:
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """Copies `sampling` to tensors that all calls with these shapes share, and returns them: recorded steps read these tensors."""
+        """Copies `sampling` to the session's own tensors of the same shapes, which recorded steps read, and returns these tensors."""
         own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
@@ -147,7 +147,7 @@ class Session:
 
         Args:
             lengths: number of tokens per prompt.
-            reused: per row, number of first tokens whose keys and values are in place.
+            reused: per prompt, number of first tokens whose keys and values are in place.
             chunk: greatest number of tokens per row and pass; None for the default.
             run: runs a pass; takes the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
@@ -170,7 +170,7 @@ class Session:
         return plan.starts, plan.left
 
     def read_rows(self, first: int, starts: Sequence[int], done: int, count: int, run: Callable[..., None]) -> None:
-        """Runs one pass over `count` tokens of each text in ``len(starts)`` rows; `first` is the first of these rows.
+        """Runs one pass over `count` tokens in each of ``len(starts)`` adjacent rows; `first` is the index of the first row.
 
         Args:
             starts: see :attr:`PrefillPlan.starts`; the pass begins `done` tokens later.
@@ -200,7 +200,7 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the recurrent state has read more or less of it.
+        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if a recurrent state has not stopped at its end.
 
         prompt: the kept text gets the prompt's salt and image end (:attr:`KeptText.least`).
         """

@@ -67,7 +67,7 @@ class Sessions:
 
         Args:
             reuse: whether prefixes of earlier texts are taken over.
-            shared: whether rows read the tensors of `sampling` themselves, not the session's copies.
+            shared: whether steps use the tensors of `sampling` themselves, not the session's copies.
             prefixes: the prompts to compare with kept texts, if tokens alone do not identify a prompt (salts, images).
             shifts: the prompts' shifts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).
         """
@@ -121,8 +121,8 @@ class Sessions:
     def _take(self, texts: list[KeptText], slots: int) -> Session:
         """A free session of the batch's size, or a new session.
 
-        A free session is preferred if it has no texts, or if the prompts continue its texts. A free session with other texts keeps
-        these texts if a new session may be allocated.
+        A free session is preferred if it has no texts, or if the prompts continue its texts. A free session with other texts is taken
+        only if no new session may be allocated.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
         continued = [_continued(session, texts) for session in fitting]

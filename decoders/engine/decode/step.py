@@ -18,7 +18,7 @@ from .verify import Outcome
 
 
 def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
-    """One step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
+    """Runs one step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
 
     Args:
         clock: is told when each part of the step is over.
@@ -117,14 +117,14 @@ UNTIMED = Clock()
 
 
 class Stopwatch:
-    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already counts them."""
+    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already includes them."""
 
     def __init__(self, timings: Timings) -> None:
         self._timings = timings
         self._begun, self._compiled = time.perf_counter(), timings.compile
 
     def next(self) -> float:
-        """Seconds since the last call of this method, or since creation."""
+        """Returns the seconds since the last call of this method, at first since the stopwatch was created."""
         begun, compiled = self._begun, self._compiled
         self._begun, self._compiled = time.perf_counter(), self._timings.compile
         return self._begun - begun - (self._compiled - compiled)

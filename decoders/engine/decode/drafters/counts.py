@@ -1,4 +1,4 @@
-"""Counts of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
+"""Figures of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
 
 Accepted tokens are counted on the device, passes on the host. While a step is recorded, Python runs and the device does nothing; in
 replays the device runs without Python. So the counts on the host must be told of recordings and replays.
@@ -14,23 +14,24 @@ from ...model.buckets import node_bucket
 
 #: Least number of tokens that a pass runs before the root: each smaller number would need another graph.
 MIN_PENDING = 2
-#: Number of entries in a stage's histogram of tokens per pass; the last entry also counts passes with more tokens.
+#: Number of entries in the histogram of new tokens per pass; the last entry also counts passes with more tokens.
 LONGEST = 64
 
 
 class DraftCounts:
-    """Passes, tokens and seconds of a draft model.
+    """Passes, tokens and seconds of a draft model. If another strategy drafts for it, the two are a *stage*.
 
     Args:
         model: the draft model's name.
         level: how many tokens are pending after a fully accepted draft.
-        static: whether passes have one of a few sizes.
+        static: whether the number of tokens in a pass is rounded up to one of a few sizes.
         shared: whether the draft model uses the slots of the model that verifies its drafts, so that no tokens are ever pending.
 
     Attributes:
         drafter: name of the strategy that drafts for the draft model; None without one.
         pending: committed tokens that the draft model still has to run, in the row with most of them.
-        tally: ``[3 + LONGEST]`` int64: new, accepted and drafted tokens of its stage; then a histogram of new tokens per pass.
+        tally: ``[3 + LONGEST]`` int64: numbers of new, accepted and drafted tokens in the stage's steps (in which the draft model
+            verifies); then a histogram of new tokens per step.
         passes: number of forward passes.
         forward_seconds: seconds of the forward passes.
         stage_seconds: seconds of the strategy that drafts for the draft model.
@@ -56,7 +57,7 @@ class DraftCounts:
         return self._ranges[pending]
 
     def accepted(self, summary: Tensor) -> None:
-        """Counts a step of the stage. summary: see :class:`~decoders.engine.decode.core.StepOutput`."""
+        """Adds a step of the stage to :attr:`tally`. summary: see :class:`~decoders.engine.decode.core.StepOutput`."""
         emitted = summary[0]
         self.tally[:3] += summary[:3].sum(1)
         self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
@@ -73,13 +74,13 @@ class DraftCounts:
             self.pending = pending
 
     def replayed(self, like: DraftCounts, steps: int) -> None:
-        """Counts `steps` replays of a recorded step. like: the counts of the drafter that was recorded."""
+        """Adds the passes of `steps` replays of a recorded step. like: the figures of the drafter that was recorded."""
         self.passes += steps * like._per_step
         if steps:
             self.pending = like.pending
 
     def report(self, weights: str, stages: list[Stage]) -> Stage:
-        """Returns the stage's report. It waits for the device, so call it after the last step."""
+        """Returns the report on the draft model and its stages. It waits for the device, so call it after the last step."""
         tokens, accepted, drafted, *lengths = self.tally.tolist()
         while lengths and not lengths[-1]:
             lengths.pop()
