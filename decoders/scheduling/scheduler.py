@@ -36,7 +36,7 @@ _FORKED = "the scheduler belongs to the process that this one was forked from: m
 GATHERING = 0.002
 #: Greatest number of seconds that the first requests wait for others.
 LONGEST_GATHERING = 0.05
-#: A scheduler with `first` has the model for this many times as long as all other users of the model together.
+#: A scheduler with `first` uses the model for this many times as long as all other users of the model together.
 FIRST_SHARE = 2
 
 
@@ -225,7 +225,7 @@ class Scheduler:
 
     @contextmanager
     def _comes(self) -> Iterator[None]:
-        """A context that counts a request in `_coming` while it is being prepared for the queue."""
+        """A context in which one more request is being prepared for the queue (`_coming`)."""
         with self._changed:
             self._coming += 1
         try:
@@ -248,7 +248,7 @@ class Scheduler:
         return self._waiting.all() + admitting + active
 
     def _abandon(self) -> None:
-        """Ends the scheduler in a forked child: its thread does not exist there, and its lock may be held by a thread of the parent."""
+        """Ends the scheduler in a forked child, which has no decoding thread, and where a thread of the parent may hold the lock."""
         self._changed = threading.Condition()
         self._closing = self._forked = True
         self._ended = threading.Event()
@@ -261,7 +261,7 @@ class Scheduler:
     # Run by the scheduler's thread:
 
     def _idle(self, seconds: float) -> bool:
-        """Waits for work; returns False once the scheduler is closed and idle."""
+        """Waits up to `seconds` for work. Returns False once the scheduler is closed and has no work left."""
         with self._changed:
             if not (self._waiting or self.running or self._closing):
                 release_threads()
@@ -269,7 +269,7 @@ class Scheduler:
             return bool(self._waiting or self.running or not self._closing)
 
     def _turn(self) -> None:
-        """Makes one round. With `first`, makes rounds for :data:`FIRST_SHARE` times as long as it has waited for the model."""
+        """Runs one round. With `first`, runs rounds for :data:`FIRST_SHARE` times as long as the scheduler has waited for the model."""
         self._gather()
         if not self.first:
             self._round()
@@ -281,7 +281,7 @@ class Scheduler:
                 self._round()
 
     def _round(self) -> None:
-        """Ends cancelled and late requests, admits waiting requests, and makes a step of every lane."""
+        """Ends cancelled and late requests, gives rows to waiting requests, and runs a step of every lane."""
         self._sweep()
         self._admit()
         self.steps += self._lanes.step()
@@ -291,7 +291,7 @@ class Scheduler:
         now = time.monotonic()
         over = []
         with self._changed:
-            # Otherwise no waiting request has to end here: `Generation.cancel` itself takes its request from the queue.
+            # At other times no waiting request has to end here: `Generation.cancel` itself removes its request from the queue.
             if now >= self._waiting.expiry or self._closing:
                 over = self._waiting.take_over(now)
                 self._changed.notify_all()
@@ -346,7 +346,7 @@ class Scheduler:
 
 
 def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
-    """The thread's function. It refers to the scheduler only while there is work, so that an unused scheduler can be freed."""
+    """The thread's function. It holds the scheduler for one wait and turn at a time, so that an unused scheduler can be freed."""
     error: BaseException | None = None
     try:
         try:
