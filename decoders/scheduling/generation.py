@@ -64,7 +64,7 @@ class Generation:
         Raises:
             TimeoutError: the request is not done within `timeout` seconds; the request continues.
             CancelledError, DeadlineError: the request was cancelled, or its deadline passed. Errors of ``generate`` are raised as
-                they are. The error's ``partial`` is the output so far.
+                they are. The ``partial`` of every error except TimeoutError is the output so far.
         """
         with self._over:
             self._wait_for_end(timeout)
@@ -131,7 +131,7 @@ class Generation:
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """The log probabilities of :attr:`tokens`, if `top_logprobs` was given; else an empty list."""
+        """The log-probabilities of :attr:`tokens`, if `top_logprobs` was passed to ``submit``; else an empty list."""
         return self._so_far("logprobs")
 
     @property

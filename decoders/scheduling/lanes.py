@@ -21,7 +21,7 @@ class Lanes:
 
     Args:
         rows: greatest number of requests that are decoded at a time.
-        longest_pause: seconds by which prefilling a prompt may delay a step of the running requests.
+        longest_pause: greatest number of seconds by which prefilling prompts may delay a step of the running requests.
     """
 
     def __init__(self, rows: int, longest_pause: float) -> None:
@@ -35,7 +35,7 @@ class Lanes:
 
     @property
     def used(self) -> bool:
-        """Whether there is any lane."""
+        """Whether there is a lane, with or without requests."""
         return bool(self._active)
 
     def generations(self) -> list[Generation]:

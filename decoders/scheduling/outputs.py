@@ -103,7 +103,7 @@ class OutputLines:
             self._counts[number] = place
 
     def check(self, line: InputLine) -> bool:
-        """Whether the prompt is already completed. A prompt that failed is not completed, and its text may have changed since.
+        """Whether the prompt in `line` is already completed. A prompt that failed is not, and its text may have changed since.
 
         Raises:
             SettingsError: another prompt is completed under this number.
@@ -114,7 +114,7 @@ class OutputLines:
         return mark is not None
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises SettingsError if prompts were completed with other options."""
+        """Raises SettingsError if earlier runs completed prompts with options other than `options`."""
         for earlier in map(json.loads, self.options):
             different = [name for name in {**earlier, **options} if options.get(name) != earlier.get(name)]
             if different:

@@ -58,8 +58,8 @@ class Scheduler:
         slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: greatest number of requests that wait.
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
-        first: whether this scheduler goes before other schedulers and calls on the model: while it has work, the others get a third
-            of the time. Otherwise all take turns.
+        first: whether this scheduler goes before other schedulers and calls on the model: while it has work, all others together get a
+            third of the time. If False, all take turns.
         defaults: arguments of ``generate`` for requests that do not give them.
 
     Raises:
@@ -114,17 +114,17 @@ class Scheduler:
         Args:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
             priority: requests with a higher priority go first; ties are served in order of arrival.
-            deadline: seconds from now after which the request ends with a DeadlineError.
+            deadline: seconds from now after which an unfinished request ends with a DeadlineError; None for no deadline.
             wait: whether to wait for room in a full queue.
-            top_logprobs: keep the log probability of every token and of this many likeliest tokens, in :attr:`Generation.logprobs`;
-                0 or more.
+            top_logprobs: how many likeliest tokens' log-probabilities to return besides each new token's own, in
+                :attr:`Generation.logprobs`; 0 or more; None for no log-probabilities.
             cache_salt: requests with different salts share nothing that reveals their texts: neither keys and values of common
                 prompt beginnings, nor what strategies learn from texts.
             arguments: arguments of ``generate``.
 
         Raises:
             QueueFull: the queue is full. CancelledError: the scheduler is closed, or belongs to another process.
-                ContextLengthError: prompt and new tokens exceed `slots`.
+            ContextLengthError: prompt and new tokens exceed `slots`.
             SettingsError, InputError: a wrong value. Errors of ``generate`` for the arguments are raised as they are.
         """
         refuse_misspelt(arguments, self.submit)

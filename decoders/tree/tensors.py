@@ -15,7 +15,7 @@ from ..errors import DraftError, amount
 
 #: The parent of a root in lists of parents.
 NO_PARENT = -1
-#: Greatest number of nodes of a block, the root included: masks and attention grow with the square of this number.
+#: Greatest number of nodes of a block, the root included. It is limited, because masks and attention grow with its square.
 MAX_NODES = 1024
 
 

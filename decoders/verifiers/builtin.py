@@ -1,4 +1,4 @@
-"""The built-in rules that decide how much of a draft is kept; the contract is in ``verifier.py``."""
+"""The built-in verifiers, which decide how much of a draft is accepted; the contract is in ``verifier.py``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class BlockVerification(Verifier):
 
         excess = (weight[:, :-1, None] * p - q).clamp(min=0)
         s = excess.sum(-1)
-        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q; then token i is surely kept.
+        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q; then token i is surely accepted.
         allowed = s + (1 - weight[:, :-1])
         h = torch.where(chain, torch.where(allowed > 0, s / allowed, 1.0), weight[:, :-1])
         h = torch.cat([h, weight[:, -1:]], 1)

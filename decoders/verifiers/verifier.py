@@ -1,8 +1,8 @@
 """The contract of a verifier: from a draft and both models' distributions it computes the outcome distribution of a step.
 
-A verifier draws nothing. It gives the probability that the accepted path ends at each node, and the distribution of the next token
-after each node. The engine draws from these distributions (:func:`decoders.engine.decode.rules.draw`). So a rule is a pure function of
-tensors, and a check can compute whether it keeps the target's distribution (:func:`decoders.testing.check_verifier`).
+A verifier draws nothing. It computes the probability that the accepted path ends at each node, and the distribution of the next token
+after each node. The engine draws from these distributions (:func:`decoders.engine.decode.rules.draw`). So a verifier is a pure function
+of tensors, and a check can compute whether the output follows the target's distribution (:func:`decoders.testing.check_verifier`).
 
 Letters: ``B`` rows, ``N`` nodes of a block, ``V`` vocabulary, ``p`` the target's distribution, ``q`` the draft's.
 """
@@ -86,8 +86,8 @@ class Outcomes:
     """The outcome distribution of a step.
 
     Attributes:
-        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Zero for nodes without a
-            draft token and for nodes that are no candidates.
+        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Except for the root,
+            zero for nodes without a draft token and for nodes that are no candidates.
         next: ``[B, N, V]``, distribution of the token after each node if the path ends there: finite everywhere,
             and summing to 1 wherever ``end > 0``.
     """
@@ -143,8 +143,8 @@ class Verifier(Configured, ABC):
 def normalised(mass: Tensor, otherwise: Tensor | float) -> Tensor:
     """`mass` scaled to sum to 1 over the last axis; `otherwise` where the sum is zero.
 
-    If ``q`` equals ``p``, the residual of ``p`` is zero or rounding noise. Such a residual is drawn from with a probability close to
-    zero, but must stay finite.
+    If ``q`` equals ``p``, the residual ``max(p - q, 0)`` is zero or rounding noise. The probability of drawing from such a residual is
+    close to zero, but the residual must stay finite.
     """
     total = mass.sum(-1, keepdim=True)
     # Not `> 0`: compiled code may divide by multiplying with the reciprocal, which overflows for subnormal numbers.

@@ -1,4 +1,6 @@
-"""Admits requests to a batch: each gets a place (a row of the pool of slots), where its prompt is prefilled while other rows decode."""
+"""Admits requests to a batch: each gets a place (a row of the pool of KV cache slots), where its prompt is prefilled while other rows
+decode.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Seat:
     Attributes:
         member: the request and its output.
         place: index of the request's row in the pool.
-        plan: how the prompt is prefilled; None before the prefill begins.
+        plan: which passes prefill the prompt; None before the prefill begins.
         to_read: the chunks of the plan that are not prefilled yet, each as ``(offset from the plan's start, number of tokens)``.
         chunks: results of the passes over the prompt, for a strategy that reads prompts; without logits, because they are large.
         weights: state of the model's weights when the prefill began; None before the prefill begins.
@@ -169,15 +171,15 @@ class Admission:
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
-        """`seat`, and the seats whose next chunks can run in the same pass as the next chunk of `seat`."""
+        """Returns `seat` and the seats whose next chunks can run in the same pass as its next chunk."""
         following = seat.to_read[0]
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
-        """`seat`, and the seats whose prompts are prefilled in the same passes as the prompt of `seat`.
+        """Returns `seat` and the seats whose prompts are prefilled in the same passes.
 
-        The lengths of these prompts differ from the length of `seat`'s prompt by a factor of at most two. Prompts that share more than
-        half of their text are prefilled one after the other, so that the common part is computed once and copied.
+        Their prompts are at most twice and at least half as long as the prompt of `seat`. Prompts that share more than half of their
+        text are prefilled one after the other, so that the common part is computed once and copied.
         """
         own, prompt = seat.prefix, seat.prompt
         if seat.member.request.multimodal is not None:
@@ -193,7 +195,7 @@ class Admission:
         return self._beside(seat, fits, lambda other: len(other.prompt))
 
     def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
-        """`seat` and the waiting seats in adjacent places for which `fits` is True, in the order of places.
+        """Returns `seat` and the waiting seats in adjacent places for which `fits` returns True, in the order of places.
 
         tokens: returns the number of tokens that a seat adds to a pass. Several seats together add at most :data:`SHARED_PASS` tokens.
         """
@@ -213,7 +215,7 @@ class Admission:
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
         """Writes prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
 
-        Returns whether a pass over images ran. An exception in that pass ends only its request.
+        Returns whether a pass over images ran. An exception in this pass is stored in its request's output, and ends only the request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:

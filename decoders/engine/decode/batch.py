@@ -176,7 +176,7 @@ class Batch:
         self.fit_blocks()
 
     def _guide(self, sources: Sequence[int]) -> Guide | None:
-        """The guide of the rows; None if no row has a grammar. Rows that stay in the batch keep their positions in their grammars."""
+        """Returns the guide of the rows; None if no row has a grammar. Rows that stay in the batch keep their positions in grammars."""
         request, target = self.request, self.target
         if not request.plan.masked:
             return None
@@ -195,7 +195,7 @@ class Batch:
         self.forward_pass.fit(self.blocks, self.row_count)
 
     def block_of(self, draft: Draft) -> NodeBlock:
-        """Checks the draft's trees, and returns the draft padded to a block."""
+        """Checks the draft's trees, and returns the draft as a padded block of nodes, with enough slots reserved for it."""
         draft_tokens, tree = self.blocks.of(draft)
         if self.target.ranks.size > 1:
             self.target.ranks.check_draft(draft, self.lengths)
@@ -214,7 +214,7 @@ class Batch:
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """`block` with the grammars' masks after each node, and without the draft tokens that the grammars forbid."""
+        """Returns `block` with the grammars' masks after each node and, unless a verifier judges it, without forbidden tokens."""
         self.where = "forward pass and verification"
         if self.guide is None:
             return block

@@ -182,7 +182,7 @@ def recordable(proposer: Proposer) -> bool:
 
 
 def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
-    """The draft counts of `drafters`, and of the models that draft for `drafters`."""
+    """The :class:`DraftCounts` of `drafters`, and of the models that draft for these drafters."""
     return [each.counts for drafter in drafters for each in drafter.chain]
 
 

@@ -40,7 +40,7 @@ class StepOutput:
         scores: ``[B, N, V]``, the processed scores, if the plan keeps them.
         hidden: ``[B, N, H]``.
         layers: ``[B, N, T, H]``, hidden states of the T layers that the strategy reads; None if the strategy reads none.
-        for_host: everything that the host reads, in one tensor; set by :meth:`packed`.
+        for_host: all values that the host reads, in one 1-D tensor; None before :meth:`packed`.
     """
 
     nodes: Tensor
@@ -64,7 +64,7 @@ class StepOutput:
         )  # fmt: skip
 
     def observed(self, sequences: Sequences, known: HostStep | None = None) -> Step:
-        """This step for the strategy's `observe`. sequences: the rows with the step's tokens; known: results that the host has read."""
+        """This step, as passed to a strategy's `observe`. sequences: rows with the step's tokens; known: results read by the host."""
         emitted, accepted, _, _ = self.summary.unbind(0)
         return Step(
             self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers,
@@ -72,7 +72,7 @@ class StepOutput:
         )  # fmt: skip
 
     def packed(self) -> StepOutput:
-        """This output, with everything that the host reads in one tensor, so that one copy fetches it."""
+        """This output with all values that the host reads in one tensor (:attr:`for_host`), so that one copy fetches them."""
         parts = self.summary, self.new, self.path
         for_host = torch.cat([part.flatten() for part in parts])
         split = for_host.split([part.numel() for part in parts])
@@ -80,7 +80,9 @@ class StepOutput:
         return replace(self, summary=summary, new=new, path=path, for_host=for_host)
 
     def read(self, lists: Callable[..., tuple[list, ...]], paths: bool = False) -> tuple[list, list, list]:
-        """Returns :attr:`summary`, :attr:`new` and, with `paths`, :attr:`path` as lists. lists: converts tensors to lists."""
+        """Returns :attr:`summary`, :attr:`new` and :attr:`path` as lists; without `paths`, the last may be empty. lists: makes lists of
+        tensors.
+        """
         if self.for_host is None:
             summary, new, *path = lists(self.summary, self.new, *([self.path] if paths else []))
             return summary, new, path[0] if path else []

@@ -107,8 +107,8 @@ class CriteriaRun:
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Returns which rows must stop, ``[B]`` bool. If rows end together, it may be ``[B, B]``, because transformers broadcasts the
-        ``[B, 1]`` of a criterion. The rows then end once every entry has been true.
+        """Returns which rows must stop, ``[B]`` bool. If rows end together, the result may be ``[B, B]``, because transformers
+        broadcasts a criterion's ``[B, 1]``. In this case the rows end once every entry has been true.
         """
         stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
@@ -160,7 +160,7 @@ Processors = Sequence[Callable[[Tensor, Tensor], Tensor]]
 
 
 def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` ``[B, V]`` float32 after all `processors`. An exception of a processor gets a note.
+    """Returns `scores` ``[B, V]`` float32 after all `processors`. An exception of a processor gets a note.
 
     Raises:
         UnsupportedError: a processor returned something other than scores of the same shape.

@@ -123,7 +123,7 @@ class Engine:
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
-        """Seconds of packing the model, compiling kernels, and checks; zeros if all this was before `begun` (``perf_counter()``)."""
+        """Returns the seconds of packing the model, of compiling kernels and of checks; zeros if they began before the time `begun`."""
         started, *seconds = self._prepared
         making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
         return making, kernels, checking
@@ -168,8 +168,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Queues this call's work on the device behind the last call's work. The last call may have used another stream, on which a
-        superfluous last step may still be running.
+        """Lets this call's work on the device wait for the last call's work, which may have used another stream: its superfluous last
+        step may still be running there.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)
@@ -278,7 +278,7 @@ class Engine:
 
     @property
     def functions_ready(self) -> int:
-        """Number of compiled functions of strategies. A function counts once per kind of arguments."""
+        """Number of compiled variants of strategies' functions: one per function and kind of arguments."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:

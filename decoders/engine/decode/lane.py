@@ -46,7 +46,7 @@ class Lane:
 
     Attributes:
         admission: finds places for new requests and prefills their prompts.
-        batch: the requests whose prompts are prefilled.
+        batch: the requests whose prompts have been prefilled, and which are being decoded.
         proposer: the strategy that drafts for the batch.
         prompts: reads prompts with images or sounds.
         rows: the requests in the batch, in the order of its rows; requests that have left are removed before the next step.
@@ -63,7 +63,7 @@ class Lane:
         self.proposer = Proposer(batch, self.stack)
         self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
         static = engine.target.static
-        # The batch may be padded to a bucket of rows. Places are reserved for the batch, so that padding rows overwrite no kept texts.
+        # The batch may be padded with rows. Places are reserved for the whole batch, so that padding rows overwrite no kept texts.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
@@ -159,7 +159,7 @@ class Lane:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Holds the model's lock for a step of the lane: calls wait for the step, and the lane waits for calls."""
+        """A context that holds the model's lock for a step of the lane: calls wait for the step, and the lane waits for calls."""
         batch = self.batch
         with (
             self.engine.decoding(self.template.side),

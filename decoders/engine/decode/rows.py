@@ -1,4 +1,4 @@
-"""The rows of a call on the device: tokens, lengths, and slots of keys and values. And checks of the hooks that get these tensors."""
+"""The rows of a call on the device (tokens, lengths, KV cache), and checks of the strategy's hooks that get their tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rows:
         faults: ``[B]`` int64, flags of :class:`Fault`.
         buffers: the KV cache.
         sampling: noise keys, and parameters of the plan.
-        range: ``[L]`` int64, 0 … L-1. A pass gets the first entries as its `view`; attention looks at ``len(view)`` slots.
+        range: ``[L]`` int64, 0 … L-1. A pass gets the first entries as its `view`; attention reads only the first ``len(view)`` slots.
     """
 
     tokens: Tensor

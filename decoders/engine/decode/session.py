@@ -31,7 +31,7 @@ class Session:
         batch: number of all rows.
         blocks: turns drafts into blocks.
         recordings: recordings of passes and steps on these tensors; None if the device records nothing.
-        texts: per row that no request uses, the text in its slots.
+        texts: per row, the text in its slots that later requests can reuse; empty while a request uses the row.
         used: per row, a number that is larger the later its text was kept; set by the session's owner.
         shared: by number of layers, the session of a draft model made of the target's first layers (:class:`SharedSlots`).
     """
@@ -121,7 +121,7 @@ class Session:
             self.grow(slots_for(2 * length, static))
 
     def grow(self, slots: int) -> None:
-        """Gives every row room for `slots` tokens. Drops recordings, because they use the old tensors."""
+        """Enlarges every row to `slots` slots. Drops recordings, because they use the old tensors."""
         with room_for(self.batch, slots):
             self.stored = self.stored.enlarged(slots)
         count = len(self.rows.tokens)
@@ -192,7 +192,7 @@ class Session:
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of row ``i`` as its text. The texts get the salts of `prompts`."""
+        """Keeps the first `lengths[i]` tokens of row ``i`` as the row's text, with the salt and image end of ``prompts[i]``."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):

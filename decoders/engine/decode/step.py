@@ -21,7 +21,7 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     """Runs one step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
 
     Args:
-        clock: is told when each part of the step is over.
+        clock: its methods are called when the parts of the step are over.
         recording: whether a device records the step. The host then reads nothing, and the caller that replays the step delivers its
             tokens.
     """
@@ -101,7 +101,7 @@ class Verifies(Protocol):
 
 
 class Clock:
-    """Is told when a step begins and when each of its parts is over. This base class does nothing."""
+    """Has a method for the beginning of a step, and one for the end of each of its parts. This base class does nothing."""
 
     def begun(self) -> None: ...
     def proposed(self) -> None: ...

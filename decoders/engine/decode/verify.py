@@ -57,7 +57,7 @@ class Outcome:
         drafted: number of verified draft tokens.
         ended: whether the row has ended, 0 or 1.
         new: the new tokens in order; only the first `emitted` are valid.
-        drafters: the strategy that drafted each accepted token, if several strategies drafted; else empty.
+        drafters: name of the strategy that drafted each accepted token, if several strategies drafted; else an empty list.
     """
 
     emitted: list[int]
@@ -132,7 +132,7 @@ def draw_tokens(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The target's token after each node, ``[B, N]`` int64, and the processed scores if the plan keeps them.
+    """Draws the target's token after each node. Returns the tokens ``[B, N]`` int64, and the processed scores if the plan keeps them.
 
     Args:
         logits: ``[B, N, V]``.

@@ -22,13 +22,13 @@ from ..rows import Rows
 class DraftCore(Core):
     """The passes of a draft model, whose tokens another model verifies.
 
-    A block starts with each row's ``U`` pending tokens: its last committed tokens before the root, whose keys and values may be missing
-    from their slots. The last token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. Running
-    these tokens again costs next to nothing, and no keys and values have to be moved. With the target's own slots
+    A block starts with each row's ``U`` pending tokens: the last committed tokens before the root, whose keys and values may be missing
+    from their slots. The last token of a fully accepted draft was never run, and keys and values of accepted tree nodes are in other
+    slots. Running these tokens again costs next to nothing, and saves moving keys and values. With the target's own slots
     (:mod:`.shared_slots`) no keys and values are missing; a block below the least size is then padded behind its root.
 
     Args:
-        vocab: size of the target's vocabulary. Tokens of the draft model beyond it are padding and never proposed.
+        vocab: size of the target's vocabulary. Token ids of the draft model beyond this size are padding and never proposed.
         children: ``C``, how many continuations :meth:`root`, :meth:`expand` and :meth:`advance` return per node.
 
     If rows have grammars, every pass gets a grammar mask for each node that is continued.

@@ -1,7 +1,7 @@
 """Figures of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
 
 Accepted tokens are counted on the device, passes on the host. While a step is recorded, Python runs and the device does nothing; in
-replays the device runs without Python. So the counts on the host must be told of recordings and replays.
+replays the device runs without Python. So the host's numbers are corrected after recordings and replays.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DraftCounts:
         self.forward_seconds = self.stage_seconds = 0.0
 
     def range(self, reach: int) -> Tensor:
-        """``[U]`` int64, 0 … U-1, with an entry for each pending token and maybe more. No row has more than `reach` tokens."""
+        """``[U]`` int64, 0 … U-1: ``U`` is the number of pending tokens, rounded up. reach: greatest number of tokens in a row."""
         pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)
         if self.static and pending:  # pending tokens and the last token form a block
             pending = node_bucket(pending + 1) - 1

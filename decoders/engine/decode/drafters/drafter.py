@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter(Drafter):
-    """A draft model with its own rows and KV cache, in a session of its own engine. A round is its work from `begin` to `observe`.
+    """A draft model with rows and KV cache in a session of its own engine. A round is the model's work from `begin` to `observe`.
 
     Args:
         batch: the target's batch.
@@ -296,7 +296,7 @@ class ModelDrafter(Drafter):
 
     @property
     def tiers(self) -> tuple:
-        """Which parts of a round run compiled now; a recorded step depends on it."""
+        """Which parts of a round run compiled now. A recorded step is replayed only while these tiers stay the same."""
         with self._running():
             own = self.engine.forward_pass.tiers.tier(len(self.rows.length), self.core.plan)
         return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)

@@ -53,7 +53,7 @@ class DeviceAutomaton:
 
     @staticmethod
     def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> DeviceAutomaton | None:
-        """The transition table of the rows' grammars; None if a grammar's table would be too large."""
+        """Builds the transition table of the rows' grammars; None if a grammar's table would be too large."""
         distinct = list({id(g): g for g in grammars if g is not None}.values())
         tables = [(grammar, TokenTable.of(grammar, device)) for grammar in distinct]
         tabulated = [(grammar, table) for grammar, table in tables if table is not None]

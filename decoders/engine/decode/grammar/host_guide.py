@@ -59,7 +59,7 @@ class HostGuide(Guide):
     def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
         """A guide for the batch after rows have joined or left. rows: the former index of each row, -1 for a new row without text.
 
-        The masks of a tabulated grammar stay in the table, even after its last row has left.
+        The masks of a grammar with tables stay in the mask table, even after the grammar's last row has left.
         """
         guide = HostGuide([], self.table, shared=self.shared)
         guide._shifts = self._shifts

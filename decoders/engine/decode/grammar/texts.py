@@ -178,7 +178,7 @@ class FreeText(Text):
 
 
 class TabulatedText(Text):
-    """A tabulated grammar. Its positions are states of its automaton. shift: the table row of its first mask."""
+    """A grammar with tables. A position is a state of its automaton. shift: the mask table's row with the grammar's first mask."""
 
     def __init__(self, grammar: Tabulated, shift: int) -> None:
         self.grammar: Tabulated = grammar
