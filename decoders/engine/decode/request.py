@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class DraftModels(Protocol):
-    """Loads the draft models that a call may use. A draft model is named by the loaded model or by its path."""
+    """Provides the draft models that a call may use. A draft model is named by the loaded model or by its path."""
 
     def engine_of(self, model: PreTrainedModel | str) -> Engine:
         """Returns the engine of `model`, a draft model with the target's vocabulary."""
@@ -96,7 +96,7 @@ class Returned:
 
     Attributes:
         logits: whether the logits of every generated token are returned.
-        top_logprobs: how many likeliest tokens' log-probabilities are returned besides the generated token's; None: not even this one.
+        top_logprobs: how many likeliest tokens' log-probabilities are returned besides the generated token's; None: none are returned.
         on_step: called after every step with every row's new tokens, all its generated tokens, and whether it has ended.
         observers: called when the call starts, after every step, and when the call ends.
     """

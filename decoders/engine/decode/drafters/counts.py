@@ -14,7 +14,7 @@ from ...model.buckets import node_bucket
 
 #: Least number of tokens that a pass runs before the root: each smaller number would need another graph.
 MIN_PENDING = 2
-#: Number of entries in the histogram of new tokens per pass; the last entry also counts passes with more tokens.
+#: Number of entries in the histogram of new tokens per step; the last entry also counts steps with more tokens.
 LONGEST = 64
 
 
@@ -80,7 +80,10 @@ class DraftCounts:
             self.pending = like.pending
 
     def report(self, weights: str, stages: list[Stage]) -> Stage:
-        """Returns the report on the draft model and its stages. It waits for the device, so call it after the last step."""
+        """Returns the report on the draft model. It waits for the device, so call it after the last step.
+
+        stages: the reports on the draft models that draft for this model.
+        """
         tokens, accepted, drafted, *lengths = self.tally.tolist()
         while lengths and not lengths[-1]:
             lengths.pop()

@@ -98,7 +98,7 @@ class StagedDrafter(ModelDrafter):
 
 
 class DraftStage:
-    """The proposer and the batch of the steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
+    """Serves as proposer and batch in steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
 
     Attributes:
         state: the strategy's state.

@@ -1,4 +1,4 @@
-"""The guide on the device: tracks rows' positions in grammars that have tables. It never waits, so whole steps can be recorded."""
+"""The guide on the device: tracks rows' positions in grammars with tables. It never waits for the device, so steps can be recorded."""
 
 from __future__ import annotations
 

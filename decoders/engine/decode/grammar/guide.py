@@ -1,7 +1,7 @@
 """The contract of guides, which track each row's position in its grammar and mask the tokens after each node of a block.
 
 The host guide (:mod:`~decoders.engine.decode.grammar.host_guide`) supports any grammar. The device guide
-(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables.
+(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables (of the transitions of an automaton).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a sto
 
 
 class Guide(ABC):
-    """The rows' positions in their grammars, for one model of a call: the target, or a draft model that drafts ahead of the target.
+    """Tracks the rows' positions in their grammars, for one model of a call: the target, or a draft model that is ahead of it.
 
     Attributes:
         on_device: whether no method waits for the device, so that a whole step can be recorded.
@@ -33,7 +33,7 @@ class Guide(ABC):
 
     @abstractmethod
     def ahead(self) -> Guide:
-        """A new guide for a draft model that drafts ahead of this guide's rows."""
+        """Returns a new guide for a draft model that drafts for this guide's model, with the same grammars."""
 
     @abstractmethod
     def follow(self) -> None:
