@@ -126,7 +126,7 @@ class Generation:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each of :attr:`tokens`, whether it was an accepted draft token. The target model chose the other tokens."""
+        """For each of :attr:`tokens`, whether it was an accepted draft token; if not, the target model chose it."""
         return [drafter != "" for drafter in self._so_far("drafters")]
 
     @property

@@ -216,7 +216,7 @@ class OutputLines:
             self._end()
 
     def _end(self) -> None:
-        """Closes the file, and removes it if this object created it and wrote no line."""
+        """Closes the file. Removes the file if this object created it and wrote no line."""
         try:
             if self._new and not self._whole:
                 with suppress(OSError):

@@ -60,7 +60,7 @@ class Scheduler:
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
         first: whether this scheduler goes before other schedulers and calls on the model: while it has work, all others together get a
             third of the time. If False, all take turns.
-        defaults: arguments of ``generate`` for requests that do not give them.
+        defaults: arguments of ``generate`` for requests that do not set them.
 
     Raises:
         SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy has the name.
@@ -300,7 +300,7 @@ class Scheduler:
         self._lanes.sweep(now)
 
     def _gather(self) -> None:
-        """If no request runs yet, waits a moment for further requests, since an empty row costs more than this wait."""
+        """If no request runs yet, waits a moment for further requests, since steps with empty rows cost more than this wait."""
         until = time.monotonic() + LONGEST_GATHERING
         with self._changed:
             while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:

@@ -71,7 +71,7 @@ class Admission:
     Args:
         prompts: the prompt reader of the batch that the requests will join.
         pool: the session whose rows are the places.
-        reserved: number of places at the start of the pool that :meth:`take_place` does not give out.
+        reserved: number of places at the start of the pool that :meth:`take_place` never returns.
 
     Attributes:
         seats: all requests, in order of arrival.

@@ -66,7 +66,7 @@ class Batch:
 
     Args:
         request: the first or only request.
-        capacity: greatest number of rows, for a batch that requests join and leave; None for the batch of one call.
+        capacity: greatest number of rows, if requests join and leave the batch; None for the batch of one call.
     """
 
     session: Session
@@ -203,7 +203,7 @@ class Batch:
             waits = draft.on_host or not self.target.static
             self.may_err = self.may_err or not waits
             check_tree(draft.topology, self.rows, self.culprit, wait=waits)
-        # Recorded steps get room for the longest row at once, because the host does not read lengths between replays.
+        # For recorded steps, slots for the longest row are reserved at once: the host does not read lengths between replays.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)

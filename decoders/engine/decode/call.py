@@ -45,7 +45,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
     """
     called = time.perf_counter()
     try:
-        with engine.decoding(request.side), ExitStack() as stack:  # the stack gives sessions back in any case
+        with engine.decoding(request.side), ExitStack() as stack:  # the stack releases sessions, also after errors
             waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request)
@@ -98,7 +98,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
-    # A strategy that reads prompts gets every prompt token: equal calls then draft alike, and the strategy's own cache has no holes.
+    # For a strategy that reads prompts, nothing is reused: equal calls then draft alike, and the strategy's own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]

@@ -230,7 +230,7 @@ class Engine:
         """The forward pass for calls with `strategy`; it also returns the hidden states of the layers that the strategy reads, if any.
 
         Raises:
-            SettingsError: the model lacks one of these layers. UnsupportedError: the model's decoder layers were not found.
+            SettingsError: the model lacks a layer that is read. UnsupportedError: the model's decoder layers were not found.
         """
         if not strategy.reads_layers:
             return self.forward_pass

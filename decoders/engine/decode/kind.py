@@ -131,5 +131,5 @@ def _alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_alike, one, other))
     try:
         return bool(one == other)
-    except Exception:  # values whose comparison gives no single bool, such as tensors, count as different
+    except Exception:  # values whose comparison returns no single bool, such as tensors, count as different
         return False

@@ -81,7 +81,7 @@ class Lane:
 
     @property
     def free(self) -> int:
-        """The number of requests that the lane can still take."""
+        """The number of requests that can still join the lane."""
         return self.capacity - len(self.seats)
 
     @property
@@ -125,7 +125,7 @@ class Lane:
                 self.batch.forward_pass.tiers.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
                 self.batch.forward_pass.tiers.compile_both()
-            # This is decided once per step: either separate passes prefill prompts, or the step's own pass does.
+            # Decided once per step: either separate passes prefill prompts, or the step's own pass prefills a piece.
             mixes = self.admission.mixes
             if not mixes:
                 self.admission.read(pause)
@@ -258,7 +258,7 @@ class Lane:
             seat.place = places.get(seat.place, seat.place)
 
     def _slots_used(self, seat: Seat) -> int:
-        """The number of used slots in a seat's place. Before the prefill begins, these slots hold an earlier text."""
+        """The number of used slots in a seat's place. Before the prefill begins, they hold an earlier request's text."""
         if seat.row is not None:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
@@ -277,7 +277,7 @@ class Lane:
 
 
 def in_place(seats: list[Seat]) -> list[Seat]:
-    """`seats` in an order that moves few of them: a seat whose place is below ``len(seats)`` keeps its place."""
+    """Returns `seats` in an order that moves few seats: a seat whose place is below ``len(seats)`` stays in its place."""
     by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
     return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]

@@ -63,8 +63,8 @@ class PromptReader:
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
         """Reads the prompts whose images are not in the cache yet, and returns their rows.
 
-        If `inputs` divides the images among the prompts (``inputs.alone``), prompts are read one by one. The division is a guess. If it is
-        wrong, the model raises an exception, and all prompts are read together.
+        If `inputs` divides the images among the prompts (``inputs.alone``), prompts are read one by one. The division is a guess: if it
+        is wrong, the model raises an exception, and all prompts are read together.
         """
         read: set[int] = set()
         try:

@@ -30,7 +30,7 @@ class Fault(IntFlag):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call on the device. Steps update these tensors in place.
+    """The rows of a call on the device. Steps update the tensors in place.
 
     Attributes:
         tokens: ``[B, L]`` int64, a token for each of the ``L`` cache slots.

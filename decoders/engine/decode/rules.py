@@ -79,7 +79,7 @@ class VerifierRule:
 
         Args:
             drawn_from: ``[B, N-1, V]``, the scores that the draft tokens were drawn from; None if they were not drawn.
-            siblings: greatest number of children of a node; None if the host does not know it.
+            siblings: greatest number of children of a node; None if it is unknown on the host.
         """
         plan, tree = self.plan, block.tree
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets

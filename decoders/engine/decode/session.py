@@ -30,7 +30,7 @@ class Session:
         rows: the rows that are decoded.
         batch: number of all rows.
         blocks: turns drafts into blocks.
-        recordings: recordings of passes and steps on these tensors; None if the device records nothing.
+        recordings: recordings of passes and steps on the rows' tensors; None if the device records nothing.
         texts: per row, the text in its slots that later requests can reuse; empty while a request uses the row.
         used: per row, a number that is larger the later its text was kept; set by the session's owner.
         shared: by number of layers, the session of a draft model made of the target's first layers (:class:`SharedSlots`).
@@ -149,7 +149,7 @@ class Session:
             lengths: number of tokens per prompt.
             reused: per prompt, number of first tokens whose keys and values are in place.
             chunk: greatest number of tokens per row and pass; None for the default.
-            run: runs a pass; takes the arguments of :meth:`Target.prefill`.
+            run: runs a pass; called with the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
             leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for chunk and block.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise rows with recurrent states are prefilled

@@ -114,7 +114,7 @@ class ModelDrafter(Drafter):
             self._read_prompts()
 
     def _read_prompts(self) -> None:
-        """Prefills the prompts; later calls do nothing."""
+        """Prefills the prompts, unless this was done before."""
         if self._unread is None:
             return
         opened, request, self._unread = self._unread, self.batch.request, None
@@ -324,7 +324,7 @@ class ModelDrafter(Drafter):
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
-        """Runs `method` of :class:`DraftCore`, or replays its recording for these sizes."""
+        """Runs `method` of :class:`DraftCore` on the rows, `view` and `given`, or replays its recording for their sizes."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
