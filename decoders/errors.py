@@ -33,7 +33,7 @@ class SettingsError(DecodersError, ValueError):
 
 
 class UnsupportedError(DecodersError, ValueError):
-    """A model or an argument of ``generate`` that the shared loop cannot honour exactly; the error names the alternative."""
+    """A model or an argument of ``generate`` that the decoding loop cannot honour exactly; the error names the alternative."""
 
 
 class InputError(DecodersError, ValueError):

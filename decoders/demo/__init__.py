@@ -1,6 +1,6 @@
 """Two small models that this project trains itself, and prompts from files that the models were not trained on.
 
-`load()` returns the target, `load("draft")` the draft, which is 8 times smaller, and `prompts()` the benchmark's prompts. Nothing
+`load()` returns the target, `load("draft")` the draft model, which is 8 times smaller, and `prompts()` the benchmark's prompts. Nothing
 here uses the network.
 """
 

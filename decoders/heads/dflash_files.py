@@ -74,7 +74,7 @@ class _LayerConfig(WindowedLayerConfig):
 
 
 class _Config(FileConfig):
-    """All other fields, of all formats."""
+    """All fields but those of the decoder layers, in any of the formats."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
@@ -181,7 +181,7 @@ def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculato
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:
-    """The target's layers that the draft model reads, spread evenly: the authors' default for configs that name no layers.
+    """Indices of the target's layers that the draft model reads, spread evenly: the authors' default. None if a number is 0 or None.
 
     Args:
         depth: number of the target's layers. count: number of the draft model's layers.
@@ -309,7 +309,7 @@ def _vocabulary(
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All weights in a folder, in one file or in several."""
+    """All weights in a folder by name, from one file or several."""
     names = [WEIGHTS]
     if (path / INDEX).is_file():
         raw = read_json(path / INDEX, f"{path / INDEX} cannot be read", "dflash")

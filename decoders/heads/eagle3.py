@@ -146,7 +146,7 @@ class Eagle3Head(nn.Module):
 
 
 def hide_before(mask: Tensor, first: Tensor) -> Tensor:
-    """The additive `mask` ``[B, K, N, L]`` that also hides the slots before `first` ``[B, N]``."""
+    """The additive `mask` ``[B, K, N, L]`` (``K`` heads or 1), changed so that it also hides the slots before `first` ``[B, N]``."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) < first[:, None, :, None]
     return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 

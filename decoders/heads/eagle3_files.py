@@ -87,7 +87,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """All other fields, of all formats."""
+    """All fields but those of the decoder layers, in any of the formats."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []

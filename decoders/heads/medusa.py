@@ -1,6 +1,6 @@
 """Medusa heads (Cai et al. 2024, "Medusa", section 2.1), their trees, and their files in our format or (read only) the authors'.
 
-Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection.
+Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection, ``P`` positions of texts.
 """
 
 from __future__ import annotations

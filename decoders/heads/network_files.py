@@ -184,7 +184,7 @@ class WindowedLayerConfig(LlamaLayerConfig):
 
 
 Network = TypeVar("Network", bound=nn.Module)
-#: Name, time and size of files.
+#: Name, modification time (ns) and size of each of several files.
 Stamp = tuple[tuple[str, int, int], ...]
 
 

@@ -67,7 +67,7 @@ class Registry:
         self._load()
 
     def strategies(self) -> dict[str, Entry[Strategy]]:
-        """Every usable strategy by name: the built-ins first, then by provider."""
+        """Every usable strategy by name: first the built-in strategies, then the others, sorted by provider."""
         return dict(self._names[STRATEGY].usable)
 
     def strategy(self, name: str) -> type[Strategy]:
@@ -80,7 +80,7 @@ class Registry:
         return self._find(STRATEGY, name)
 
     def verifiers(self) -> dict[str, Entry[Verifier]]:
-        """Every usable verifier by name: the built-ins first, then by provider."""
+        """Every usable verifier by name: first the built-in verifiers, then the others, sorted by provider."""
         return dict(self._names[VERIFIER].usable)
 
     def verifier(self, name: str) -> type[Verifier]:
@@ -88,7 +88,7 @@ class Registry:
         return self._find(VERIFIER, name)
 
     def grammar_backends(self) -> dict[str, Entry[Backend]]:
-        """Every usable grammar backend by name: the built-ins first, then by provider."""
+        """Every usable grammar backend by name: first the built-in backends, then the others, sorted by provider."""
         return dict(self._names[BACKEND].usable)
 
     def grammar_backend(self, name: str) -> type[Backend]:
@@ -96,7 +96,7 @@ class Registry:
         return self._find(BACKEND, name)
 
     def grammars(self) -> dict[str, Entry[Any]]:
-        """Every named grammar: the library's first, then by provider."""
+        """Every usable grammar by name: first this package's grammars, then the others, sorted by provider."""
         return dict(self._names[GRAMMAR].usable)
 
     def grammar(self, name: str) -> Any:
@@ -128,11 +128,11 @@ class Registry:
         return grammar
 
     def commands(self) -> dict[str, Entry[Any]]:
-        """Commands of plugins by name; the command line defines this package's commands."""
+        """Every usable command of a plugin by name. This package's own commands are not among them."""
         return dict(self._names[COMMAND].usable)
 
     def observers(self) -> dict[str, Entry[Observer]]:
-        """Every observer by name."""
+        """Every usable observer class by name."""
         return dict(self._names[OBSERVER].usable)
 
     def listening(self) -> tuple[Observer, ...]:

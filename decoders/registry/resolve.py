@@ -24,7 +24,7 @@ def resolve_strategy(
 ) -> Strategy:
     """The strategy that `chosen` means: a name, ``"a+b"``, a class or an object.
 
-    call, configured: settings from the call and from configurations; the call's settings override.
+    call, configured: settings from the call, and from the generation config or ``enable()``; the call's settings win.
 
     Raises:
         UnknownNameError, SettingsError, PluginError.
@@ -78,13 +78,15 @@ def with_hints(
     hints: Mapping[str, Any],
     where: Callable[[str], str] = lambda hint: "",
 ) -> Mapping[str, Any] | None:
-    """Returns the ``strategy_config`` `config` with the settings to which the strategy `chosen` maps transformers' drafting `hints`.
+    """Returns `config`, a ``strategy_config``, with the settings to which the strategy `chosen` maps drafting arguments.
 
     Args:
+        hints: drafting arguments of transformers, by name; see :attr:`Strategy.hints`.
         where: takes the name of a hint, and returns the last sentence of an error, about the hint's origin.
 
     Raises:
-        UnsupportedError: a strategy has no setting for a hint. SettingsError: a setting is given twice.
+        UnsupportedError: no chosen strategy has a setting for a hint. SettingsError: a setting is given twice with different values, or
+            `chosen` is a strategy object.
         UnknownNameError, PluginError: see :func:`resolve_strategy`.
     """
     if not hints:

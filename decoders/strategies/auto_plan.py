@@ -107,8 +107,8 @@ class Plan:
         price: expected tokens that a node must bring for each second that the node takes.
         worth: expected tokens of the draft, less `price` times the draft's seconds.
         width: verified draft tokens per row.
-        chain: bits of the drafters that proposed all verified tokens, if the tokens form a chain; otherwise 0.
-        verifying: seconds of verification, by the bit of the first drafter that proposes the verified node.
+        chain: bits of the drafters that each proposed every verified token, if the tokens form a chain; otherwise 0.
+        verifying: seconds of verifying nodes, by the bit of the first drafter that proposed them.
         chosen: time on the call's clock at which the draft was chosen.
 
     Args:
@@ -145,7 +145,7 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """The most valuable depth of a limited drafter's draft; 0 if no depth is worth more than the plan, or before its first run."""
+        """The most valuable depth of a limited drafter's draft; 0 if no depth is worth more than this plan, or before its first run."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
@@ -205,7 +205,7 @@ class Plan:
         return path[1:] + others
 
     def note(self) -> None:
-        """Adds the chosen nodes to the history, and the seconds of verifying a node to the first drafter that proposed it."""
+        """Adds the chosen nodes to the history, and their verification time to `verifying`; sets `chosen`."""
         state, sources, gain = self.state, 0, 0.0
         seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
         for row in self.active:
@@ -230,7 +230,7 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Adds the seconds that the step takes in addition to a plain step to the ledger. Verification counts with its expected time,
+        """Books in the ledger how many seconds longer the step takes than a plain step. Verification counts with its expected time,
         because the noise of one measurement is greater than the time of the draft tokens.
 
         Args:

@@ -52,7 +52,7 @@ class _State(FeatureState):
     """The state of a call.
 
     Attributes:
-        of_head: for each layer that the network reads, whether it is the target's last layer. Its output is read after the final norm.
+        of_head: for each layer that the network reads, whether it is the target's last layer, which is read after the final norm.
     """
 
     of_head: tuple[bool, ...]

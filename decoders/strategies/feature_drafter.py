@@ -70,7 +70,7 @@ class FeatureWindow(ABC):
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """Everything that a recorded step uses and that outlives the step."""
+        """All objects that a recorded step uses and that exist before and after the step."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -82,7 +82,7 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
-        """Runs the network over ``N`` slots of every row, and keeps the last slot's outputs, which :meth:`root` needs.
+        """Runs the network over ``N`` slots of every row, and stores the last slot's outputs in attributes, for :meth:`root`.
 
         Args:
             base: ``[B]`` int64, the first slot.
@@ -156,7 +156,7 @@ class FeatureWindow(ABC):
 class FeatureDrafter(FeatureWindow):
     """A network that drafts token by token, as in EAGLE: each level of a tree comes from a pass over the level before.
 
-    A subclass writes :meth:`read`, :meth:`first`, :meth:`further` and :meth:`own_parts`.
+    A subclass implements :meth:`read`, :meth:`first`, :meth:`further` and :meth:`own_parts`.
     """
 
     @abstractmethod
@@ -179,7 +179,7 @@ class FeatureDrafter(FeatureWindow):
 class BlockDrafter(FeatureWindow):
     """A network that drafts all positions of a block in one pass. The continuations of a level are the same for every parent.
 
-    A subclass writes :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
+    A subclass implements :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
     """
 
     def opened(self, logits: Tensor) -> Expansion:
@@ -233,8 +233,8 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """Base of strategies whose network reads the target's hidden states and fills a tree.
 
-    A subclass writes `start`, which returns a :class:`FeatureState` or a subclass of it, and names the layers that it reads as
-    :attr:`~decoders.Strategy.hidden_layers` or in :meth:`~decoders.Strategy.layers_for`.
+    A subclass implements `start`, which returns a :class:`FeatureState` or an object of a subclass. It names the layers that it reads
+    in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
     """
 
     rests = True
@@ -242,7 +242,7 @@ class ReadsFeatures(Strategy):
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
         """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A subclass
-        whose network reads layers takes the hidden states of the layers from ``given.layers``.
+        whose network reads layers returns their hidden states from ``given.layers``.
         """
         return given.hidden
 
@@ -262,5 +262,5 @@ class ReadsFeatures(Strategy):
 
 
 def _at(states: Tensor, index: Tensor) -> Tensor:
-    """Selects ``states[b, index[b, n]]``, ``[B, n, F]``."""
+    """The states at ``index`` ``[B, n]`` of each row, ``states[b, index[b, n]]``: ``[B, n, F]``."""
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))

@@ -160,7 +160,7 @@ class Merged(Strategy):
         return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """The number of nodes of `draft` that are verified, root included. left: the number that the budget leaves.
+        """How many nodes of `draft` are verified, root included. left: the number of nodes that the budget leaves, root included.
 
         Nodes that are no draft tokens, such as lookahead's window, cannot be left out. They may exceed a budget from costs.
 
@@ -213,7 +213,7 @@ class Merged(Strategy):
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
-    """Joins trees under one root: a :class:`Topology` if all are. like: ``[B, …]``, a tensor with the result's rows and device."""
+    """Joins trees under one root; returns a :class:`Topology` if all trees are. like: a tensor with the result's rows and device."""
     fixed = [tree for tree in trees if isinstance(tree, Topology)]
     if len(fixed) == len(trees):
         return functools.reduce(Topology.merge, fixed)

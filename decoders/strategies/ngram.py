@@ -83,8 +83,8 @@ class NgramState:
 class Ngram(Strategy):
     """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a GPU, or with a table, every step counts the whole text. On a CPU the counts are kept from step to step. If this strategy drafts
-    for a draft model, rejected tokens are removed from the counts. Both ways give the same drafts.
+    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step updates the counts, and removes
+    tokens that the target rejected if this strategy drafts for a draft model. Drafts are the same in either case.
     """
 
     name = "ngram"
@@ -225,7 +225,7 @@ def _ranked(
     text: Tensor, matches: list[Tensor], entries: list[tuple[Tensor, Tensor, Tensor]], width: int, text_weight: int,
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The `width` best followers ``[B, width]``, best first, -1 if there are fewer; and each follower's highest order.
+    """The best followers of each row, ``[B, width]``, best first, -1 if there are fewer; and each follower's highest order.
 
     Args:
         text: ``[B, L]`` int64.

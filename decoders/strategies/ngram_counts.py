@@ -116,7 +116,7 @@ class NgramCounts:
         return list(tokens), list(orders)
 
     def followers(self, context: tuple[int, ...], width: int) -> list[RankedFollower]:
-        """The `width` likeliest followers of a context, best first; fewer if there are not as many.
+        """The likeliest followers of a context, at most `width`, best first.
 
         A follower's score refers to the longest suffix of `context` that it followed: its share of the followers of this suffix, times
         :data:`BACK_OFF` for each token by which the suffix is shorter than ``max_ngram - 1`` tokens. Among equal scores, the follower
@@ -154,7 +154,7 @@ class NgramCounts:
         return best
 
     def _note(self, token: int, count: int) -> None:
-        """Updates the tokens by frequency after the `count`-th occurrence of `token`."""
+        """Updates `_by_count` after the `count`-th occurrence of `token`."""
         if self._by_count is None:
             return
         if count > 1:

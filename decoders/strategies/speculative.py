@@ -226,7 +226,7 @@ class Speculative(DraftModelStrategy):
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
-    """A parallel draft model's continuations for places 1 … `length` - 1 of a chain, from one pass over masks."""
+    """The continuations at places 1 … `length` - 1 of a chain, which a PARD draft model computes in one pass over masks."""
     if length == 1:
         return []
     rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)

@@ -213,9 +213,9 @@ WINDOW, ENOUGH = 32, 3
 class CalibratedThreshold:
     """Finds the threshold on a draft token's probability that maximizes tokens per second.
 
-    One more draft token takes ``c`` seconds to draft and ``v`` seconds to verify: the seconds of a pass divided by the number of rows.
-    The token brings ``P`` tokens on average, where ``P`` is its cumulative probability. A second is worth ``R`` tokens, the present
-    rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may
+    One more draft token takes ``c`` seconds to draft (a pass of the draft model) and ``v`` seconds to verify (another node), each
+    divided by the number of rows. It brings ``P`` tokens on average, its cumulative probability. A second is worth ``R`` tokens, the
+    present rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may
     be over- or underconfident, ``P`` is the product of its probabilities times the measured ratio of accepted to expected tokens.
 
     Measured times differ between runs, so the number of steps may differ; the tokens do not.
@@ -232,11 +232,11 @@ class CalibratedThreshold:
         self._first = True
 
     def drafting(self) -> None:
-        """Takes the time at which drafting begins."""
+        """Records the time at which drafting begins."""
         self._begun = self._clock()
 
     def drafted(self, passes: int) -> None:
-        """Takes the time at which drafting ends. passes: number of passes of the draft model so far in this call."""
+        """Records the time at which drafting ends. passes: number of passes of the draft model so far in this call."""
         self._proposed = self._clock()
         self._draft.append((self._proposed - self._begun) / max(passes - self._passes, 1))
         self._passes = passes
