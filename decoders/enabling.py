@@ -282,6 +282,9 @@ def warmup(
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
+    Returns:
+        the seconds and the compilations that the preparation took.
+
     Raises:
         UnsupportedError: the model cannot be decoded, or a strategy needs `assistant_model`. SettingsError: an unknown
             strategy, or `rows` below one.
@@ -298,7 +301,7 @@ def calibrate(
     assistant_model: PreTrainedModel | None = None, seconds: float = 10.0, tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Calibration:  # fmt: skip
-    """Enables `model`, and measures how long its decoding steps take on this machine, by numbers of nodes, rows and context tokens.
+    """Enables `model`; measures how long steps (by numbers of nodes, rows and context tokens) and strategies take on this machine.
 
     ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. The costs are stored on disk (setting
     ``cost_cache``) for the model's class and sizes, dtype, quantization, device, threads and version of torch.
@@ -310,6 +313,9 @@ def calibrate(
         seconds: time limit for each model; sizes left over when it is reached are not measured.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
+
+    Returns:
+        the costs of `model`, of `assistant_model` and of the strategies.
 
     Raises:
         UnsupportedError: the model cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` are out of range. `options` raise

@@ -35,7 +35,7 @@ class Settings(BaseModel):
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Validates `values`. Raises SettingsError for an unknown setting or a value out of range, with the nearest match."""
+        """Returns settings with `values`. Raises SettingsError for a value out of range, or an unknown name, with the nearest match."""
         try:
             return cls(**values)
         except ValidationError as error:

@@ -85,7 +85,7 @@ class ChainedText:
             self._restore()
 
     def _restore(self) -> None:
-        """Recomputes the key and the run for the present end."""
+        """Recomputes `_key` and `_run` for the present end of the text."""
         key = run = 0
         for token in self.tokens[-ORDERS[0] :]:
             if token < 0:
@@ -178,7 +178,7 @@ class TextMemory:
         vars(self).update(state, lock=threading.RLock())
 
     def add(self, text: array[int]) -> None:
-        """Remembers a text, or the end of a long text. A known text counts as used."""
+        """Remembers `text`, or its last `capacity` tokens. If it is remembered already, marks it as used."""
         with self.lock:
             self.dropped += max(len(text) - self.capacity, 0)
             text = text[-self.capacity :] if self.capacity else text[:0]

@@ -27,7 +27,7 @@ def resolve_strategy(
     call, configured: settings from the call, and from the generation config or ``enable()``; the call's settings win.
 
     Raises:
-        UnknownNameError, SettingsError, PluginError.
+        UnknownNameError, SettingsError, PluginError: a name or a setting is unknown or invalid, or the class breaks the contract.
     """
     if isinstance(chosen, Strategy):
         if call:
@@ -125,7 +125,7 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
     """The verifier that `chosen` means: a name, a class or an object. config: its settings.
 
     Raises:
-        UnknownNameError, SettingsError, PluginError.
+        UnknownNameError, SettingsError, PluginError: a name or a setting is unknown or invalid, or the class breaks the contract.
     """
     if isinstance(chosen, str):
         chosen = registry().verifier(chosen)
@@ -143,10 +143,10 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
 
 
 def resolve_backend(chosen: Any) -> Backend:
-    """The grammar backend that `chosen` means: a name, a class or an object; None is ``auto``.
+    """The grammar backend that `chosen` means: a name, a class or an object; None means the name ``auto``.
 
     Raises:
-        UnknownNameError, SettingsError, PluginError.
+        UnknownNameError, SettingsError, PluginError: the name is unknown, the value is no backend, or the class breaks the contract.
     """
     if chosen is None or isinstance(chosen, str):
         chosen = registry().grammar_backend(chosen or "auto")

@@ -146,7 +146,7 @@ class Auto(Strategy):
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
     ) -> Candidate | str:
-        """Starts the candidate `name`; returns it, or the reason why it is left out. every: the layers that all candidates read together.
+        """Starts the candidate `name`; returns it, or the reason why it is left out. every: all layers that candidates read.
 
         Raises:
             DecodersError: a candidate that the user has configured cannot start.

@@ -235,7 +235,7 @@ class Ledger:
     If all rows begin together, the slowest row's progress counts as the progress of the call.
 
     Attributes:
-        written: number of tokens that each row has written; None if rows join and leave: then the rows' mean progress counts.
+        written: number of tokens that each row has written; None if rows join and leave, so that the rows' mean progress counts.
         least: number of tokens that the slowest active row has written.
         behind: seconds that the call is behind plain decoding, less BEHIND_SHARE of a plain step per step; negative if it is ahead.
     """

@@ -315,7 +315,7 @@ def shape_of(
 
 
 def depth_bound(depth: int) -> int:
-    """A number of levels, rounded up to few values: Dynamo compiles :func:`best_nodes`, which unrolls a loop, once for each value."""
+    """`depth`, rounded up to one of few values: Dynamo compiles :func:`best_nodes`, which unrolls a loop, once for each value."""
     return (1 << depth.bit_length()) - 1 | 31
 
 

@@ -312,7 +312,7 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
     """A pool ``[B, N + 1, C]`` of the first ``C`` = `capacity` entries that are alive, in their order."""
     target = alive.long().cumsum(1) - 1
-    target = torch.where(alive & (target < capacity), target, capacity)  # an extra slot takes the dropped entries
+    target = torch.where(alive & (target < capacity), target, capacity)  # dropped entries are written to an extra slot
     entries = torch.cat([ngrams, rank[:, None]], 1)
     closed = entries.new_full((*entries.shape[:2], capacity + 1), EMPTY)
     return closed.scatter(2, target[:, None].expand_as(entries), entries)[:, :, :capacity]

@@ -176,7 +176,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first paths of a tree, at most `nodes`. A path lists one rank per level; it is left out if no path before it is its parent."""
+    """The first paths of a tree, at most `nodes`; a path lists one rank per level. A path that comes before its parent is left out."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):

@@ -39,7 +39,7 @@ class MergedState:
 
     Attributes:
         parts: the state of each part. A part is one of the merged strategies.
-        owned: the nodes of each part's draft in the joint block.
+        owned: for each part the range of its draft's nodes in the joint block.
         nodes: greatest number of nodes of the joint block.
         layers: the hidden layers that each part reads.
     """

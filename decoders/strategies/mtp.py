@@ -94,7 +94,7 @@ class MtpDrafter(FeatureDrafter):
             self.module: ModulePasses = context.module(
                 single_layers(layers, context), ahead=ahead + self.width, example=example
             )
-        except (TypeError, ValueError, AttributeError) as error:  # transformers' module does not fit the design
+        except (TypeError, ValueError, AttributeError) as error:  # MtpModel does not support this model's layers
             raise UnsupportedError(
                 f"mtp: transformers' MtpModel cannot run its layers of {type(context.model).__name__}: {error}"
             ) from error

@@ -93,7 +93,7 @@ class Suffix(Strategy):
 
     A shorter match has more occurrences. Every length ``p`` of the match gives a tree of at most ``α p`` nodes (the paper's MAX_SPEC),
     and the tree with the best score, the sum of its nodes' probabilities, is drafted. A continuation that reaches the end of the row is
-    repeated periodically, so that drafts inside a loop have their full length.
+    repeated periodically, so that drafts in periodic text have their full length.
 
     Everything happens on the host; the search for a row takes 10 to 30 microseconds.
     """

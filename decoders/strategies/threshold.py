@@ -215,8 +215,9 @@ class CalibratedThreshold:
 
     One more draft token takes ``c`` seconds to draft (a pass of the draft model) and ``v`` seconds to verify (another node), each
     divided by the number of rows. It brings ``P`` tokens on average, its cumulative probability. A second is worth ``R`` tokens, the
-    present rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may
-    be over- or underconfident, ``P`` is the product of its probabilities times the measured ratio of accepted to expected tokens.
+    present rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft
+    model may be over- or underconfident, ``P`` is the product of its probabilities times the measured ratio of accepted to expected
+    tokens.
 
     Measured times differ between runs, so the number of steps may differ; the tokens do not.
     """
