@@ -56,9 +56,9 @@ def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empt
 def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
     """Grammars of the plugin, by ``snake_case`` name, for ``generate(grammar="name")``. Called once.
 
-    A value is anything that ``grammar=`` takes except a name (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), or
-    a function without arguments that returns such a value on first use. The rules for names are the same as for strategies, in a
-    separate namespace. Names of this package's own grammars cannot be taken.
+    A value is what ``grammar=`` takes (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), but not a name; or it is a
+    function without arguments that is called on first use and returns such a value. The rules for names are the same as for strategies,
+    in a separate namespace. Names of this package's own grammars cannot be taken.
     """
 
 

@@ -1,7 +1,7 @@
-"""The demo models' data: the Python standard library's own sources, split by file, and edit tasks made of them.
+"""The demo models' data: the Python standard library's sources, split into training and held-out files, and edit tasks made of them.
 
 An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy from plain
-code. These texts teach it, so that copy-heavy decoding (prompt lookup, speculative drafts) behaves as on large models.
+code. Edit tasks teach it to copy, so that strategies that draft copied text (such as prompt lookup) behave as on large models.
 
 Licence of the data: PSF-2.0 (a few files have compatible notices of their own).
 """

@@ -106,7 +106,8 @@ class Plan:
         proposals: proposals for each row.
         price: expected tokens that a node must bring for each second that the node takes.
         worth: expected tokens of the draft, less `price` times the draft's seconds.
-        width: verified draft tokens per row.
+        count: greatest number of draft tokens to verify per row, set by :meth:`weigh`.
+        width: number of nodes per row in the step's draft, root excluded, set by :meth:`draft`.
         chain: bits of the drafters that each proposed every verified token, if the tokens form a chain; otherwise 0.
         verifying: seconds of verifying nodes, by the bit of the first drafter that proposed them.
         chosen: time on the call's clock at which the draft was chosen.

@@ -29,8 +29,8 @@ __all__ = [
 
 
 class FeatureWindow(ABC):
-    """A network in a call. It reads a window of the target's last hidden states, and fills trees as an
-    :class:`~decoders.strategies.draft_tree.Expands`.
+    """A network in a call. It reads the target's hidden states in a window of the last slots, and returns the continuations with which
+    a tree is filled (:class:`~decoders.strategies.draft_tree.Expands`).
 
     Args:
         context: the call's context.
@@ -130,7 +130,7 @@ class FeatureWindow(ABC):
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
-        """The draft of a step: `tree`, filled by :meth:`root`, which reads the window, and by :meth:`expand`."""
+        """Returns a step's draft: `tree`, filled by :meth:`root`, which reads the window, and by :meth:`expand`."""
         self.sequences = sequences
         draft = tree.draft(self)
         self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True

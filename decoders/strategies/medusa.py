@@ -81,8 +81,8 @@ class Medusa(Strategy):
     """Head k predicts the token k places after the next token, from the hidden state from which the next token was chosen. The best
     tokens of all heads form a tree of fixed shape.
 
-    When sampling, a head's draft tokens have the largest processed scores plus noise. The target will draw with the same noise, so it
-    tends to draw the same tokens. The first step of a call has no draft, because no hidden state is known yet.
+    When sampling, a head drafts the tokens with the largest sums of processed score and noise. The target will draw with the same
+    noise, so it tends to draw the same tokens. The first step of a call has no draft, because no hidden state is known yet.
 
     Drafts are exact by default. The paper's typical acceptance, which is lossy, is ``verifier="typical"``.
     """
@@ -176,7 +176,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first paths of a tree, at most `nodes`; a path lists one rank per level. A path that comes before its parent is left out."""
+    """The first paths of a tree, at most `nodes`; a path lists one rank per level. Paths without a parent before them are left out."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):

@@ -29,13 +29,13 @@ class _Followers:
 
 
 class RankedFollower(NamedTuple):
-    """A follower. Followers compare by their score, then by their slot.
+    """A token with the longest context that it followed. Ranked followers compare by their score, then by their slot.
 
     Attributes:
         score: in units of ``2 ** -SCORE_BITS``.
-        slot: the last slot in which the token followed the longest context that it followed.
+        slot: the last slot in which the token followed this context.
         token: the token's id.
-        order: number of tokens in this longest context.
+        order: number of tokens in this context.
     """
 
     score: int

@@ -58,7 +58,7 @@ class _State:
         drafter: the draft model.
         collect: :func:`collect`, compiled.
         leaves: :func:`path_with_leaves`, compiled.
-        fixed: the tree's shape, if it is the same in every step.
+        fixed: the tree's shape if it is the same in every step, else None.
         nodes: greatest number of nodes of a tree whose shape varies, root excluded.
         own_nodes: number of nodes in the last draft, root included.
     """

@@ -72,8 +72,8 @@ class _State:
         matches: number of drafts that came from a match.
         matched: total number of tokens in these matches.
         drafted: total number of tokens in these drafts.
-        used: indices of the remembered texts that supplied draft tokens.
-        used_given: indices of the user's texts that supplied draft tokens.
+        used: numbers of the remembered texts that had a match.
+        used_given: numbers of the user's texts that had a match.
     """
 
     rows: list[RowText]
