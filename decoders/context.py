@@ -1,4 +1,4 @@
-"""The context that a strategy gets at the start of a call."""
+"""The context of a call: the data and functions that the loop passes to a strategy at the call's start."""
 
 from __future__ import annotations
 

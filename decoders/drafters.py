@@ -313,5 +313,5 @@ class Forced(Protocol):
         same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later bytes are
         omitted.
 
-        sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
+        sequences: the committed rows, as :meth:`Strategy.propose` gets them.
         """

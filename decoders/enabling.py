@@ -51,7 +51,7 @@ def enable(
     strategy: str | type[Strategy] | Strategy | None = None, strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. The model's config and weights do not change.
+    """Replaces ``model.generate`` by a function that accepts ``strategy=…``. Returns `model`, whose config and weights do not change.
 
     A second call replaces the tokenizer if it passes one, and all default settings if it passes any. :func:`disable` undoes both calls.
 
@@ -206,7 +206,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     """The objects that strategies keep between calls on an enabled model (texts of ``suffix``, rates of ``auto``, …), for pickling.
 
-    :func:`remember` gives them to a model in another process.
+    :func:`remember` loads them into a model in another process.
 
     Returns:
         (strategy class, strategy with its settings, name of the memory) → object. Empty for a model that is not enabled or was not

@@ -127,7 +127,7 @@ def shortened(text: str, limit: int = 60) -> str:
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """``1 row``, ``2 rows``. plural: the plural of `noun` if it does not end in one more s."""
+    """``1 row``, ``2 rows``. plural: the plural of `noun` if that is not `noun` followed by s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 

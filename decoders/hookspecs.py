@@ -64,7 +64,7 @@ def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
 
 @hookspec
 def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:  # type: ignore[empty-body]
-    """Types of objects that ``generate(grammar=…)`` is to take, each with a function that makes a grammar of an object of the type.
+    """Types of objects that ``generate(grammar=…)`` is to accept, each with a function that turns an object of the type into a grammar.
 
     A key is a type, or its full name, ``"my_package.Form"``, so that the plugin need not import the type. A key also covers objects of
     derived types. If ``grammar=`` is to take classes, the key is their metaclass. The function returns another value that ``grammar=``

@@ -53,7 +53,7 @@ _SKIPPED_FILES = (
     "usercustomize.py",
 )
 
-#: Possible numbers of lines, and greatest number of characters, of the functions that edit tasks are made of.
+#: Edit tasks are made of functions whose number of lines is in LINES, and which have at most MAX_CHARACTERS characters.
 LINES = range(5, 41)
 MAX_CHARACTERS = 3600
 COPY_SHARE = 0.25

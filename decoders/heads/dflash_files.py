@@ -144,7 +144,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     layer = of_layer.llama(
         within, num_hidden_layers=count,
         layer_types=["sliding_attention" if w else "full_attention" for w in seen or (None,) * count],
-        # A window of transformers does not count the token itself.
+        # In the format of transformers a window does not count the token itself; in LlamaConfig it does.
         sliding_window=next((w + transformers for w in seen if w), None),
     )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
@@ -249,7 +249,7 @@ def save_draft_model(
 ) -> None:  # fmt: skip
     """Writes a draft model for the target `model` in the format of `speculators`, with a Markov head or without a head.
 
-    Each file is written atomically. The config comes last, because a folder with a config is taken for a complete draft model. The
+    Each file is written atomically. The config is the last, because a folder with a config is taken for a complete draft model. The
     embedding is the target's and is not written.
 
     Args:

@@ -263,7 +263,7 @@ def save_head(
 ) -> None:  # fmt: skip
     """Writes a head for the target `model`.
 
-    Each file is written atomically. The config comes last, because a folder with a config is taken for a complete head. The
+    Each file is written atomically. The config is the last, because a folder with a config is taken for a complete head. The
     embedding is the target's and is not written; vLLM and the authors' code use the target's, too.
 
     Args:

@@ -68,7 +68,7 @@ class Kind(Generic[Provided]):
 
 @lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` cannot take the arguments of the method of `base` with the same name."""
+    """Raises PluginError if a method of `cls` cannot be called as the method of `base` with the same name is called."""
     for name, method in vars(base).items():
         own = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or name.startswith("_") or not inspect.isfunction(own) or own is method:

@@ -37,7 +37,7 @@ class Phase:
 
 @dataclass
 class Memory:
-    """What `auto` keeps between calls.
+    """The statistics that `auto` keeps between calls.
 
     Attributes:
         rates: acceptance rates of the drafters in the last calls.
@@ -55,7 +55,7 @@ class AutoState:
     """The state of a call.
 
     Attributes:
-        memory: what is kept between calls.
+        memory: the statistics that are kept between calls.
         candidates: the drafters.
         left_out: reasons why other candidates were left out, by name.
         costs: the cost of a step by its number of nodes.

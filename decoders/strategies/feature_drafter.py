@@ -43,7 +43,7 @@ class FeatureWindow(ABC):
 
     Attributes:
         plan, sampling: the call's sampling plan and values.
-        children: ``C``, number of continuations per node: as asked for, but at most the size of the vocabulary.
+        children: ``C``, continuations per node: the requested number, or the size of `vocabulary` if that is smaller.
         keep_scores: whether expansions have scores, which rejection rules need.
         most_id: greatest token id that the target embeds.
         width: ``W``, number of slots in the window.
@@ -99,7 +99,7 @@ class FeatureWindow(ABC):
         """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, which are the last ``Q`` nodes of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Keeps the windows of rows that stay; :meth:`prefill` fills the others. rows: as in :meth:`decoders.Strategy.rebatch`."""
+        """Keeps the windows of rows that stay; :meth:`prefill` fills new rows' windows. rows: as in :meth:`decoders.Strategy.rebatch`."""
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)

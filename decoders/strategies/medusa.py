@@ -53,7 +53,7 @@ class _State:
         lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
         hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.
-        known: ``[B, 1]`` bool, whether the row has a hidden state yet.
+        known: ``[B, 1]`` bool, whether the row's entry of `hidden` is set.
         ahead: ``[K]`` int64, 0 … K-1 for ``K`` heads.
         plan: the call's sampling plan.
         sampling: the call's sampling values; None outside a call.

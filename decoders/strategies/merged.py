@@ -162,7 +162,7 @@ class Merged(Strategy):
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
         """How many nodes of `draft` are verified, root included. left: the number of nodes that the budget leaves, root included.
 
-        Nodes that are no draft tokens, such as lookahead's window, cannot be left out. They may exceed a budget from costs.
+        Nodes that are no draft tokens, such as lookahead's window, cannot be left out, even if they exceed a budget from costs.
 
         Raises:
             SettingsError: the user has set the budget, and it leaves too few nodes for the nodes that cannot be left out.

@@ -28,7 +28,7 @@ from .ngram_table import MAX_NGRAM, context_key, load_table
 class NgramSettings(Settings):
     """The shape of drafts, and the source of the counts.
 
-    The default tree costs as much as a chain of 7. Wider trees, such as the paper's, are faster only if a node costs almost nothing.
+    The default tree costs as much as a chain of 7 tokens. Wider trees, such as the paper's, are faster only if nodes are almost free.
     """
 
     widths: tuple[int, ...] = Field(
@@ -157,7 +157,7 @@ def mini_tree(
 
 
 def _best_first(depths: list[Tensor]) -> Tensor:
-    """Concatenates the nodes of all depths: first the first node of each depth, then all others. depths: ``[B, width]`` each."""
+    """Concatenates the nodes of all depths: the best node of each depth, then all other nodes. depths: ``[B, width]`` each."""
     return torch.cat([*(depth[:, :1] for depth in depths), *(depth[:, 1:] for depth in depths)], 1)
 
 

@@ -76,7 +76,7 @@ class Staged(DraftModelStrategy):
     tokens, so that drafts are longer at equal cost.
 
     The tokens that the draft model chooses form a path. At every node of the path, the draft model's next best tokens, which the same
-    passes give, become leaves. The target verifies the `nodes` likeliest nodes among path and leaves.
+    passes compute, become leaves. The target verifies the `nodes` likeliest nodes among path and leaves.
     """
 
     name = "staged"

@@ -67,7 +67,7 @@ class _State:
     Attributes:
         rows: the text of each row.
         memory: texts of earlier calls; empty if nothing is remembered.
-        given: texts that the user gave; None if there are none.
+        given: texts that the user passed to :func:`decoders.remember`; None if there are none.
         append_only: whether the rows' texts only grow.
         matches: number of drafts that came from a match.
         matched: total number of tokens in these matches.
@@ -183,7 +183,9 @@ class Suffix(Strategy):
         return best, [_grade(best_length, node) for node in best]
 
     def _matches(self, state: _State, row: RowText) -> list[_Match]:
-        """The occurrences of the row's end: longer matches first, then occurrences in the row itself, then later occurrences."""
+        """The occurrences of the row's end, the longest matches first. Among equally long matches, the order is: in the row itself, in
+        outputs of earlier calls, in the user's texts; in each of the three, the latest first.
+        """
         s: SuffixSettings = self.settings
         own = row.index
         suffix = own.tokens[-s.depth :]
@@ -214,7 +216,7 @@ class _Match:
 
 
 def _continued(text: ChainedText, end: int, most: int) -> array[int]:
-    """The `most` tokens after index `end` of a row's own text; if there are fewer, they are repeated periodically."""
+    """The tokens after index `end` of a row's own text, `most` in number; if the text has fewer, they are repeated periodically."""
     following = text.tokens[end + 1 : end + 1 + most]
     if len(following) < most:
         following = (following * (most // len(following) + 1))[:most]

@@ -81,7 +81,7 @@ class _State:
         calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
         length: greatest number of tokens of a draft.
-        waits: whether reading the device is a sync. The host then reads once per draft.
+        waits: whether reading the device is a sync. If it is, the host reads once per draft.
         bucket: number of passes before the host reads the device.
         weights: ``[B, n]``, cumulative log-probability of each node of the last draft.
         draft: the last draft.
@@ -102,7 +102,7 @@ class Threshold(DraftModelStrategy):
     """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold. The token at which the product falls
     below the threshold is still proposed. In a tree, a node is expanded if its cumulative probability is above the threshold.
 
-    Every row has its own threshold, which adapts.
+    Every row has its own threshold, which is adapted after every step.
     """
 
     name = "threshold"
@@ -126,7 +126,7 @@ class Threshold(DraftModelStrategy):
         return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their thresholds; new rows begin with the first threshold."""
+        """Rows that stay keep their thresholds; new rows begin with the setting `threshold`."""
         s: ThresholdSettings = self.settings
         state.threshold = torch.where(rows >= 0, state.threshold[rows.clamp(min=0)], s.threshold)
         if state.calibration is not None:
