@@ -72,7 +72,7 @@ class HostRows:
 
     @staticmethod
     def of(sequences: Sequences) -> HostRows:
-        """Reads lengths and finished flags from the device now, and tokens at each call of `tokens_from`."""
+        """Returns the rows as lists. Reads lengths and finished flags from the device now, and tokens in each call of `tokens_from`."""
         figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
         lengths, prompts, ended = figures.tolist()
 
@@ -143,7 +143,7 @@ class Draft:
         )  # fmt: skip
 
     def read(self) -> tuple[list[list[int]], Sequence[Sequence[int]], list[list[int]] | None]:
-        """Tokens, :attr:`parents` and grades as lists. Waits for the device once, unless the draft is :attr:`on_host`."""
+        """Tokens, :attr:`parents` and grades (None without grades) as lists. Waits once for the device, unless :attr:`on_host`."""
         tree = self.topology
         tensors = [self.tokens, *([] if self.grades is None else [self.grades])]
         if isinstance(tree, TreeTensors):
@@ -194,7 +194,7 @@ class Draft:
         tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None, depth: int | None = None,
         grades: Sequence[Sequence[int]] | None = None,
     ) -> Draft:  # fmt: skip
-        """The draft of a strategy that works on the host.
+        """Returns a draft from lists, for strategies that work on the host.
 
         Args:
             tokens: the draft tokens of every row; all rows have the same number.
@@ -298,7 +298,7 @@ class Step:
 
 @dataclass(frozen=True)
 class HostStep:
-    """The output of a step as lists by row.
+    """The output of a step as lists, with an entry per row.
 
     Attributes:
         accepted: number of accepted draft tokens.

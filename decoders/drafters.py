@@ -144,7 +144,7 @@ class OtherVocabulary:
 
 
 class ModulePasses(ABC):
-    """The forward passes of a drafting network during a call: a module that is no language model, with its own slot cache.
+    """Runs the forward passes of a drafting network (a module that is no language model) during a call, with its own slot cache.
 
     Committed position ``p`` of a row is in slot ``p``, node ``i`` of a block in slot ``base + i``. Slots that a pass writes after a
     row's end are overwritten before they are read. All results stay on the device.

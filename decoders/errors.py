@@ -108,7 +108,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 
 def keywords_named(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a function without ``**kwargs``: an unknown keyword raises SettingsError, which names the nearest parameter."""
+    """Decorator for functions without ``**kwargs``: an unknown keyword raises SettingsError, which names the nearest parameter."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
 
     @functools.wraps(function)

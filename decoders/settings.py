@@ -29,7 +29,7 @@ Attention = Literal["auto", "sdpa", "triton"]
 
 
 class Settings(BaseModel):
-    """Base of every settings class. Instances are immutable, unknown names raise, and every field has a description."""
+    """Base of every settings class. Instances are immutable, unknown names raise an error, and every field has a description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 

@@ -197,7 +197,7 @@ class TextMemory:
             self._append(text)
 
     def text_at(self, place: int) -> int | None:
-        """The number of the text to which a place of the index belongs; None if the text was dropped."""
+        """The number of the text that contains token `place` of `index`; None if the text was dropped."""
         number = bisect_right(self._begins, place) - 1
         return number if number in self._used else None
 
@@ -206,7 +206,7 @@ class TextMemory:
         return self._ends[number]
 
     def use(self, number: int) -> None:
-        """Marks a text as used, so that it will be dropped last."""
+        """Marks a text as the most recently used, which will be dropped last."""
         del self._used[number]
         self._used[number] = None
 

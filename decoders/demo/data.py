@@ -172,7 +172,7 @@ def new_names(functions: Iterable[Function]) -> list[str]:
 
 
 def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
-    """A copy task (with probability :data:`COPY_SHARE`, or if nothing can be renamed), else a rename to one of `names`."""
+    """A copy task with probability :data:`COPY_SHARE` or if nothing can be renamed; otherwise a task of renaming to one of `names`."""
     if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):

@@ -103,7 +103,7 @@ class BlockHead(nn.Module, ABC):
     To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
     Attributes:
-        candidates: ``C``, most children of a node; None: all ``D`` tokens.
+        candidates: ``C``, greatest number of children of a node; None: all ``D`` tokens.
     """
 
     candidates: int | None = None

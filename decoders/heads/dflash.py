@@ -63,7 +63,7 @@ class DFlashNetwork(nn.Module):
 
     `fc` fuses the target's hidden states of a token to one vector, from which every layer computes a key and a value. These keys and
     values are the context. A block holds the embeddings of the last committed token and of masks. Its nodes attend to the context and
-    to each other; in causal layers a node attends only to the nodes before it.
+    to each other; in causal layers no node attends to later nodes.
     """
 
     def __init__(self, config: DFlashConfig) -> None:

@@ -152,7 +152,7 @@ def hide_before(mask: Tensor, first: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer whose attention reads an embedding and a state side by side. Both are normed separately."""
+    """A decoder layer whose attention reads an embedding and a state, concatenated. Each has a norm of its own."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()

@@ -336,7 +336,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
 
 
 def _public_name(model: PreTrainedModel) -> str | None:
-    """The target's name on the hub, for users of the head; None if the model came from a local folder."""
+    """The target's name on the hub, for users of the head; None if it has no name or came from a local folder."""
     name = getattr(model.config, "name_or_path", None)
     return name if name and not Path(name).exists() else None
 

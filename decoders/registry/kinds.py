@@ -283,7 +283,7 @@ class Names(Generic[Provided]):
 
 
 def settle(kind: Kind[Provided], claims: Iterable[tuple[PluginInfo, Mapping[str, type[Provided]]]]) -> Names[Provided]:
-    """Decides which plugin gets each name. The built-in plugin keeps its names; other plugins that claim the same name all lose it.
+    """Returns which plugin gets each name. The built-in plugin keeps its names; other plugins that claim the same name all lose it.
 
     claims: every plugin with its classes by name, in order of loading.
     """

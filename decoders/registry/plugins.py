@@ -149,7 +149,7 @@ class Registry:
             raise
 
     def origin(self, cls: type) -> str:
-        """The distribution and version of a registered class; the module of another class."""
+        """The distribution and version of a registered class; for any other class, its module."""
         for kind in KINDS:
             for entry in self._names[kind].usable.values():
                 if entry.cls is cls:
@@ -172,7 +172,7 @@ class Registry:
     def register(self, plugin: object, name: str) -> PluginInfo:
         """Adds `plugin` (a module or object with ``@decoders.hookimpl`` functions) to this process as `name`.
 
-        If its names clash with other plugins' names, the returned ``status`` is "conflict".
+        Returns the plugin's entry, whose ``status`` is "conflict" if a name clashes with another plugin's name.
 
         Raises:
             PluginError: the plugin is invalid, or `name` is taken.
@@ -275,7 +275,7 @@ class Registry:
 
 
 def made_by(function: Callable[[], Any], what: str) -> Any:
-    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: its purpose, for the message."""
+    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: what it is for, for the message."""
     try:
         return function()
     except DecodersError:

@@ -105,7 +105,7 @@ class Candidate:
         self.preparing, self.requested_depth = 0.0, 0
 
     def read(self, chunk: PromptChunk) -> None:
-        """Shows the drafter a chunk of the prompts, if it reads prompts."""
+        """Passes a chunk of the prompts to the drafter's `prefill`, if it reads prompts."""
         if self.strategy.reads_prompt:
             layers = layers_of_part(chunk.layers, self._every, self._layers)
             logits = chunk.logits if self.strategy.prompt_logits else None
@@ -141,7 +141,7 @@ class Candidate:
         return [(own, parents[row], grades and grades[row]) for row, own in enumerate(tokens)]
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Shows the drafter the verified step, if it learns from steps and is asked often enough."""
+        """Passes the verified step to the drafter's `observe`, if any; a drafter that may miss steps must be asked often enough."""
         rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return

@@ -79,7 +79,7 @@ class TreeForms(Settings):
 
 
 class TreeSettings(TreeForms):
-    """Settings of strategies whose drafts may be trees that are expanded level by level; add ``tree: TreeForm`` with a default."""
+    """Settings of strategies whose drafts may be trees that are expanded level by level. A subclass adds ``tree: TreeForm = …``."""
 
     nodes: NodeBudget = None
     children: int = Field(4, ge=2, le=32, description="Maximum number of children of a tree node.")
@@ -136,7 +136,7 @@ class DraftTree(ABC):
 
     @abstractmethod
     def of_rows(self, rows: int, device: torch.device) -> DraftTree:
-        """The tree for a batch of `rows` rows, for :meth:`decoders.Strategy.rebatch`."""
+        """Returns this tree for a batch with a new number of rows, for :meth:`decoders.Strategy.rebatch`."""
 
 
 class StaticTree(DraftTree):
@@ -220,7 +220,7 @@ class DynamicTree(DraftTree):
         return self
 
     def draft(self, drafter: Expands) -> Draft:
-        """Expands trees for all rows."""
+        """Expands a tree for every row, and returns the draft."""
         return self.weighted(drafter)[0]
 
     def weighted(self, drafter: Expands, floor: Tensor | None = None) -> tuple[Draft, Tensor]:

@@ -99,7 +99,7 @@ class FeatureWindow(ABC):
         """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, which are the last ``Q`` nodes of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Keeps the windows of rows that stay; :meth:`prefill` fills new rows' windows. rows: as in :meth:`decoders.Strategy.rebatch`."""
+        """Keeps the windows of rows that stay; :meth:`prefill` fills new windows. rows: as in :meth:`decoders.Strategy.rebatch`."""
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
@@ -137,7 +137,7 @@ class FeatureWindow(ABC):
         return draft
 
     def read_window(self) -> None:
-        """Lets the network read the window, which holds all tokens that were committed since its last draft."""
+        """Runs the network over the window, which holds all tokens that were committed since the network's last draft."""
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
@@ -161,7 +161,7 @@ class FeatureDrafter(FeatureWindow):
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Logits ``[B, 1, D]`` after every row's last token. :meth:`read` has read the window at this point."""
+        """Logits ``[B, 1, D]`` after every row's last token. Called when :meth:`read` has run over the window."""
 
     @abstractmethod
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
@@ -183,7 +183,7 @@ class BlockDrafter(FeatureWindow):
     """
 
     def opened(self, logits: Tensor) -> Expansion:
-        """The first level of a block, given the logits ``[B, T, D]`` of all positions. :meth:`expand` returns the further levels."""
+        """The continuations on the first level, from the logits ``[B, T, D]`` of the block. :meth:`expand` returns the later levels."""
         offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
         self.level, self.places = 0, self.best(logits, offsets)
         return self._level(1)
@@ -193,7 +193,7 @@ class BlockDrafter(FeatureWindow):
         return self._level(nodes.shape[1])
 
     def _level(self, nodes: int) -> Expansion:
-        """The block's continuations of the present level, repeated for `nodes` nodes."""
+        """The block's continuations on the present level, the same for each of `nodes` nodes."""
         here, places = slice(self.level, self.level + 1), self.places
         scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
         return Expansion(

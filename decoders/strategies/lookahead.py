@@ -251,7 +251,7 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
 
 
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
-    """The pool with the n-grams `new` in front.
+    """Returns the pool with the n-grams `new` added at its front.
 
     An n-gram that is already in the pool moves to the front. If a key has more than `per_key` n-grams, or the pool more than its
     capacity, the oldest are dropped.
@@ -310,7 +310,7 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """A pool ``[B, N + 1, C]`` of the first ``C`` = `capacity` entries that are alive, in their order."""
+    """A pool ``[B, N + 1, C]`` of the entries that `alive` marks, at most ``C`` (`capacity`), the first ones, in their order."""
     target = alive.long().cumsum(1) - 1
     target = torch.where(alive & (target < capacity), target, capacity)  # dropped entries are written to an extra slot
     entries = torch.cat([ngrams, rank[:, None]], 1)

@@ -213,8 +213,8 @@ def draft_tokens(
     """Returns every head's best tokens, ``[B, K, ranks]`` int64, and the scores ``[B, K, V]`` from which they were drawn, or None if
     they were not drawn (greedy).
 
-    The draft tokens of a level are the same for every parent, because a head does not know the path. Rejection rules stay valid,
-    because the draws of a level are independent of the draws of the levels above.
+    The draft tokens of a level are the same for every parent, because a head does not know the path. Rejection rules stay exact: the
+    draws of a level are independent of the draws of the levels above.
 
     Args:
         hidden: ``[B, H]``, the heads' input.

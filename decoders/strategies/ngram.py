@@ -142,9 +142,9 @@ def mini_tree(
     tokens: Tensor, length: Tensor, widths: tuple[int, ...], max_ngram: int, text_weight: int, scratch: Tensor,
     *table: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The likeliest followers in the order of the draft tokens of :func:`spine`, and each follower's order, as in :func:`followers`.
+    """The likeliest followers, arranged as the nodes of :func:`spine`, and each follower's n-gram order, as in :func:`followers`.
 
-    Both are ``[B, sum(widths)]`` int64. All depths are one graph, because calling a graph per depth would take longer.
+    Both are ``[B, sum(widths)]`` int64. All depths compile to one graph, because calling a graph per depth would take longer.
     """
     slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)

@@ -47,7 +47,7 @@ class RankedFollower(NamedTuple):
 class NgramCounts:
     """A text that grows and shrinks at its end, with the followers of each context of up to ``max_ngram - 1`` tokens.
 
-    Adding a token takes about a microsecond per order; finding a draft token takes tens of microseconds.
+    Adding a token takes about a microsecond per length of n-grams; finding a draft token takes tens of microseconds.
 
     Attributes:
         tokens: the text.
@@ -100,7 +100,7 @@ class NgramCounts:
             self._by_count = None
 
     def spine(self, widths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The likeliest followers at each depth, and their orders, as :func:`~.ngram.mini_tree` finds them for a tensor."""
+        """The likeliest followers at each depth, and their n-gram orders: the results of :func:`~.ngram.mini_tree`, as lists."""
         longest = len(self._orders) - 1
         context = tuple(self.tokens[len(self.tokens) - longest :]) if longest else ()
         first: list[tuple[int, int]] = []

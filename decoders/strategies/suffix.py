@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts the tokens that followed the same text in this or an earlier call.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the row's end earlier, in this call or a former one.
 
 As in the paper's section 4.1, the end of the row is looked up in an index of the texts, the continuations are expanded greedily by
 their frequencies, and a longer match gives a longer draft.
@@ -108,8 +108,7 @@ class Suffix(Strategy):
     rests = True
     rows_apart = False
     on_device = False
-    #: Usual acceptance rates by grade (:func:`_grade`). Each class of match lengths has three rates: for tokens with equally frequent
-    #: siblings, with rarer siblings, and without siblings.
+    #: Usual acceptance rates by grade (:func:`_grade`): three for each class of match lengths.
     grade_rates = (
         0.0, 0.0, 0.0, 0.1, 0.35, 0.6, 0.15, 0.65, 0.95, 0.25, 0.8, 0.9, 0.3, 0.9, 0.95, 0.5, 0.95, 0.98,
     )  # fmt: skip
@@ -224,7 +223,9 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 
 
 def _grade(length: int, node: DraftedNode) -> int:
-    """The grade of a draft token: by the match's length (1, 2-3, 4-7, 8-15, more), and by siblings (equally frequent, rarer, none)."""
+    """The grade of a draft token: by the match's length (1, 2-3, 4-7, 8-15, more), then by the share of the parent's occurrences that
+    continue with the token: less than a half; at least a half, or a single occurrence; all of several occurrences.
+    """
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed
 

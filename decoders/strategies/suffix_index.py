@@ -95,7 +95,7 @@ def _children(
 
 
 class RowText(FollowedText[ChainedText]):
-    """The text of one row, in an index of its suffixes."""
+    """The text of one row, with an index of its n-grams."""
 
     __slots__ = ()
 

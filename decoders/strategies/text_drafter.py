@@ -122,7 +122,7 @@ class TranslatedText:
 
 
 class TextDrafter:
-    """A draft model with another vocabulary than the target, which drafts text in a call.
+    """Drafts text in a call, with a draft model whose vocabulary differs from the target's.
 
     Args:
         context: the call's context.

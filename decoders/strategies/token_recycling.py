@@ -241,11 +241,11 @@ def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
 
 
 def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: Tensor) -> None:
-    """Does the work of :func:`learn` on the host.
+    """As :func:`learn`, but on the host.
 
     Args:
-        nodes: ``(worth, place, token)`` of each node, `place` the index of its logits.
-        logits: ``[R, V]``.
+        nodes: ``(worth, place, token)`` of each node; its logits are ``logits[place]``.
+        logits: ``[R, V]``, for ``R`` nodes of all rows.
     """
     if not nodes:
         return
@@ -259,8 +259,9 @@ def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: 
 
 
 def follow(matrix: Tensor, texts: list[list[int]], lengths: list[int]) -> None:
-    """Writes the successors of every token that has none in `matrix`: the last different tokens that followed it in `texts`, the latest
-    first. lengths: number of valid tokens of each text.
+    """Gives each token without successors in `matrix` the tokens that followed it in `texts`, each once, the latest first.
+
+    lengths: number of valid tokens of each text.
     """
     successors: dict[int, dict[int, None]] = {}
     for text, length in zip(texts, lengths, strict=True):
