@@ -36,7 +36,7 @@ def decoders_strategies() -> Iterable[type[Strategy]]:  # type: ignore[empty-bod
 def decoders_verifiers() -> Iterable[type[Verifier]]:  # type: ignore[empty-body]
     """Verifier classes of the plugin. Called once.
 
-    Each is a subclass of :class:`decoders.Verifier` with a ``snake_case`` name, needs no arguments, and passes
+    Each is a subclass of :class:`decoders.Verifier` with a ``snake_case`` name, is created without arguments, and passes
     :func:`decoders.testing.check_verifier`. The rules for names are the same as for strategies; a verifier may have the name of a
     strategy.
     """
@@ -46,7 +46,7 @@ def decoders_verifiers() -> Iterable[type[Verifier]]:  # type: ignore[empty-body
 def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empty-body]
     """Grammar backends of the plugin. Called once.
 
-    Each is a subclass of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, needs no arguments, and passes
+    Each is a subclass of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, is created without arguments and passes
     :func:`decoders.testing.check_backend`. The rules for names are the same as for strategies, in a separate namespace. A
     specification chooses a backend with ``backend="name"``.
     """
@@ -76,7 +76,7 @@ def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:  # ty
 def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
     """Observer classes of the plugin; their methods are called at the start of a call, after every step, and at its end. Called once.
 
-    Each is a subclass of :class:`decoders.Observer` with a ``snake_case`` name; it is instantiated once, without arguments. The rules
+    Each is a subclass of :class:`decoders.Observer` with a ``snake_case`` name, and is created once, without arguments. The rules
     for names are the same as for strategies, in a separate namespace. Without observers, calls lose no time.
     """
 

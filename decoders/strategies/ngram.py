@@ -166,9 +166,9 @@ def followers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
-    A follower's score refers to the longest end of `context` that it followed: its share among all followers of these tokens, times 0.4
-    for each further token of `context`. Among equal scores, followers in the text come first, the latest first. Then come followers
-    found only in the table: first those of longer ends, then in the table's order.
+    Let ``n`` be the largest number of most recent tokens of `context` that a token followed. Its score is its share among all followers
+    of these ``n`` tokens, times 0.4 for each further token of `context`. Among equal scores, followers in the text come first, the
+    latest first. Then come followers found only in the table: those with a larger ``n`` first, then in the table's order.
 
     Args:
         tokens: ``[B, L]`` int64, ids below V.
@@ -180,7 +180,7 @@ def followers(
 
     Returns:
         the followers, ``[B, width]`` int64, best first, all different, -1 if there are fewer; `context` with the best follower as its
-        most recent token; and each follower's order, the number of tokens in the longest end of `context` that it followed.
+        most recent token; and ``n``, the order, of each follower.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
