@@ -1,6 +1,7 @@
 """Images, videos and sounds of a call of ``generate``: their arguments, their positions in the prompts, and their hashes.
 
-The code names no design: a model's forward pass lists its arguments, and its config lists the placeholder tokens of images.
+The code is the same for all architectures: the signature of a model's forward pass lists its arguments, and the config lists the
+placeholder tokens of images.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def inputs_of(
     """The images, videos and sounds of a call's prompts; None for prompts of text alone.
 
     Args:
-        model: a private copy, because some designs store positions in the module.
+        model: a private copy of the model, because some architectures store positions in the module.
         given: arguments of the call for the model's forward pass.
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
@@ -57,7 +58,7 @@ def inputs_of(
         divides: whether to divide the images among the prompts if the division is clear, so that the model can read each prompt alone.
 
     Raises:
-        UnsupportedError: a prompt ends with an image.
+        UnsupportedError: a prompt ends with an image, a video or a sound.
     """
     batch, width = input_ids.shape
     kinds = {name: value.to(input_ids.device) for name, value in given.items() if name in PER_TOKEN}
@@ -101,15 +102,17 @@ def inputs_of(
         of_row = {name: kind[own] for name, kind in kinds.items()} | divided[row]
         try:
             alone.append(inputs_of(model, of_row, input_ids[own], mask[own] if mask is not None else None, repeats))
-        except WRONGLY_DIVIDED:  # the design divides images among rows in another way
+        except WRONGLY_DIVIDED:  # the architecture divides images among rows in another way
             return whole
     return replace(whole, alone=tuple(alone))
 
 
 def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any]] | None:
-    """Divides `contents` among the prompts; None if the division is unclear. The model may still refuse the share of a prompt.
+    """Divides `contents` among the prompts: returns the arguments of each prompt, or None if the division is unclear. The model may
+    still refuse the arguments of a prompt.
 
     Args:
+        contents: arguments that hold images, videos or sounds.
         special: ``[B, P]`` bool, positions of images.
     """
     begins = special & ~torch.nn.functional.pad(special, (1, 0))[:, :-1]
@@ -163,7 +166,8 @@ def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # With M-RoPE, a token has several positions. For a text token they are equal; only a first position may count tokens instead.
+    # With M-RoPE, a token has several positions. For a text token they are equal, except that the first may be the token's index, so
+    # the last one is read.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]

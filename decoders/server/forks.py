@@ -104,7 +104,7 @@ def work(descriptor: int) -> None:
             compiled(regex(pattern), vocabulary, backend)
     gc.collect()
     gc.freeze()
-    running: dict[Any, Any] = {}  # the forked process of each task, by the connection to the thread that waits (the client)
+    running: dict[Any, Any] = {}  # the forked process of each task, by the connection for its result (the client)
     with socket.socket(fileno=descriptor) as control:
         while True:
             ends: dict[Any, Any] = {process.sentinel: client for client, process in running.items()}

@@ -166,7 +166,7 @@ class Limits:
             raise Refusal(400, message, param=param, code="too_many_choices")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
-        """The refusal of a prompt that is too long. tokens: its number of tokens, as text. slots: greatest number of tokens of a row."""
+        """The refusal of a prompt that is too long. tokens: its number of tokens, as text. slots: most tokens that fit a row."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
