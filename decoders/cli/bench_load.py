@@ -124,7 +124,7 @@ def measure_load(
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
     waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
-    # No request uses keys and values of earlier requests, or what a strategy learned from them.
+    # No request uses cached keys and values of earlier requests, or what a strategy has learned from earlier requests.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
     # A short load, which makes the model ready and compiles before the measured runs.
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]

@@ -45,7 +45,7 @@ class Plan:
         strategy_settings: settings of strategies, by strategy.
         loop_settings: settings of the loop that were given with ``--set``.
         compile, capacity: settings of the loop that have options of their own.
-        samplings: the ways of drawing tokens, which are measured one after the other; None is greedy decoding.
+        samplings: sampling settings (None: greedy decoding), which are measured one after the other.
         prompts: kinds of prompts, or a file; None: the kinds that suit the tokenizer.
         suite: name of a published benchmark; None without a benchmark.
         questions: the benchmark's questions.
@@ -280,7 +280,7 @@ class Run:
                 method.engine.close()
 
     def _methods(self, name: str) -> tuple[list[Method], PreTrainedTokenizerBase | None]:
-        """The methods for the subject `name` in every dtype. All are in memory at once, because they take turns."""
+        """The methods for the subject `name` in every dtype, and its tokenizer. All are in memory at once, because they take turns."""
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:

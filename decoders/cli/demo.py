@@ -269,7 +269,7 @@ def show_order(
 
 
 def others(shown: Iterable[str]) -> str:
-    """The names of the registered strategies that were not shown, separated by commas."""
+    """The names of the registered strategies that are not in `shown`, separated by commas."""
     from ..registry import registry
 
     return ", ".join(name for name in registry().strategies() if name not in shown)

@@ -133,7 +133,7 @@ def cpu_kernels() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Whether torch.compile can build kernels, and where it keeps them."""
+    """Whether there is a compiler with which torch.compile can build kernels, and in which folder it stores them."""
     from ..engine.model.torch_compat import cpp_compiler, kernel_folder
 
     if (program := cpp_compiler()) is not None:
@@ -165,7 +165,7 @@ def plugins() -> Iterator[Finding]:
 
 
 def settings() -> Iterator[Finding]:
-    """Whether the environment and the configuration file can be read, for every strategy."""
+    """Whether the settings in the environment and the configuration file are valid, for the loop and every strategy."""
     from ..errors import SettingsError
     from ..registry import registry
     from ..settings import RuntimeSettings, Settings, load_settings, settings_file, unknown_variables
@@ -189,7 +189,7 @@ def settings() -> Iterator[Finding]:
 
 
 def enabling() -> Iterator[Finding]:
-    """Explains transformers' error for a model that was not enabled."""
+    """A note that explains transformers' error for a model that was not enabled."""
     unused = "The following `model_kwargs` are not used by the model: ['strategy']"
     yield Finding(
         "enable", "note", f'should generate(strategy=…) say "{unused}", call decoders.enable(model) before it'

@@ -183,8 +183,8 @@ def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
 def _prompt(
     line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, given: Mapping[str, Any]
 ) -> tuple[Prompt, Any]:  # fmt: skip
-    """Returns the line's prompt with its arguments (or an error if the line has no valid prompt), and the line's id. Each prompt has
-    its own seed, which is the same in every run.
+    """Returns the line's prompt with its arguments (or an error if the line has no valid prompt), and the line's id. With ``--seed``,
+    each prompt gets its own seed, which is the same in every run.
     """
     import json
 
@@ -219,7 +219,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling arguments of a prompt's line. They replace the command's options, and turn on sampling as the options do."""
+    """The sampling arguments of a prompt's line `item`, combined with the command's options `given`; empty if the line sets none."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}

@@ -164,7 +164,7 @@ def load_processor(name: str) -> Any:
 
 
 def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer without a model: from a folder, the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
+    """Loads a tokenizer without a model, from a folder, the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
     options = _where_to_look("Tokenizer", name)
     try:
         return load_tokenizer(name, **options)
@@ -328,7 +328,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 def sampling(
     temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
 ) -> dict[str, Any]:
-    """The sampling arguments of ``generate``: greedy if no option was given; otherwise the options that were given."""
+    """The sampling arguments of ``generate``: for greedy decoding if no option is given or the temperature is 0, else the options."""
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: value for name, value in options.items() if value is not None}
     if temperature == 0 or not options:

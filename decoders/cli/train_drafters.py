@@ -307,7 +307,7 @@ def draft(
 
 
 def conclude(figures: dict[str, Any], job: Job) -> None:
-    """Prints the results of a training: as JSON if the job has no console (``--json``), else as lines."""
+    """Prints the results of a training: as JSON if the job has no console (``--json``), else as lines of text."""
     if job.console is None:
         typer.echo(json.dumps(figures, indent=2))
         return

@@ -51,7 +51,7 @@ class Assistants:
         self._loaded.clear()
 
     def forget(self) -> None:
-        """Drops what the engines of all draft models keep of earlier calls."""
+        """Makes the engines of all draft models forget earlier calls: cached texts and what strategies have learned."""
         for engine in list(self._engines.values()):
             engine.forget()
 
@@ -118,10 +118,11 @@ class Assistants:
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """The draft model at `path`, in the target's dtype and on the target's device, and its tokenizer (None if there is none).
+        """The draft model at `path`, in the target's dtype and on the target's device, and its tokenizer (None if there is none). The
+        model stays loaded for later calls.
 
         Raises:
-            UnsupportedError: the model was not found.
+            UnsupportedError: the model cannot be loaded.
         """
         kept = self._loaded.get(path)
         if kept is None or (kept[0].dtype, kept[0].device) != (target.dtype, target.device):
@@ -160,8 +161,8 @@ class CallAssistants:
         """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: the model was not found, its vocabulary cannot be mapped to the target's, it is on another device than the
-                target, or the loop does not support its architecture.
+            UnsupportedError: the model cannot be loaded, its vocabulary cannot be mapped to the target's, it is on another device than
+                the target, or the loop does not support its architecture.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine
@@ -187,7 +188,7 @@ class CallAssistants:
         """See :attr:`decoders.strategy.Context.vocabulary_of`.
 
         Raises:
-            UnsupportedError: the model was not found, or the bytes of its tokens are unknown.
+            UnsupportedError: the model cannot be loaded, or the bytes of tokens of one of the models are unknown.
         """
         model, tokenizer = self._loaded(model)
         try:

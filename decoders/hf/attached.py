@@ -99,7 +99,7 @@ class CopiedState(dict[str, Any]):
 
 
 def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
-    """Raises UnsupportedError for PEFT adapters that the loop would ignore: aLoRA, and adapters that prepare inputs.
+    """Raises UnsupportedError for PEFT adapters that the loop would ignore: aLoRA, and adapters that change the model's inputs.
 
     Args:
         wrapper: the ``PeftModel`` around `model`, or None.

@@ -83,7 +83,7 @@ class Grammars:
 
     @property
     def any(self) -> bool:
-        """Whether some row has a grammar."""
+        """Whether at least one row has a grammar."""
         return any(grammar is not None for grammar in self.rows)
 
     def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
@@ -145,7 +145,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, stops: tuple[int,
 def _check_fit(
     grammar: CompiledGrammar, size: int, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Raises if `grammar` was compiled for another vocabulary."""
+    """Raises UnsupportedError or GrammarError if `grammar` was compiled for another vocabulary."""
     name, own = grammar.language.name, grammar.vocabulary
     if len(own) != size or set(own.stops) != set(stops):
         raise UnsupportedError(

@@ -28,7 +28,7 @@ _OTHERS = frozenset({"labels", "logits_to_keep", "return_dict", "kwargs"})
 
 
 def arguments_of(model: PreTrainedModel) -> frozenset[str]:
-    """The arguments of the model's forward pass; empty for a text-only model."""
+    """The names of the inputs that the model's forward pass takes; empty for a text-only model."""
     if placeholder_ids(model) is None:
         return frozenset()
     return frozenset(inspect.signature(type(model).forward).parameters) - _OTHERS
@@ -51,7 +51,7 @@ def inputs_of(
 
     Args:
         model: a private copy of the model, because some architectures store positions in the module.
-        given: arguments of the call for the model's forward pass.
+        given: the call's arguments that go to the model's forward pass, such as ``pixel_values``.
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
         repeats: number of rows per prompt.
@@ -145,7 +145,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
 def _prepared(
     model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None
 ) -> dict[str, Any]:
-    """The arguments that transformers' ``generate`` passes to the model's first forward pass."""
+    """The arguments with which transformers' ``generate`` would call the model for the first forward pass."""
     padding = torch.ones_like(input_ids) if mask is None else mask.long()
     device = input_ids.device
     arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}

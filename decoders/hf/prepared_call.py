@@ -86,7 +86,7 @@ class StreamAligner:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call of ``generate`` as a request, which also converts the request's output to transformers' form.
+    """A call of ``generate`` as a :class:`Request` for the engine. Also converts the request's output to transformers' form.
 
     Attributes:
         engine: the model's engine.

@@ -125,7 +125,7 @@ class Calibration:
     Attributes:
         curve: the model's cost curve, earlier measurements included.
         assistant: the draft model's cost curve, whose steps of one node are the passes for a draft token; None without a draft model.
-        strategies: costs of the strategies that the model can use without further files.
+        strategies: costs of the strategies that run on the model without further files, such as heads.
         path: the curve's file.
     """
 
@@ -193,7 +193,7 @@ def _strategy_costs(
         except DecodersError:
             if name == "autoregressive":  # every strategy would refuse these options
                 raise
-            continue  # this model lacks the strategy's heads, or has an unsuitable design
+            continue  # this model lacks the strategy's heads, or has an unsuitable architecture
         timings, steps = report.timings, report.steps
         costs.append(StrategyCost(name, timings.propose / steps, timings.observe / steps, timings.steps / steps))
     return tuple(costs)

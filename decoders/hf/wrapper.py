@@ -153,7 +153,7 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
-        """Checks a call before anything is changed, then prepares it. shares: whether the call shares steps with other requests."""
+        """Checks a call before anything is changed, then prepares it. shares: whether its steps will also decode other requests."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
         if ready is None:  # an existing engine means that the model was checked

@@ -58,7 +58,7 @@ class Growing:
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling = spelling
-        # Tokens whose text is not shown yet, and the number of tokens whose place in the text is known.
+        # Tokens that `read` has not returned yet, and the number of the choice's tokens whose place in the text is known.
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
@@ -117,7 +117,7 @@ class Answer(ABC):
 
     Attributes:
         job: the client's request.
-        special: special tokens that appear in the text by name, because the server searches the text for markers that contain them.
+        special: special tokens that appear in the text by name, because they are part of markers of thoughts or function calls.
     """
 
     special: frozenset[int] = frozenset()
@@ -164,7 +164,7 @@ class Answer(ABC):
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """The field ``decoders``, which says for each span whether its token was drafted; empty if the request did not ask for it."""
+        """The field ``decoders``: each span's text, and whether its token was drafted; empty if the request did not ask for it."""
         if not self.body.drafted:
             return {}
         return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
@@ -187,7 +187,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        """The chunks of a choice before its text: one chunk or none."""
+        """The chunks to send before a choice's text: a list of one chunk, or empty."""
 
     @abstractmethod
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ class ChoicesAnswer(Answer):
 
 
 def joined(spans: Sequence[Span]) -> str:
-    """The joined text of spans."""
+    """The text of all `spans` together."""
     return "".join(span.text for span in spans)
 
 

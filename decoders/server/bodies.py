@@ -68,7 +68,7 @@ class Part(BaseModel):
 
 
 class StreamOptions(Part):
-    """Options of a stream. include_usage: whether a last chunk with the usage is sent."""
+    """Options of a stream. include_usage: whether the stream ends with a chunk that contains ``usage`` (numbers of tokens)."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -87,8 +87,8 @@ class JsonObjectFormat(Part):
 
 
 class NamedSchema(Part):
-    """A JSON schema with a name. Without ``schema``, any object is allowed. If a grammar cannot express some of the schema's rules,
-    ``strict: false`` has these rules checked in the finished text; otherwise the schema is refused.
+    """A JSON schema with a name. Without ``schema``, any object is allowed. If a grammar cannot express some of the schema's rules, the
+    schema is refused; with ``strict: false`` it is accepted, and the finished text is checked against these rules.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
@@ -139,7 +139,7 @@ class Asked(Part):
     """The fields that all routes have. Sampling fields that a body leaves out take their values from the model's generation config.
 
     Attributes:
-        instead: fields that the route refuses, and what the client can do instead.
+        instead: the fields that the route refuses, each with advice on what the client can do instead.
         names: maps the field names in refusals to this route's names, for fields whose names differ.
     """
 
@@ -176,8 +176,8 @@ class Asked(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
-        """Checks the length of lists, then drops fields that are null or have a value without effect. The validation context maps field
-        names to the checks.
+        """Checks the lengths of lists, then drops fields that are null or have a value without effect. The validation context holds
+        the checks: functions by field name.
         """
         if not isinstance(given, dict):
             return given
@@ -225,7 +225,7 @@ class Body(Asked):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with usage."""
+        """Whether a stream ends with a chunk that contains ``usage``."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 

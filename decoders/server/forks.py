@@ -24,7 +24,7 @@ from ..errors import GrammarError
 
 #: Limits of a forked process: processor seconds in addition to its task's own limit, and MiB in addition to its memory at the start.
 SPARE_SECONDS, MEGABYTES = 1, 1024
-#: Added to the niceness of the workshop's processes, so that decoding goes first.
+#: Added to the niceness of the workshop's processes, so that decoding has priority.
 NICE = 5
 #: Seconds between two calls of a :data:`Check`, while a thread waits for a result.
 PATIENCE = 0.05

@@ -124,7 +124,7 @@ class Limits:
         connections: greatest number of connections at a time.
         read: seconds within which a request's head has to arrive; its body gets the same time.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
-            strategies learn.
+            strategies have learned.
         client_settings: the strategies' settings that a request may set, see
             :class:`~decoders.server.client_settings.ClientSettings`.
     """

@@ -112,7 +112,7 @@ _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
 def _messages(text: str, ended: bool) -> list[Part]:
-    """The messages of a text in the harmony format, as parts. The part of a call contains the message's head as well."""
+    """The messages of a text in the harmony format, as parts. A part that is a call also contains the message's header."""
     parts = list[Part]()
     if not ended and text in ("", "<"):
         return []

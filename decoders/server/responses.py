@@ -87,7 +87,7 @@ class Kept:
         return self._found(owner, id).response
 
     def items(self, owner: Owner, id: str) -> bytes:
-        """The items of a response's conversation including the response's output, as JSON.
+        """All items of a response's conversation, the response's output included, as JSON.
 
         Raises:
             Refusal: the response was not found.

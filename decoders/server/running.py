@@ -45,8 +45,8 @@ log = logging.getLogger("decoders.server")
 
 
 def most_connections(wanted: int) -> int:
-    """The number of connections to allow: `wanted`, or fewer if the process has too few file descriptors for them. A server without
-    a free descriptor would spin.
+    """The number of connections to allow: `wanted`, or fewer if the process has too few file descriptors for them. Without a free
+    descriptor, the server would try to accept a connection in a busy loop.
     """
     try:
         import resource

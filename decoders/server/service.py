@@ -162,14 +162,14 @@ class Service:
         return _workshop(vocabulary, type(backend), seconds)
 
     async def judge(self, job: Job, choice: Choice) -> None:
-        """Validates a text that has ended, and sets `choice.invalid`."""
+        """Validates the text of a choice that has ended, if the text is complete, and sets `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
             choice.invalid = await self.run(self.patient, judged, grammar, choice.generation.tokens, check)
 
     async def run(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function`, called in a thread of `pool`."""
+        """Calls `function` in a thread of `pool` and returns its result. Raises Refusal if shutdown has closed the pool."""
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
         except RuntimeError as error:
@@ -232,7 +232,7 @@ class Service:
             arrival: the request's arrival; the request is given up once `arrival.gone` is set.
             wanted: what to compile the grammar of all choices from; None: free text.
             thinking: the argument ``thinking=`` of ``generate`` for all choices.
-            default_tokens: number of new tokens if the body gives none; None: as many as fit.
+            default_tokens: number of new tokens if the body sets none; None: as many as the limits allow.
             images: images of the prompts, as arguments of ``generate``.
 
         Raises:
@@ -278,7 +278,9 @@ class Service:
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
-        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` or this number exceeds its limit."""
+        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` or this number exceeds its limit. default: see
+        `default_tokens` of :meth:`start`.
+        """
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")

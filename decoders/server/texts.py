@@ -66,7 +66,7 @@ class Job:
         id: the answer's id.
         created: Unix time of the answer's creation.
         choices: the texts that are generated for the request.
-        stops: stop strings of each choice.
+        stops: the stop strings, which apply to every choice.
         arrival: the request's arrival.
         seconds: seconds that the request may take, counted from its arrival.
     """

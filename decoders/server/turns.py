@@ -83,7 +83,9 @@ class Turn:
         return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
-        """The pieces that are new since the last call, their spans, and their tokens if log probabilities were requested."""
+        """The pieces that are new since the last call, the new spans, and the new tokens if log probabilities were requested. ended:
+        whether the choice has ended.
+        """
         spans, tokens = self.growing.read(ended)
         self._written += joined(spans)
         if self._reasoning is not None:
