@@ -36,7 +36,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(catalogue.ExtensibleGroup):
-    """A group of commands. An expected error gives one red line and an exit code: 2 for a :class:`DecodersError`, 1 for an OSError."""
+    """A group of commands. Expected errors print one red line and set the exit code: 2 for :class:`DecodersError`, 1 for OSError."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
         try:

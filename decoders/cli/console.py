@@ -1,4 +1,4 @@
-"""Consoles of the commands."""
+"""The consoles to which commands print."""
 
 from __future__ import annotations
 

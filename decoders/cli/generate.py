@@ -1,4 +1,4 @@
-"""``decoders generate``: continues a prompt, or a file of prompts, and prints the text while it is written."""
+"""``decoders generate``: completes a prompt and prints the text while it is generated, or completes a file of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows a text while it is written: plain, or on a screen, where accepted draft tokens have a colour of their own."""
+"""Shows a text while it is generated: as plain text, or in a panel in which accepted draft tokens have a colour of their own."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
 
 
 class PrintedPieces(BaseStreamer):
-    """A streamer that prints the text of one row as it comes."""
+    """A streamer that prints the text of one row while it is generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self._tokens = tokenizer, list[int]()

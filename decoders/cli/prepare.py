@@ -1,4 +1,4 @@
-"""``decoders warmup``, ``calibrate`` and ``advise``: compiling, measuring and choosing a strategy ahead of time."""
+"""``decoders warmup``, ``calibrate`` and ``advise``: compile a model, measure its steps, and recommend a strategy, ahead of time."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _markers(given: str) -> tuple[str, str]:
 
 
 def check_installed() -> None:
-    """Raises ServerExtraError if the server cannot run here."""
+    """Raises ServerExtraError if a package that the server needs is not installed."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401

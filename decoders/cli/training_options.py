@@ -16,7 +16,8 @@ from .models import Device, Threads, known_dtype
 if TYPE_CHECKING:
     from ..demo.data import Source
 
-#: Number of edit tasks: about a quarter of the demo models' texts, as in the training of these models.
+#: Number of edit tasks (a function to copy, or to copy with a name replaced): about a quarter of the demo models' texts, as in the
+#: training of these models.
 EDIT_TASKS = 8000
 
 Data = Annotated[

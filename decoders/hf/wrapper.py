@@ -205,7 +205,7 @@ class Generate:
         return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
-        """The engine for the model's present weights; built on first use and again after weights change."""
+        """The engine for the model's present weights; built on first use, and again after the weights or these settings change."""
         # The lock lets first calls in two threads share an engine. Calls hold the same lock: with two locks, a streamer's nested
         # call and a call in another thread could deadlock.
         precision = _precision(runtime)
@@ -224,7 +224,7 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The engine if it exists and the model is unchanged, else None. Does not wait for the lock.
+        """The engine if there is one for the present model and these settings, else None. Does not wait for the lock.
 
         A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """

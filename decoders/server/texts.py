@@ -248,7 +248,7 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # For each token whose text may still change: the text up to and including the token, and whether the token was drafted.
+        # For each token whose text may still change: the unsettled text up to the end of the token, and whether the token was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 

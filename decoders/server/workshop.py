@@ -105,8 +105,8 @@ class Prepared:
     """A compiled grammar for requests.
 
     Attributes:
-        grammar: the grammar; its finished texts are validated by :func:`judged` only.
-        judges: whether finished texts need validation.
+        grammar: the grammar; only :func:`judged` validates its finished texts.
+        judges: whether finished texts have to be validated, because the grammar accepts more than the requested format.
     """
 
     grammar: CompiledGrammar
