@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the console script. Ctrl-C gives no traceback, even while the commands are being imported."""
+    """Entry point of the console script. Ctrl-C prints no traceback, even while the commands are being imported."""
     try:
         from .cli import main as command_line
 

@@ -1,4 +1,4 @@
-"""The context that a strategy gets at the start of a call."""
+"""The context of a call: the data and functions that the loop passes to a strategy at the call's start."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Context:
         device: device of the loop's tensors.
         vocab_size: size ``V`` of the target's logits.
         compile: compiles a plain tensor function without graph breaks, once per model, with dynamic sizes; returns the function
-            unchanged if the call runs uncompiled. The first call of the function counts as compile time.
+            unchanged if the call runs uncompiled. The time of the function's first call is reported as compile time.
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` returns a :class:`~decoders.drafters.Drafter`; see
             :class:`~decoders.drafters.OpensDraft`.
         vocabulary_of: compares the vocabularies of a draft model and the target: ``vocabulary_of(model)`` returns an
@@ -69,7 +69,7 @@ class Context:
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan: the operations on logits before the target chooses a token (:func:`decoders.sampling.process`). Strategies that compute
             scores apply the same operations. None: greedy, without operations.
-        sampling: the rows' parameters of `plan`.
+        sampling: the tensors that `plan` reads: the rows' temperatures and other parameters, and noise keys.
         guide: an object whose ``forced`` returns the tokens that the rows' grammars force (:class:`~decoders.drafters.Forced`); None
             without ``grammar=``. Strategies need not avoid draft tokens that the grammar forbids: the loop removes them.
         decoder_layers: number of the target's decoder layers, for :attr:`Strategy.hidden_layers`.
@@ -94,8 +94,8 @@ class Context:
         clock: returns the time in seconds, for strategies that decide by time (:attr:`Strategy.timed`). All processes that share the
             target get the time of the first process, so every process must call the clock equally often.
         first_layers: ``first_layers(count)`` returns the target's first layers with its last norm and head: a draft model for
-            :attr:`draft` that shares the target's weights and slots, so that it reads no prompt. If a strategy opens several such
-            draft models, the round of one must end before the round of another begins.
+            :attr:`draft` that shares the target's weights and KV cache, so that it need not read the prompts. If a strategy opens
+            several such draft models, the round of one must end before the round of another begins.
     """
 
     model: PreTrainedModel
@@ -127,7 +127,7 @@ class Context:
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
     def part(self, strategy: Configured, seldom: bool = False) -> Context:
-        """Returns the context for a part of a composed strategy, in which the part has memories of its own.
+        """Returns the context for `strategy`, a part of a composed strategy: its :attr:`memory` returns objects of this part only.
 
         seldom: whether the part may draft late or never (in ``auto``). The part's draft models then read prompts at their first use.
         """

@@ -27,7 +27,7 @@ class Sequences:
         finished: ``[B]`` bool, rows that have ended.
         noise_keys: ``[B]`` int64, keys of the noise for drafts (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier,
             the target draws with the same keys; with other verifiers, every step has new keys.
-        known: the rows as lists, if the loop has read them, for :meth:`read`; else None.
+        known: the rows as lists, which :meth:`read` returns; None if the loop has not read them from the device.
     """
 
     tokens: Tensor
@@ -56,13 +56,13 @@ class Sequences:
 
 @dataclass(frozen=True)
 class HostRows:
-    """The rows as lists.
+    """The rows of a :class:`Sequences` as lists.
 
     Attributes:
         lengths: number of committed tokens per row.
         prompt_lengths: number of prompt tokens per row.
         finished: whether each row has ended.
-        tokens_from: returns every row's tokens from a slot up to `lengths`, even if more are committed later.
+        tokens_from: takes a slot, and returns every row's tokens from this slot up to `lengths`, even if more are committed later.
     """
 
     lengths: list[int]
@@ -72,7 +72,7 @@ class HostRows:
 
     @staticmethod
     def of(sequences: Sequences) -> HostRows:
-        """Reads lengths and finished flags from the device now, and tokens at each call of `tokens_from`."""
+        """Returns the rows as lists. Reads lengths and finished flags from the device now, and tokens in each call of `tokens_from`."""
         figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
         lengths, prompts, ended = figures.tolist()
 
@@ -94,11 +94,11 @@ class Draft:
         scores: ``[B, N-1, V]`` float32: the ``softmax`` of a draft token's scores is the distribution that it was sampled from;
             siblings are sampled without replacement, in node order. None if no token was sampled; the coupled verifier needs no scores.
         depth: for trees per row, the greatest number of draft tokens on a path, or None if it is unknown; see :attr:`levels`.
-        grades: ``[B, N-1]`` int64, 0 or more: the strategy's confidence in each draft token, on its own scale with few values.
+        grades: ``[B, N-1]`` int64, 0 or more: the strategy's confidence in each draft token, on a scale of few values that it defines.
             Tokens of the same grade should be right about equally often; ``auto`` counts how often they are.
         drafters: for reports, the name of the strategy that proposed each draft token of every row; None if one strategy drafted.
-        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads the draft there, and moves it to the
-            device in one copy, with `scores` if the verifier uses them.
+        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads the draft on the CPU, and moves it to
+            the device in one copy, with `scores` if the verifier uses them.
     """
 
     tokens: Tensor
@@ -111,7 +111,7 @@ class Draft:
 
     @property
     def levels(self) -> int:
-        """Upper bound of the tree's depth; the grammar guide on the device processes this many levels."""
+        """Upper bound of the tree's depth; on the device, the loop evaluates grammars for this number of levels."""
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth
@@ -128,12 +128,12 @@ class Draft:
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether all nodes may be accepted. If not, some (lookahead's window) only run for their outputs, and the loop cuts none."""
+        """Whether all nodes may be accepted. If not, some (lookahead's window) run only for their outputs; the loop drops no node."""
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """The first `count` draft tokens of every row as a draft. They form a tree, too, because parents come before children."""
+        """A draft of only `count` draft tokens per row, the first ones. They form a tree, because parents come before children."""
         if count >= self.tokens.shape[1]:
             return self
         return replace(
@@ -143,7 +143,7 @@ class Draft:
         )  # fmt: skip
 
     def read(self) -> tuple[list[list[int]], Sequence[Sequence[int]], list[list[int]] | None]:
-        """Tokens, :attr:`parents` and grades as lists. Waits for the device once, unless the draft is :attr:`on_host`."""
+        """Tokens, :attr:`parents` and grades (None without grades) as lists. Waits once for the device, unless :attr:`on_host`."""
         tree = self.topology
         tensors = [self.tokens, *([] if self.grades is None else [self.grades])]
         if isinstance(tree, TreeTensors):
@@ -194,7 +194,7 @@ class Draft:
         tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None, depth: int | None = None,
         grades: Sequence[Sequence[int]] | None = None,
     ) -> Draft:  # fmt: skip
-        """The draft of a strategy that works on the host.
+        """Returns a draft from lists, for strategies that work on the host.
 
         Args:
             tokens: the draft tokens of every row; all rows have the same number.
@@ -266,17 +266,17 @@ class Step:
 
     Attributes:
         nodes: ``[B, N]`` int64, the verified block: node 0 and the draft tokens. ``N`` may exceed the draft's nodes, by padding.
-        chosen: ``[B, N]`` int64, the target's token after each node. If logits processors run on the host, -2 for nodes off the path.
+        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path if logits processors run on the host.
         path: ``[B, N]`` int64, the accepted node at each depth; valid up to depth `accepted`.
         accepted: ``[B]`` int64, number of accepted draft tokens.
         emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and one more; fewer in a row that ended.
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
-        own_nodes: how many first nodes of the block, root included, come from the strategy's draft, in the draft's order. None: the
-            whole draft, which may be followed by other nodes. 0: no node is known to come from it.
+        own_nodes: number of nodes at the block's start, root included, that come from the strategy's draft, in the draft's order.
+            None: the block begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft.
         layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers in :attr:`Strategy.hidden_layers`, in this order; None if T is 0.
-        known: the step as lists, if the loop has read it, for :meth:`read`; else None.
+        known: the step as lists, which :meth:`read` returns; None if the loop has not read it from the device.
     """
 
     nodes: Tensor
@@ -298,7 +298,7 @@ class Step:
 
 @dataclass(frozen=True)
 class HostStep:
-    """The output of a step as lists by row.
+    """The output of a step as lists, with an entry per row.
 
     Attributes:
         accepted: number of accepted draft tokens.

@@ -61,10 +61,10 @@ class Advance:
 class Drafter(ABC):
     """A draft model during a call, with its own rows and cache, which follow the committed tokens.
 
-    A round is :meth:`begin`, then forward passes, then a draft made of their results. For a chain, :meth:`extend` appends the draft
-    model's own token to every row. With a stage (a strategy that drafts for the draft model), :meth:`advance` verifies the stage's
-    draft tokens as the target verifies drafts, and may append several. For a tree, :meth:`root` and :meth:`expand` return the best
-    continuations of nodes, level by level. All results stay on the device.
+    Each draft is made in a round: :meth:`begin`, then forward passes, which return the draft's tokens. For a chain, :meth:`extend`
+    appends the draft model's own token to every row. With a stage (a strategy that drafts for the draft model), :meth:`advance`
+    verifies the stage's draft tokens as the target verifies drafts, and may append several. For a tree, :meth:`root` and
+    :meth:`expand` return the best continuations of nodes, level by level. All results stay on the device.
 
     Attributes:
         vocab_size: number of the target's tokens that the draft model can propose.
@@ -92,19 +92,22 @@ class Drafter(ABC):
 
     @abstractmethod
     def extend(self) -> Expansion:
-        """One pass: appends the draft model's next token to every row, with its log-probability as the weight. ``C`` is 1."""
+        """Runs one pass, appends the draft model's next token to every row, and returns it with its log-probability; ``C`` is 1."""
 
     @abstractmethod
     def advance(self) -> Advance:
-        """One pass that verifies the stage's draft tokens: appends one token or more to every row."""
+        """Runs one pass, which verifies the stage's draft tokens and appends one token or more to every row."""
 
     @abstractmethod
     def root(self) -> Expansion:
-        """One pass: the best continuations of every row's last token. ``Q`` is 1."""
+        """Runs one pass, and returns the best continuations of every row's last token; ``Q`` is 1."""
 
     @abstractmethod
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """One pass: the best continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`. Node 0 is the row's last token."""
+        """Runs one pass over the last ``Q`` nodes of `tree`, with the tokens `nodes` ``[B, Q]``, and returns their best continuations.
+
+        Node 0 of the tree is the row's last token.
+        """
 
     @abstractmethod
     def drafted(self, count: int) -> Tensor:
@@ -141,7 +144,7 @@ class OtherVocabulary:
 
 
 class ModulePasses(ABC):
-    """The forward passes of a drafting network during a call: a module that is no language model, with its own slot cache.
+    """Runs the forward passes of a drafting network (a module that is no language model) during a call, with its own slot cache.
 
     Committed position ``p`` of a row is in slot ``p``, node ``i`` of a block in slot ``base + i``. Slots that a pass writes after a
     row's end are overwritten before they are read. All results stay on the device.
@@ -223,7 +226,7 @@ class DraftVocabulary:
         self, logits: Tensor, count: int, plan: SamplingPlan | None, sampling: SamplingInputs | None, positions: Tensor,
         keep_scores: bool = False,
     ) -> Expansion:  # fmt: skip
-        """The `count` best continuations of every node, as the target's ids. Sampling uses the noise that the target has for these ids.
+        """The best continuations of every node, `count` each, as the target's ids. Sampling adds the target's noise for these ids.
 
         Args:
             logits: ``[B, Q, D]``, the drafter's logits.
@@ -258,11 +261,11 @@ class OpensDraft(Protocol):
 
         Args:
             model: a model object or a path.
-            ahead: greatest number of nodes that a round writes after the committed tokens.
+            ahead: greatest number of nodes that a round writes to the cache after the committed tokens.
             children: number of continuations per node in :attr:`Expansion.tokens`.
             stage: a strategy that drafts for the draft model; rounds then consist of :meth:`Drafter.advance`.
             seldom: whether the strategy may draft late or never. The draft model then reads the prompts at its first draft; if rows
-                join and leave, it reads a row's prompt when the row joins. A draft model with a stage reads the prompts at once.
+                join and leave, it reads a row's prompt when the row joins. With a stage, it reads the prompts at the call's start.
 
         Raises:
             UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts, which only the target
@@ -292,7 +295,7 @@ class OpensModule(Protocol):
 
 
 class Forced(Protocol):
-    """The text that the grammars of a call's rows force.
+    """Looks up forced text: bytes that must come next in a row, because its grammar allows no others.
 
     Attributes:
         on_device: whether :meth:`forced` never waits for the device.
@@ -304,11 +307,11 @@ class Forced(Protocol):
         """Prepares :meth:`forced` before a step is recorded. sequences: the rows at the start."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
+        """Returns tokens for the bytes that must come next, ``[B, K]`` int64, -1 after the last token; ``K`` is at most `limit`.
 
         The bytes are split into tokens by the row's tokenization history: into tokens that followed the same token, or began with the
         same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later bytes are
         omitted.
 
-        sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
+        sequences: the committed rows, as :meth:`Strategy.propose` gets them.
         """

@@ -1,7 +1,7 @@
 """Enables, disables, releases, warms up and calibrates models.
 
-This is the only module that imports ``hf``, which has the replacement of ``generate``. Schedulers get prepared calls from
-:func:`enabled`.
+Only this module imports the package ``hf``, which contains the replacement of transformers' ``generate``. Schedulers get prepared calls
+from the object that :func:`enabled` returns.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def enable(
     strategy: str | type[Strategy] | Strategy | None = None, strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. The model's config and weights do not change.
+    """Replaces ``model.generate`` by a function that accepts ``strategy=…``. Returns `model`, whose config and weights do not change.
 
-    A second call replaces the tokenizer if it passes a tokenizer, and all defaults if it passes any. :func:`disable` undoes both calls.
+    A second call replaces the tokenizer if it passes one, and all default settings if it passes any. :func:`disable` undoes both calls.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around it. The results of its ``merge_and_unload()`` and
@@ -171,7 +171,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 @keywords_named
 def release(model: PreTrainedModel) -> PreTrainedModel:
-    """Frees everything that an enabled model keeps between calls. It stays enabled. Returns `model`.
+    """Frees everything that an enabled model keeps between calls. The model stays enabled. Returns `model`.
 
     Drops quantized weights, caches with their texts, compiled code and recorded steps, of the model and of its draft models. The next
     call creates them again. Waits for a running call of another thread. Does nothing if the model is not enabled or was not used.
@@ -206,7 +206,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     """The objects that strategies keep between calls on an enabled model (texts of ``suffix``, rates of ``auto``, …), for pickling.
 
-    :func:`remember` gives them to a model in another process.
+    :func:`remember` loads them into a model in another process.
 
     Returns:
         (strategy class, strategy with its settings, name of the memory) → object. Empty for a model that is not enabled or was not
@@ -233,7 +233,7 @@ def remember(
     Args:
         memories: they replace the memories of the same strategies; other memories stay. Unpickling runs code: load only your own files.
         texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
-            ``auto``. Added to earlier texts, and used in all calls. Beyond 262,144 tokens, the texts least recently used for a draft
+            ``auto``. Added to earlier texts, and used in all calls. Beyond 262,144 tokens, the texts that were least recently matched
             are dropped, with a warning.
 
     Raises:
@@ -282,6 +282,9 @@ def warmup(
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
+    Returns:
+        the seconds and the compilations that the preparation took.
+
     Raises:
         UnsupportedError: the model cannot be decoded, or a strategy needs `assistant_model`. SettingsError: an unknown
             strategy, or `rows` below one.
@@ -298,7 +301,7 @@ def calibrate(
     assistant_model: PreTrainedModel | None = None, seconds: float = 10.0, tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Calibration:  # fmt: skip
-    """Measures the seconds of a decoding step of `model` on this machine by numbers of nodes, rows and context tokens. Enables `model`.
+    """Enables `model`; measures how long steps (by numbers of nodes, rows and context tokens) and strategies take on this machine.
 
     ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. The costs are stored on disk (setting
     ``cost_cache``) for the model's class and sizes, dtype, quantization, device, threads and version of torch.
@@ -307,9 +310,12 @@ def calibrate(
         rows: batch sizes.
         contexts: numbers of tokens per row that attention looks back at.
         assistant_model: a draft model to measure, too.
-        seconds: time limit for each model; sizes beyond it are not measured.
+        seconds: time limit for each model; sizes left over when it is reached are not measured.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
+
+    Returns:
+        the costs of `model`, of `assistant_model` and of the strategies.
 
     Raises:
         UnsupportedError: the model cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` are out of range. `options` raise
@@ -335,14 +341,14 @@ def _check_options(
 def cost_curve(
     model: PreTrainedModel, rows: Sequence[int], contexts: Sequence[int], seconds: float = 10.0, **options: Any
 ) -> CostCurve:
-    """Measures the sizes that the stored cost curve of an enabled `model` lacks, and returns the curve.
+    """Enables `model`, measures the sizes of steps that its stored cost curve lacks, and returns the curve.
 
-    Takes seconds, because it measures fewer numbers of nodes than :func:`calibrate`, and no strategies.
+    Takes only seconds, because it measures fewer numbers of nodes than :func:`calibrate`, and no strategies.
 
     Args:
         rows: batch sizes.
         contexts: numbers of tokens per row that attention looks back at.
-        seconds: time limit; sizes beyond it are not measured.
+        seconds: time limit; sizes left over when it is reached are not measured.
         options: arguments of ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
     Raises:

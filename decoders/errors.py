@@ -33,7 +33,7 @@ class SettingsError(DecodersError, ValueError):
 
 
 class UnsupportedError(DecodersError, ValueError):
-    """A model or an argument of ``generate`` that the shared loop cannot honour exactly; the error names the alternative."""
+    """A model or an argument of ``generate`` that the decoding loop cannot honour exactly; the error names the alternative."""
 
 
 class InputError(DecodersError, ValueError):
@@ -108,7 +108,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 
 def keywords_named(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a function without ``**kwargs``: an unknown keyword raises SettingsError, which names the nearest parameter."""
+    """Decorator for functions without ``**kwargs``: an unknown keyword raises SettingsError, which names the nearest parameter."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
 
     @functools.wraps(function)
@@ -127,7 +127,7 @@ def shortened(text: str, limit: int = 60) -> str:
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """``1 row``, ``2 rows``. plural: the plural of `noun` if it does not end in one more s."""
+    """``1 row``, ``2 rows``. plural: the plural of `noun` if that is not `noun` followed by s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 

@@ -29,13 +29,13 @@ Attention = Literal["auto", "sdpa", "triton"]
 
 
 class Settings(BaseModel):
-    """Base of every settings class. Instances are immutable, unknown names raise, and every field has a description."""
+    """Base of every settings class. Instances are immutable, unknown names raise an error, and every field has a description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Validates `values`. Raises SettingsError for an unknown setting or a value out of range, with the nearest match."""
+        """Returns settings with `values`. Raises SettingsError for a value out of range, or an unknown name, with the nearest match."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -90,7 +90,7 @@ class Table(dict):
 
 
 def _json_safe(value: Any) -> Any:
-    """`value` for JSON: other objects, a loaded model for example, become the names of their types."""
+    """`value` in JSON's types: any other object, such as a loaded model, is replaced by the name of its type."""
     if isinstance(value, dict):
         return {str(key): _json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -229,9 +229,9 @@ ENABLED = "given to enable()"
 def _explained(
     cls: type[Settings], error: ValidationError, origin: Mapping[str, str], strategies: Collection[str] = ()
 ) -> str:
-    """The message for `error`. origin: where each setting's value comes from ("" for the call)."""
+    """The message for `error`. origin: where each setting's value comes from ("" for the call). strategies: all strategies' names."""
     problems, alternatives = [], defaultdict(list)
-    for item in error.errors():  # each type of a union has its error for the same value: they are one problem
+    for item in error.errors():  # a value of a union type has one error per type; together they are one problem
         whole = item["loc"][:1] + tuple(part for part in item["loc"][1:] if isinstance(part, int))
         alternatives[whole, id(item["input"])].append(item)
     for (whole, _), (item, *others) in alternatives.items():
@@ -262,11 +262,11 @@ S = TypeVar("S", bound=Settings)
 
 
 def variable_of(section: str | None, name: str) -> str:
-    """The environment variable of a setting."""
+    """The name of the environment variable for a setting. section: the strategy's name, None for the loop's settings."""
     return "_".join(["DECODERS", *([section] if section else []), name]).upper()
 
 
-#: Variables that the loop and the registry read; no strategy's setting may be read from one of them.
+#: The loop's and the registry's variables, each with its setting's name. No strategy's setting may be read from one of them.
 OWN_VARIABLES = {variable_of(None, name): name for name in (*RuntimeSettings.model_fields, *NOT_SETTINGS)}
 
 
@@ -274,7 +274,7 @@ def load_settings(
     cls: type[S], section: str | None, call: Mapping[str, Any], generation_config: Mapping[str, Any], *,
     enabled: Mapping[str, Any] | None = None, sections: Collection[str] = (),
 ) -> S:  # fmt: skip
-    """Settings in force: call > generation config > ``enable()`` > environment > file > default. Tables are not merged.
+    """The settings in force; call > generation config > ``enable()`` > environment > file > default. Tables are replaced, not merged.
 
     Args:
         section: the strategy's name, None for the loop's settings.
@@ -365,7 +365,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
 
 
 def settings_file() -> tuple[Path | None, dict[str, Any]]:
-    """The configuration file in force and its content: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml."""
+    """Path and content of the configuration file: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml; ``None, {}`` without a file."""
     named = os.environ.get("DECODERS_CONFIG")
     for path in [Path(named)] if named else [Path("decoders.toml"), Path("pyproject.toml")]:
         try:

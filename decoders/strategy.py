@@ -1,4 +1,4 @@
-"""The contract of a decoding strategy: propose tokens, and observe the verified step. The loop does everything else.
+"""The contract of a decoding strategy: propose tokens, and observe the verified step. The decoding loop does everything else.
 
 A strategy never runs the target, never samples the target's output, never touches the cache. It affects *when* a token is written, not
 *which* token is written: the loop verifies the draft against the target's own choice.
@@ -32,10 +32,10 @@ class Trait(Generic[T]):
     """A property that a strategy declares about itself, as an attribute of its class or instance.
 
     Attributes:
-        default: the value without a declaration.
-        merged: computes the value for a strategy that merges the drafts of several strategies, from the values of these strategies.
-        of: returns the value that `merged` gets for a strategy; None: `merged` gets the declared value.
-        hooks: names of methods: if a class overrides any of them, the trait is True unless the class declares it.
+        default: the value for a strategy that declares none.
+        merged: function that computes the value for a strategy that merges the drafts of several parts, from the parts' values.
+        of: function that computes what `merged` gets for a part, in place of the part's own value; None: `merged` gets this value.
+        hooks: names of methods; in a class that overrides any of them, the trait is True unless the class declares a value.
     """
 
     default: T
@@ -53,12 +53,12 @@ TRAITS: dict[str, Trait] = {}
 
 
 def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T:
-    """Returns a :class:`Trait`, typed as its default, because classes and instances have the value itself as the attribute."""
+    """Returns a :class:`Trait`, typed as `default`, because Python then calls ``__set_name__``, which stores `default` in its place."""
     return cast(T, Trait(default, merged, **options))
 
 
 def merged_traits(parts: Sequence[Strategy]) -> dict[str, Any]:
-    """The traits of a strategy that merges the drafts of all `parts`."""
+    """The traits, by name, of a strategy that merges the drafts of all `parts`."""
     return {
         name: own.merged([own.of(part) if own.of is not None else getattr(part, name) for part in parts])
         for name, own in TRAITS.items()
@@ -70,45 +70,45 @@ def _nothing(values: Iterable[Any]) -> tuple:
 
 
 class Strategy(Configured, ABC):
-    """Base class of all strategies. Instances hold settings only; the state holds everything that changes during a call.
+    """Base class of all strategies. Instances hold settings only; the state from :meth:`start` holds what changes during a call.
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
     Class attributes (an instance may override `exact` and the attributes after it, depending on its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
-        needs: in a word or two, what a call needs besides the target, a draft model and a grammar: ``"heads"``.
+        needs: what a call needs besides the target, a draft model and a grammar, in a word or two, such as ``"heads"``.
         settings_class: pydantic model of the settings.
-        hints: the strategy's setting for each drafting argument of transformers, ``{"num_assistant_tokens": "length"}``. Other
-            drafting arguments raise.
-        auto_place: its place among the candidates of ``auto``. ``auto`` asks candidates with low numbers first, so cheap strategies
-            have low numbers: the built-in strategies 10 (no work) to 50 (a second model). None: it is a candidate only if the user
-            names it. A candidate must be `exact`, and declare `rests` unless it has no `observe`.
-        auto_settings: its settings as a candidate of ``auto``. Drafts can be longer, because ``auto`` verifies only the part that pays.
+        hints: maps drafting arguments of transformers to settings, ``{"num_assistant_tokens": "length"}``. Other drafting arguments
+            raise an error.
+        auto_place: its place among the candidates of the strategy ``auto``, which asks candidates in ascending order, so cheap
+            strategies should have low numbers. Built-in strategies have 10 (no work) to 50 (a second model). None: it is a candidate
+            only if the user names it. A candidate must be `exact`, and declare `rests` unless it has no `observe`.
+        auto_settings: its default settings as a candidate of ``auto``. Drafts can be longer, because ``auto`` verifies only a part.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
-        rests: whether the loop may skip or cut its drafts. `observe` then also gets steps for which `propose` was not called, and steps
-            that verified other nodes or only the first nodes of the draft. The drafts of strategies without `observe` can always be
-            skipped. On CPUs the loop skips drafts that are not worth their time.
+        rests: whether the loop may skip or cut its drafts. `observe` is then also called for steps without a call of `propose`, and for
+            steps that verified other nodes or only the first nodes of the draft. The drafts of strategies without `observe` can always
+            be skipped. On CPUs the loop skips drafts that are not worth their time.
         misses_steps: whether the loop may also skip `observe` after steps without its draft; for strategies whose `observe` is slow.
-        timed: whether its drafts depend on the clock, so that equal calls may draft differently. The tokens are the same.
+        timed: whether its drafts depend on the clock, so that equal calls may draft differently. The output tokens are the same.
         rows_apart: whether a row's drafts depend on this row alone. If not, rows learn from each other, or share a budget or random
-            numbers. The conformance kit compares drafts of rows together and alone; the tokens are the same in any case.
-        needs_grammar: whether a call must have ``grammar=``; every strategy takes it.
-        on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes, and
-            change nothing but the contents of tensors: then a whole step can be recorded and replayed. The conformance kit checks it.
+            numbers. The conformance kit compares a row's drafts in a batch with its drafts alone; the output is the same in any case.
+        needs_grammar: whether a call must have ``grammar=``; every strategy accepts it.
+        on_device: whether `propose` and `observe` never wait for the device, copy no data from the host, keep all shapes, and change
+            only the contents of tensors, so that whole steps can be recorded (CUDA graphs) and replayed. The conformance kit checks it.
         hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
             -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
         grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the typical acceptance rate of a draft token whose parent was
             accepted; used until enough tokens were judged. Empty without grades, or if the rates are unknown.
         prompt_logits: whether :meth:`prefill` gets the prompts' logits; the output head then runs on every prompt token.
 
-    These are True if the class overrides the named method, unless the class declares another value:
-        observes: whether :meth:`observe` does anything. If not, the loop cuts nodes at the block's end that are draft tokens in no row.
+    Each attribute below is True if the class overrides the method named in its text, unless the class declares another value:
+        observes: whether :meth:`observe` does anything. If not, the loop drops nodes at the block's end that are padding in all rows.
         reads_prompt: whether the loop calls :meth:`prefill`.
         rebatches: whether :meth:`rebatch` keeps the state of rows that stay. If not, a strategy that reads prompts would have to read
             all texts again, so a scheduler gives it one request at a time.
-        limits: whether it drafts as deep as :meth:`limit` says, because deeper drafts take more time.
+        limits: whether its drafts are at most as deep as :meth:`limit` sets, because deeper drafts take more time.
         finds_layers: whether :meth:`layers_of` or :meth:`layers_for` choose the hidden layers.
     """
 
@@ -151,23 +151,23 @@ class Strategy(Configured, ABC):
 
     @property
     def traits(self) -> dict[str, Any]:
-        """All traits by name."""
+        """The values of all traits, by name."""
         return {name: getattr(self, name) for name in TRAITS}
 
     def declare(self, **traits: Any) -> None:
-        """Overrides the class's traits for this instance, for strategies that are composed of others."""
+        """Sets `traits` for this instance, in place of the class's values; for strategies that are composed of other strategies."""
         vars(self).update(traits)
 
     def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
-        """For strategies that are composed of others: creates the strategies that the settings name, with ``resolve(name, settings)``,
-        and calls :meth:`declare` with their traits. It runs before each call of ``generate``; only the first time has an effect.
+        """For strategies that are composed of others: creates its parts, which the settings name, with ``resolve(name, settings)``, and
+        calls :meth:`declare` with the merged traits. Runs before each call of ``generate``; only the first run has an effect.
 
         Args:
             registered: the classes of all registered strategies, by name.
         """
 
     def start(self, context: Context) -> Any:
-        """Creates the state of a ``generate`` call (tensors on ``context.device``); the other methods get it."""
+        """Returns a new state for a ``generate`` call (tensors on ``context.device``), which the loop passes to the other methods."""
         return None
 
     @abstractmethod
@@ -189,14 +189,14 @@ class Strategy(Configured, ABC):
 
     @property
     def reads_layers(self) -> bool:
-        """Whether it reads hidden layers of the target."""
+        """Whether the strategy reads outputs of the target's decoder layers."""
         return bool(self.hidden_layers) or self.finds_layers
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
-        """Learns from a chunk of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
+        """Learns from a chunk of the prompts; updates `state` in place. All chunks come in order, before the first :meth:`propose`.
 
-        A strategy that overrides it reads whole prompts: the loop then reuses no prefix of an earlier call, and leaves no part of a
-        prompt to the first step. After :meth:`rebatch` it reads the prompts of the new rows.
+        A strategy that overrides it gets whole prompts: the loop then reuses no prefix of an earlier call, and leaves no part of a
+        prompt to the first step. After :meth:`rebatch` it gets the prompts of the new rows.
         """
 
     def finish(self, state: Any) -> None:
@@ -206,7 +206,7 @@ class Strategy(Configured, ABC):
         """Returns the state for the batch after requests have joined or left between two steps.
 
         The default calls :meth:`start` again, with rows that hold all committed tokens; this is always exact, and drops what the
-        state has learnt. An override keeps the state of rows that stay. Draft models and modules stay open and are already rebatched.
+        state has learnt. An override keeps the state of rows that stay. The call's draft models and modules already have the new rows.
 
         Args:
             state: the former state; it may be changed and returned.
@@ -223,13 +223,13 @@ class Strategy(Configured, ABC):
         """Sets the greatest useful depth of the next draft, for strategies whose deeper drafts take more time."""
 
     def details(self, state: Any) -> Mapping[str, Any]:
-        """``report.details``: the strategy's figures of the call, JSON-safe. Called once, at the end."""
+        """Returns the strategy's statistics of the call for ``report.details``, JSON-safe. Called once, at the end of the call."""
         return {}
 
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """Calls `finish` of `strategy` at the end of a call; an error of the call is raised unchanged. state: returns the last state."""
+    """A context that calls `finish` of `strategy` when the call ends or fails, as :func:`finish_all`. state: returns the last state."""
     try:
         yield
     except BaseException as error:

@@ -16,7 +16,7 @@ ORDERS = (4, 2, 1)
 BITS = 22
 
 SEPARATOR = -1
-#: The index is rebuilt without dropped texts before it holds more than this many times the capacity.
+#: Before the index holds more than SLACK times the capacity in tokens, it is rebuilt without dropped texts.
 SLACK = 1.25
 #: Estimated bytes of a remembered token: the token and its places in the chains of every order, mostly Python's dictionaries.
 BYTES_PER_TOKEN = 400
@@ -71,7 +71,7 @@ class ChainedText:
         self._key, self._run = key, run
 
     def truncate(self, length: int) -> None:
-        """Removes all tokens after the first `length`."""
+        """Keeps the first `length` tokens, and removes all others."""
         text = self.tokens
         while len(text) > length:
             for order, mask, heads, chain in zip(ORDERS, _MASKS, self._heads, self._chains, strict=True):
@@ -85,7 +85,7 @@ class ChainedText:
             self._restore()
 
     def _restore(self) -> None:
-        """Recomputes the key and the run for the present end."""
+        """Recomputes `_key` and `_run` for the present end of the text."""
         key = run = 0
         for token in self.tokens[-ORDERS[0] :]:
             if token < 0:
@@ -95,11 +95,11 @@ class ChainedText:
         self._key, self._run = key, run
 
     def occurrences(self, suffix: array[int], most: int, before: int) -> list[Occurrence]:
-        """The latest occurrences, at most `most`, of the longest known n-gram at the end of `suffix`; the latest first.
+        """The latest occurrences, at most `most`, of the longest n-gram at the end of `suffix` that is in the text; the latest first.
 
         Args:
             suffix: the last tokens of the text to look up; no match is longer.
-            before: only occurrences that end before this index count.
+            before: only occurrences that end before this index are returned.
         """
         text = self.tokens
         occurrences: list[Occurrence] = []
@@ -121,7 +121,7 @@ class ChainedText:
 
 
 def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int:
-    """How many tokens of `text` up to index `end` equal the end of `suffix`. The caller knows that the last `known` tokens do."""
+    """The number of tokens of `text` up to index `end` that equal the end of `suffix`: at least `known`, as the caller has found."""
     length, longest = known, min(len(suffix), end + 1)
     if longest > length and text[end - length] != suffix[-length - 1]:
         return length  # the usual case
@@ -140,7 +140,7 @@ def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int
 class TextMemory:
     """Texts of earlier calls. Drops the least recently used texts beyond `capacity`.
 
-    Hold `lock` while several threads may use it.
+    A thread must hold `lock` while it reads or changes an object that other threads may use.
 
     Args:
         capacity: greatest number of remembered tokens.
@@ -178,7 +178,7 @@ class TextMemory:
         vars(self).update(state, lock=threading.RLock())
 
     def add(self, text: array[int]) -> None:
-        """Remembers a text, or the end of a long text. A known text counts as used."""
+        """Remembers `text`, or its last `capacity` tokens. If it is remembered already, marks it as used."""
         with self.lock:
             self.dropped += max(len(text) - self.capacity, 0)
             text = text[-self.capacity :] if self.capacity else text[:0]
@@ -197,16 +197,16 @@ class TextMemory:
             self._append(text)
 
     def text_at(self, place: int) -> int | None:
-        """The number of the text to which a place of the index belongs; None if the text was dropped."""
+        """The number of the text that contains token `place` of `index`; None if the text was dropped."""
         number = bisect_right(self._begins, place) - 1
         return number if number in self._used else None
 
     def end_of(self, number: int) -> int:
-        """The index after the last token of a text."""
+        """The index after the last token of the text with this number."""
         return self._ends[number]
 
     def use(self, number: int) -> None:
-        """Marks a text as used, so that it will be dropped last."""
+        """Marks a text as the most recently used, which will be dropped last."""
         del self._used[number]
         self._used[number] = None
 

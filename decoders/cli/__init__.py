@@ -17,7 +17,7 @@ from ..errors import DecodersError
 from . import catalogue
 from .console import plain_console
 
-#: Options that users of transformers look for, each with the option to use instead.
+#: Options that users of transformers may try, each with advice on what to use instead.
 INSTEAD = {
     "--num-beams": "No strategy does beam search; transformers' own generate, without strategy=, does",
     "--do-sample": "--temperature 1 samples; without it decoding is greedy",
@@ -26,7 +26,7 @@ INSTEAD = {
     "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
 }
-#: Advice for a user who gives a command one argument too many, by command.
+#: Advice for a user who gives a command too many arguments, by command.
 FURTHER = {
     "generate": "Put a prompt of several words in quotes",
     "strategies": "`decoders config STRATEGY` explains the settings of a strategy",
@@ -36,7 +36,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(catalogue.ExtensibleGroup):
-    """A group of commands. An expected error gives one red line and an exit code: 2 for a :class:`DecodersError`, 1 for an OSError."""
+    """A group of commands. Expected errors print one red line and set the exit code: 2 for :class:`DecodersError`, 1 for OSError."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
         try:
@@ -59,7 +59,7 @@ class Group(catalogue.ExtensibleGroup):
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            # The command line's name for assistant_model= is --assistant. In quotes the name is what the user typed, and stays.
+            # The option for assistant_model= is --assistant. A name in quotes was typed by the user, so it stays.
             _print_error(re.sub(r"(?<![\w'\"])assistant_model=?(?!\w)", "--assistant", str(error)))
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
@@ -74,7 +74,7 @@ class Group(catalogue.ExtensibleGroup):
 
 
 def _name_value(error: typer.BadParameter) -> None:
-    """Adds the wrong value to typer's message, which names only the allowed values."""
+    """Adds the value that was given to typer's message, which names only the allowed values."""
     from pydantic import ValidationError
 
     if isinstance(error.__cause__, ValidationError):
@@ -85,7 +85,7 @@ def _print_error(message: str) -> None:
     _print_line(f"error: {message}", "red")
 
 
-@functools.cache  # prints each text once: Python's own filter would let it through once for each line of code
+@functools.cache  # prints each message once: Python's own filter would pass it once for each line of code that warns
 def _print_warning(message: str) -> None:
     _print_line(f"warning: {message}", "yellow")
 
@@ -138,7 +138,7 @@ def main() -> None:
     """Entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Characters that the terminal's encoding lacks are replaced instead of being an error.
+            # Characters that the terminal's encoding lacks are escaped; by default they would raise an error.
             stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *place: _print_warning(str(message))
     app(prog_name="decoders")

@@ -1,4 +1,4 @@
-"""``decoders bench``: measures strategies and transformers' own methods in one run, in which the methods take turns."""
+"""``decoders bench``: measures strategies and transformers' own methods in one run, in which the methods decode each prompt in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .models import Device, Threads
 
 
 class BenchGroup(ExtensibleGroup):
-    """Reads ``decoders bench MODEL …`` as ``decoders bench --model MODEL …``, if the first word resembles no command."""
+    """Parses ``decoders bench MODEL …`` like ``decoders bench --model MODEL …``, unless the first word resembles a command."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[MODEL]", "[OPTIONS]", "[COMMAND]"]
@@ -190,10 +190,11 @@ def measure(
     ] = None,
     subjects: Any = None,
 ) -> None:
-    """Measures strategies and transformers' own methods side by side, and prints a table and what to use.
+    """Measures strategies and transformers' own methods side by side, and prints a table and a recommendation.
 
     Args:
-        subjects: loads the models and adds methods; None: the default :class:`~decoders.cli.bench_run.Subjects`.
+        subjects: loads the models and adds methods; None: a plain :class:`~decoders.cli.bench_run.Subjects`. The other arguments are
+            options of the command.
     """
     batches = numbers(batch)
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
     from ..bench.synthetic import Synthetic
 
-    #: Prepares a method for a load and the model's dtype. The context's value is a function that decodes a load.
+    #: Prepares a method for a load (requests with arrival times) and a dtype. The context yields a function that decodes such a load.
     Opens = Callable[[Sequence[Arrival], str], AbstractContextManager[Callable[[Sequence[Arrival]], LoadResult]]]
 
 CONTINUOUS = "transformers-continuous"
@@ -88,9 +88,9 @@ def measure_load(
     """Decodes a load with every method, and prints a table.
 
     Args:
-        load_model: returns model and tokenizer for a name, a dtype and a device; None: the function of the other commands.
-        others: further methods by name, each of the type `Opens`.
-        facts: further entries of the JSON file beside the options.
+        load_model: returns model and tokenizer for a name, a dtype and a device; None: :func:`~decoders.cli.models.load`.
+        others: further methods by name, each a function of the type `Opens`.
+        facts: entries to add to the options in the JSON file.
     """
     progress_console, console = consoles(json_file)
     chosen, named = pieces(methods) or list(METHODS[:3]), pieces(strategies) or ["autoregressive"]
@@ -124,7 +124,7 @@ def measure_load(
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
     waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
-    # No request uses keys and values of earlier requests, or what a strategy learned from them.
+    # No request uses cached keys and values of earlier requests, or what a strategy has learned from earlier requests.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
     # A short load, which makes the model ready and compiles before the measured runs.
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]

@@ -1,4 +1,4 @@
-"""The work of ``decoders bench`` after its options are read: a checked plan, and a run that measures it."""
+"""``decoders bench`` after its options are parsed: a checked :class:`Plan`, and a :class:`Run` that makes its measurements."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Plan:
     """The measurements to make.
 
     Attributes:
-        subjects: names of models or shapes.
+        subjects: names of models, or of shapes (architectures with random weights).
         of_shapes: whether the subjects are shapes.
         draft, assistant_tokenizer, device: the options of these names, for every subject.
-        strategies, baselines: names; None for all.
-        acceptances: acceptance rates of made-up drafters.
+        strategies, baselines: names of strategies and of transformers' methods; None: all.
+        acceptances: acceptance rates of simulated drafters, as ``--acceptance`` gives them.
         strategy_settings: settings of strategies, by strategy.
         loop_settings: settings of the loop that were given with ``--set``.
         compile, capacity: settings of the loop that have options of their own.
-        samplings: the ways of drawing tokens, which are measured one after the other; None is greedy decoding.
-        prompts: names of sets, or a file; None: the sets that suit the tokenizer.
+        samplings: sampling settings (None: greedy decoding), which are measured one after the other.
+        prompts: kinds of prompts, or a file; None: the kinds that suit the tokenizer.
         suite: name of a published benchmark; None without a benchmark.
         questions: the benchmark's questions.
         prompt_lengths: lengths of random prompts; None if prompts are texts.
@@ -86,7 +86,7 @@ class Plan:
         return {"compile": self.compile} | slots | self.loop_settings
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan, as it is written to the JSON file."""
+        """The plan as an entry of the JSON file."""
         return {
             "model": None if self.of_shapes else self.subjects[0], "shapes": self.subjects if self.of_shapes else [],
             "draft": self.draft, "scale": None, "beside": [], "new_tokens": self.new_tokens, "repeats": self.repeats,
@@ -98,7 +98,7 @@ class Plan:
 
 
 def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[str]:
-    """The models or shapes to measure. Misspelt names are reported before minutes of loading.
+    """Names of the models or shapes to measure. Misspelt shapes are reported here, before minutes of loading.
 
     Raises:
         UnknownNameError: no such shape.
@@ -113,11 +113,11 @@ def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[st
 def checked_strategies(
     strategies: Sequence[str] | None, of_shapes: bool, tiers: bool, settings: Mapping[str, Mapping[str, Any]]
 ) -> list[str] | None:
-    """Names of strategies; None for all.
+    """Names of the strategies to measure; None: all.
 
     Args:
         tiers: whether to measure each strategy uncompiled, too.
-        settings: settings by strategy, for all variants.
+        settings: settings by strategy. They apply to all variants of a strategy, such as ``prompt_lookup[compile=false]``.
 
     Raises:
         UnknownNameError, PluginError, SettingsError: a name is misspelt, or its brackets or `settings` are wrong.
@@ -132,7 +132,7 @@ def checked_strategies(
 
 
 def checked_baselines(baselines: Sequence[str] | None) -> list[str] | None:
-    """Names of transformers' methods; None for all. Raises UnknownNameError, SettingsError: a name or its brackets are wrong."""
+    """The methods of transformers to measure; None: all. Raises UnknownNameError, SettingsError: a name or its brackets are wrong."""
     names = pieces(baselines) or []
     if names == ["all"]:
         return None
@@ -147,20 +147,20 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None, PreTrainedModel 
 
 
 class Subjects:
-    """Loads models and adds further methods. Other packages can derive from this class to measure other models.
+    """Loads the subjects of a :class:`Plan`, and may add methods. Other packages can derive from this class to measure other models.
 
     Attributes:
-        loaded_as: text shown behind a model's name while it is loaded.
-        facts: further entries of the JSON file beside the options.
+        loaded_as: text that is shown after a subject's name while the subject is loaded.
+        facts: entries to add to the plan in the JSON file.
     """
 
     loaded_as: str = ""
     facts: Mapping[str, Any] = {}
 
     def load(self, model: str, draft: str | None, dtype: str, device: str | None) -> Loaded:
-        """The target `model`, its tokenizer and its draft model, in `dtype` on `device`.
+        """Loads the target called `model`, its tokenizer (None for a shape) and its draft model, in `dtype` on `device`.
 
-        A shape has no tokenizer. If `draft` is None, only the demo model has a draft model.
+        The draft model is the model or shape called `draft`. If `draft` is None, it is the demo's for the demo model, else None.
         """
         tokenizer: PreTrainedTokenizerBase | None = None
         if model in SHAPES:
@@ -175,7 +175,7 @@ class Subjects:
         return target, tokenizer, assistant
 
     def methods(self, plan: Plan, name: str, measured: Sequence[Method], console: Console) -> list[Method]:
-        """Further methods for the subject `name`, in addition to `measured`; by default none."""
+        """The methods to measure for the subject `name` in addition to the methods `measured`; by default none."""
         return []
 
 
@@ -194,15 +194,15 @@ def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -
 
 @dataclass
 class Run:
-    """A plan that is being measured.
+    """The measurements of a plan, finished or not.
 
     Attributes:
-        plan: the plan.
+        plan: the measurements to make.
         console: shows progress.
         subjects: loads the subjects.
         facts: facts about the machine.
-        measured: a record for each method and kind of prompt.
-        interrupted: whether the run was interrupted; the records then hold the prompts that every method has decoded.
+        measured: the results: a record for each method and kind of prompt.
+        interrupted: whether the run was interrupted. If so, the records cover only the prompts that every method has decoded.
         save: called with :meth:`as_dict` at the beginning, and whenever all methods have decoded a prompt.
         complete: whether the run is complete.
     """
@@ -217,7 +217,7 @@ class Run:
     complete: bool = False
 
     def measure(self) -> None:
-        """Measures one subject after the other; each is freed before the next."""
+        """Measures one subject after the other; each is freed before the next is loaded."""
         plan = self.plan
         texts = [] if plan.prompts is None else read_prompts(plan.prompts, plan.limit)
         for name in plan.subjects:
@@ -234,15 +234,17 @@ class Run:
 
     @property
     def busy(self) -> str:
-        """A warning if other processes took the cores, else ""."""
+        """A warning if other processes kept the CPU's cores busy, else ""."""
         return comparable(self.measured)[1] or str(self.facts.get("busy", ""))
 
     def verdicts(self) -> list[Verdict]:
-        """The recommendations."""
+        """The recommended method of each group (model, dtype, batch size and temperature)."""
         return verdicts(self.records)
 
     def tables(self, details: bool, width: int) -> list[Table | Text]:
-        """The summary table, and for each group a recommendation; then the tables of a suite, and with `details` all others."""
+        """The summary table and a recommendation for each group (see :meth:`verdicts`); then the tables of a suite, and with `details`
+        all other tables. width: columns of the console.
+        """
         groups = pooled(self.records)
         shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
         for verdict in self.verdicts():
@@ -260,7 +262,7 @@ class Run:
         return shown
 
     def as_dict(self) -> dict[str, Any]:
-        """The results, JSON-safe."""
+        """The results as JSON-safe data: the machine, the plan, recommendations and records."""
         run = self.plan.as_dict() | dict(self.subjects.facts)
         return {
             "machine": self.facts | {"busy": self.busy}, "run": run, "complete": self.complete,
@@ -278,7 +280,7 @@ class Run:
                 method.engine.close()
 
     def _methods(self, name: str) -> tuple[list[Method], PreTrainedTokenizerBase | None]:
-        """The methods for the subject `name` in every dtype. All are in memory at once, because they take turns."""
+        """The methods for the subject `name` in every dtype, and its tokenizer. All are in memory at once, because they take turns."""
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:
@@ -314,7 +316,7 @@ class Run:
     def _groups(
         self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase | None, texts: Texts
     ) -> list[list[bench.Workload]]:
-        """The workloads of each batch size."""
+        """A list of workloads (prompts to decode together) for each batch size."""
         plan = self.plan
         if plan.prompt_lengths is not None:
             vocabulary, most = vocabulary_size(methods[0].model), min(plan.limit or 1, 2)
@@ -327,7 +329,7 @@ class Run:
         return [bench.workloads(tokenizer, texts, rows) for rows in plan.batches]
 
     def _conversations(self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase, suite: str) -> Texts:
-        """The turns of a suite. Earlier turns are answered by plain decoding, greedily, so that all methods get the same prompts."""
+        """The turns of a suite as prompts. Plain greedy decoding answers earlier turns, so that all methods get the same prompts."""
         plain = replace(next(method for method in methods if method.name == PLAIN), sampling=None)
         questions = self.plan.questions
 

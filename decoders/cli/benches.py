@@ -1,4 +1,4 @@
-"""Shared by the commands of the bench: options, progress, and results as a line, a table or a file."""
+"""What the bench's commands share: options, progress, and the output of results to the console or a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Acceptance = Annotated[
 
 
 def pieces(texts: Sequence[str] | None) -> list[str] | None:
-    """Comma-separated and repeated options as one list; None if the option was not given."""
+    """The values of an option that may be repeated and comma-separated, as one list; None if the option was not given."""
     from ..bench.variants import split
 
     return None if texts is None else [piece for text in texts for piece in split(text)]
@@ -74,7 +74,7 @@ def in_both_tiers(names: Sequence[str] | None) -> list[str]:
 
 
 def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") -> list[int]:
-    """``"1,4"`` as numbers. expected: begins the error message.
+    """Parses ``"1,4"`` to a list of numbers without duplicates. expected: the beginning of the error message.
 
     Raises:
         SettingsError: `text` holds anything but positive whole numbers.
@@ -91,8 +91,8 @@ def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") 
 def with_options_of(
     function: Callable[..., Any], without: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that adds options to a command ``f(own…, **options)``: after the command's own options it gets the options of
-    `function`, except the options named in `without`.
+    """A decorator that adds options to a command ``f(own…, **options)``: the options of `function`, except those named in `without`,
+    follow the command's own options.
     """
 
     def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ SECONDS_A_LINE = 5.0
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM acts like Ctrl-C, so that a run ended from outside shows its results so far."""
+    """A context in which SIGTERM acts like Ctrl-C, so that a run that is terminated shows its results so far."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,7 +130,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Raises SettingsError if the file that `option` names is a folder, or in no folder, or may not be written."""
+    """Raises SettingsError if the file `path`, the value of `option`, is a folder, or in a missing folder, or may not be written."""
     if path is None or str(path) == "-":
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -158,11 +158,11 @@ def importing(console: Console) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar of `total` calls. Yields a function that takes the description of a call and the remaining seconds. Without the
-    remaining seconds, the function estimates them as if all calls took equally long.
+    """A progress bar of `total` calls. Yields a function to call at each of them, with a description and the remaining seconds. If the
+    seconds are not given, the function estimates them as if all calls took equally long.
 
     Without a terminal, lines are printed instead: the first line at once, then at most one line in :data:`SECONDS_A_LINE` seconds.
-    A call that comes sooner gets its line when this time has passed, unless another call has come.
+    The line of a call that comes sooner is printed when this time has passed, unless another call has come by then.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -206,7 +206,7 @@ def duration(seconds: float) -> str:
 
 
 def footnote(machine: dict[str, Any]) -> str:
-    """A line about the machine and the versions of the libraries."""
+    """A line about the machine and the versions of the libraries. machine: see :func:`decoders.bench.machine.facts`."""
     missing = "" if machine["memory"] else f"; memory not measured, it takes {installing('bench')}"
     return (
         f"{machine['cpu']}, {amount(machine['threads'], 'thread')}, device {machine['device']}, "
@@ -218,12 +218,12 @@ def footnote(machine: dict[str, Any]) -> str:
 def conclude(
     console: Console, json_file: Path | None, run: dict[str, Any], threads: int | None = None, **results: Any
 ) -> None:
-    """Prints the machine below the tables, and writes all results as JSON if requested.
+    """Prints a line about the machine, and writes all results as JSON if requested.
 
     Args:
         run: the run's options.
-        threads: number of threads of the measured processes, if they are not this process.
-        results: lists of results, JSON-safe.
+        threads: number of threads of the measured processes; None: this process was measured.
+        results: lists of results by name, JSON-safe.
 
     Raises:
         SettingsError: see :func:`write_json`.

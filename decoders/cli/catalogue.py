@@ -1,7 +1,8 @@
-"""The registered objects as JSON-safe data, for commands that only list them, without importing torch if possible.
+"""The registered objects (strategies, grammars, plugins …) as JSON-safe data, for commands that only list them. Files are read instead
+of the registry if possible, because the registry imports torch.
 
-``builtin.json`` lists the objects of this package. If plugins are installed, the whole catalogue is kept in the user's cache until
-a file of the plugins or of this package changes. A plugin that fails is loaded again each time.
+``builtin.json`` lists the objects of this package. If plugins are installed, a list of all objects is kept in the user's cache until
+a file of the plugins or of this package changes. If a plugin fails, the list is made again each time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 Items = list[dict[str, Any]]
 
-#: The whole command line, which :mod:`decoders.cli` assigns.
+#: The whole command line; :mod:`decoders.cli` replaces this empty one.
 command_line = typer.Typer()
 
 #: Written by docs/generate_reference.py.
@@ -47,7 +48,7 @@ OF_LAB = (
 
 
 def catalogue(kind: str) -> Items:
-    """All objects of one kind (:data:`KINDS`), in the order in which commands list them; see :func:`taken`.
+    """All objects of one kind (:data:`KINDS`), in the order in which commands list them, as dicts like those of :func:`taken`.
 
     Raises:
         PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two plugins claim one name.
@@ -69,8 +70,8 @@ def catalogue(kind: str) -> Items:
 
 
 def taken(kind: str) -> Items:
-    """The objects of one kind (:data:`KINDS`), each with the attributes of its class. They are read from the registry, not from a
-    cached file. Of the grammars, only grammars of plugins are listed.
+    """The objects of one kind (:data:`KINDS`) from the registry, not from a cached file: name, provider, version and the listed
+    attributes of each object's class; for strategies also the settings. Of grammars, only those of plugins are listed.
     """
     from ..registry import registry
     from ..registry.kinds import DISTRIBUTION
@@ -90,7 +91,7 @@ def taken(kind: str) -> Items:
 
 
 def added_commands() -> list[str]:
-    """The names of the commands of plugins, read without importing torch if possible."""
+    """The names of the commands that plugins add; finds them without importing torch if possible."""
     return [item["name"] for item in catalogue("commands")]
 
 
@@ -101,7 +102,7 @@ def _commands_of_plugins() -> dict[str, Callable[..., None]]:
 
 
 def _check_name(name: str, names: Iterable[str]) -> None:
-    """Raises PluginError if the command `name` clashes with a command of this package or with another command in `names`."""
+    """Raises PluginError if a plugin's command `name` clashes with a command of this package or of `names`, all commands of plugins."""
     command: Any = get_command(command_line)
     for part in name.split():
         if not hasattr(command, "commands"):
@@ -117,7 +118,7 @@ def _check_name(name: str, names: Iterable[str]) -> None:
 
 
 def as_command(function: Callable[..., None], name: str) -> Any:
-    """`function` as a command. Raises PluginError if Typer cannot read its parameters."""
+    """`function` as a command called `name`. Raises PluginError if Typer does not support its parameters."""
     made = typer.Typer(add_completion=False, rich_markup_mode=None)
     made.command(name.rpartition(" ")[2])(function)
     try:
@@ -127,7 +128,7 @@ def as_command(function: Callable[..., None], name: str) -> Any:
 
 
 def unusable_commands() -> dict[str, str]:
-    """The errors in commands of plugins, by the plugin's key."""
+    """The errors of plugins whose commands cannot be used, by the plugin's key."""
     from ..registry import registry
 
     wrong: dict[str, str] = {}
@@ -144,7 +145,7 @@ def unusable_commands() -> dict[str, str]:
 
 
 class ExtensibleGroup(TyperGroup):
-    """A group of commands that includes the commands of plugins. Plugins are loaded only for an unknown name and for the help."""
+    """A group of commands that includes the commands of plugins, which are looked up only for an unknown name and for the help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         prefix = self._prefix()
@@ -182,7 +183,7 @@ class ExtensibleGroup(TyperGroup):
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Like Click's method, but does not cut the commands' descriptions."""
+        """Like Click's method, but does not shorten the commands' descriptions."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, c.get_short_help_str(limit=200)) for name, c in commands if c and not c.hidden])
@@ -199,7 +200,7 @@ def _refusing(error: PluginError) -> Callable[..., None]:
     return refuse
 
 
-#: The listed attributes of classes, by kind.
+#: The attributes of an object's class that are listed, by kind of object.
 _ATTRIBUTES = {
     "strategies": ("summary", "exact", "needs_assistant", "needs_grammar", "needs"),
     "verifiers": ("summary", "exact", "trees", "coupled"),

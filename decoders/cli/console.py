@@ -1,4 +1,4 @@
-"""Consoles of the commands."""
+"""The consoles to which commands print."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def waiting(console: Console, text: str) -> Status:
-    """A spinner beside `text`, without markup. Without a terminal, stderr gets a line for each text."""
+    """A spinner beside `text`, without markup. If `console` writes to stderr, and this is no terminal, each text is a line instead."""
     from rich.status import Status
     from rich.text import Text
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ..bench import Competitor, Record, Workload
     from ..prompts.reading import Content
 
-#: Kinds of prompt for the demo model, and for other models; by default the first two are shown.
+#: Kinds of prompts for the demo model and for other models; by default a prompt of each of the first two kinds is shown.
 DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
-#: Least number of new tokens of a text for the table, even on a slow machine.
+#: Least number of new tokens in each text that is measured for the table, even on a slow machine.
 FEWEST = 16
 #: Least --seconds for a compiled table without --compile: compiling takes one to three minutes on two cores.
 COMPILES_FROM = 120
@@ -204,10 +204,10 @@ def demo(
 
 
 def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float, most: int) -> int:
-    """The number of new tokens, at most `most`, with which all methods can write their texts within `seconds`. It is never below
-    :data:`FEWEST`.
+    """The greatest number of new tokens with which every method can decode `texts` texts within `seconds`, but at least
+    :data:`FEWEST` and at most `most`.
 
-    The duration of a call with `most` tokens is known from the warm-up.
+    The warm-up has measured how long each method takes for a text of `most` tokens.
     """
     needed = texts * sum(entry.warmup.second_call for entry in entries if entry.warmup is not None)
     return most if needed <= seconds else min(most, max(FEWEST, int(most * seconds / needed)))
@@ -216,10 +216,10 @@ def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float,
 def choose_prompts(
     prompt: str | None, prompt_file: Path | None, kind: str | None, known: Sequence[str] = DEMO_KINDS
 ) -> list[tuple[str, str, Content]]:
-    """(name, kind, text or messages) of the prompts: the user's own prompt, or one prompt of `kind`, or one prompt of each of the
-    first two `known` kinds.
+    """The prompts, each as (name, kind, text or messages): the user's own prompt, or one prompt of `kind`, or one prompt of each of
+    the first two kinds in `known`.
 
-    The user's own prompt goes through the chat template, too, unless `known` are the demo model's kinds.
+    The user's own prompt becomes a message for the chat template, unless `known` are the demo model's kinds.
 
     Raises:
         SettingsError: two prompts were given, or the prompt is empty.
@@ -250,7 +250,7 @@ def choose_prompts(
 
 
 def compilation(entries: list[Competitor]) -> str:
-    """A line about compiling: the number of graphs and the time."""
+    """A line about compiling: the number of compiled graphs and the seconds of compiling."""
     warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
     if not graphs:
@@ -261,7 +261,7 @@ def compilation(entries: list[Competitor]) -> str:
 def show_order(
     entries: list[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
 ) -> Iterator[tuple[Competitor, tuple[str, str, Content], Workload]]:
-    """Yields, prompt by prompt, every method that runs, with the prompt's text and workload."""
+    """Yields every method that runs with every prompt, prompt by prompt: the method, the prompt and the prompt's workload."""
     for text, workload in zip(texts, workloads, strict=True):
         for entry in entries:
             if entry.status == "ok":
@@ -269,14 +269,14 @@ def show_order(
 
 
 def others(shown: Iterable[str]) -> str:
-    """The names of the registered strategies that were not shown, separated by commas."""
+    """The names of the registered strategies that are not in `shown`, separated by commas."""
     from ..registry import registry
 
     return ", ".join(name for name in registry().strategies() if name not in shown)
 
 
 def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """The baseline's texts, by prompt."""
+    """The texts of the baseline, the first of `entries`, by prompt."""
     checks = entries[0].checks
     return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}
 

@@ -26,8 +26,8 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination: an "ok" line, a "note" for information, a "warning" about speed or settings, or a "problem" that
-    breaks something.
+    """One line of the result. status: "ok", a "note" for information, a "warning" about speed or settings, or a "problem" that breaks
+    something.
     """
 
     name: str
@@ -98,7 +98,7 @@ def clash() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """The device on which models would run."""
+    """The device on which models would run, other devices, and whether other processes use the CPU's cores."""
     import torch
 
     from ..common.devices import TRIED, present
@@ -125,7 +125,7 @@ def device() -> Iterator[Finding]:
 
 
 def cpu_kernels() -> Iterator[Finding]:
-    """Whether there are kernels for this processor; the first call on a machine compiles them."""
+    """Whether this package has kernels for this processor; the first call on a machine compiles the kernels."""
     from ..engine.model.kernels import cpu
 
     choice = cpu.chosen()
@@ -133,7 +133,7 @@ def cpu_kernels() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Whether torch.compile can build kernels, and where it keeps them."""
+    """Whether there is a compiler with which torch.compile can build kernels, and in which folder it stores them."""
     from ..engine.model.torch_compat import cpp_compiler, kernel_folder
 
     if (program := cpp_compiler()) is not None:
@@ -149,7 +149,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def plugins() -> Iterator[Finding]:
-    """The plugins that are loaded, and the plugins that cannot be used, with the reason."""
+    """The loaded plugins, and the reason for each plugin that cannot be used."""
     from ..registry import registry
 
     infos = taken("plugins")
@@ -165,7 +165,7 @@ def plugins() -> Iterator[Finding]:
 
 
 def settings() -> Iterator[Finding]:
-    """Whether the environment and the configuration file can be read, for every strategy."""
+    """Whether the settings in the environment and the configuration file are valid, for the loop and every strategy."""
     from ..errors import SettingsError
     from ..registry import registry
     from ..settings import RuntimeSettings, Settings, load_settings, settings_file, unknown_variables
@@ -189,7 +189,7 @@ def settings() -> Iterator[Finding]:
 
 
 def enabling() -> Iterator[Finding]:
-    """Explains transformers' error for a model that was not enabled."""
+    """A note that explains transformers' error for a model that was not enabled."""
     unused = "The following `model_kwargs` are not used by the model: ['strategy']"
     yield Finding(
         "enable", "note", f'should generate(strategy=…) say "{unused}", call decoders.enable(model) before it'
@@ -211,7 +211,7 @@ def demo_models() -> Iterator[Finding]:
 
 
 def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Finding]:
-    """Whether all strategies write the same tokens with a model, in its dtype, on this device."""
+    """Whether all strategies write the same tokens with the model `name` in this dtype on this device, and whether its kernels work."""
     from ..engine.model.invariance import check
     from ..engine.model.self_check import target_of
     from ..engine.model.weights.quantization import Precision

@@ -1,4 +1,4 @@
-"""``decoders generate``: continues a prompt, or a file of prompts, and prints the text while it is written."""
+"""``decoders generate``: completes a prompt and prints the text while it is generated, or completes a file of prompts."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def generate(
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:
-    """The tokens of a prompt's text; with `chat`, the tokens of the text in the tokenizer's chat template."""
+    """The tokens of a prompt. chat: whether to render `text` as a user's message with the tokenizer's chat template."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
     from ..prompts.templates import prompt_text
@@ -223,7 +223,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Prints the main figures, one per line, the text coloured by drafter, and a histogram of the tokens per step."""
+    """Prints the main figures, one per line, then the text coloured by drafter, and a histogram of the numbers of tokens per step."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Shows a text while it is written: plain, or on a screen, where accepted draft tokens have a colour of their own."""
+"""Shows a text while it is generated: as plain text, or in a panel in which accepted draft tokens have a colour of their own."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ SHOWN_SECONDS = 0.5
 
 
 class ColouredStream(BaseStreamer):
-    """A streamer of one row that knows which of its tokens were accepted draft tokens.
+    """A streamer of one row that records which of its tokens were accepted draft tokens.
 
     All tokens of a step but the last were drafted; the target chose the last token. (If the end of the row cuts a step short, the
     step's last token may have been drafted, too.)
 
     Attributes:
-        pieces: (text, accepted) per token, with "" for tokens whose text is not known yet; :meth:`end` may add one more piece.
+        pieces: (text, accepted) per token. The text is "" if later tokens decide it, and is then part of a later token's text;
+            :meth:`end` may add one more piece.
         steps: number of steps so far.
         drawing: seconds spent in `on_change`.
     """
@@ -47,7 +48,7 @@ class ColouredStream(BaseStreamer):
         self._texts: TextPieces | None = None  # once the prompt is known
 
     def on_step(self, new: list[list[int]]) -> None:
-        """Notes the number of a step's new tokens; called before `put` gets the tokens. new: the new tokens of each row."""
+        """Records the number of new tokens of a step. Called before `put`. new: the new tokens of each row."""
         self.steps += 1
         self._accepted.extend([True] * (len(new[0]) - 1) + [False] * bool(new[0]))
 
@@ -81,8 +82,8 @@ def show(
     console: Console, method: Method, workload: Workload, tokenizer: PreTrainedTokenizerBase, name: str, prompt: str,
     new_tokens: int,
 ) -> None:  # fmt: skip
-    """Decodes `workload` (one row) on the screen. The shown speed excludes the time for drawing. At the end, it also excludes the
-    time for compiling and for making the model ready, which is then shown separately.
+    """Decodes `workload` (one row) and shows the text while it grows. The shown speed excludes the time for drawing; at the end also
+    the time for compiling and for making the model ready, which is shown beside the speed.
     """
     started, ready = time.perf_counter(), 0.0
     stream = ColouredStream(tokenizer)
@@ -114,7 +115,7 @@ def show(
 
 
 def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
-    """The prompt's last lines, dimmed, and the end of the text, as much as fits on the screen."""
+    """The prompt's last lines, dimmed, and as much of the end of `written` as fits on the screen."""
     width, room = max(console.width - 4, 20), max(console.height - 5 - PROMPT_LINES, 5)
     shown = (
         Text("\n").join(written.wrap(console, width, no_wrap=None)[-room:])
@@ -130,7 +131,7 @@ def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
 
 
 class PrintedPieces(BaseStreamer):
-    """A streamer that prints the text of one row as it comes."""
+    """A streamer that prints the text of one row while it is generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self._tokens = tokenizer, list[int]()

@@ -1,4 +1,4 @@
-"""``decoders generate --input … --output …``: completes a file of prompts together; a run that was killed can be continued."""
+"""``decoders generate --input … --output …``: completes the prompts of a file in batches; a run that was killed can be continued."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Task:
         input: file of the prompts.
         out: file of the completions.
         total: number of prompts.
-        left: number of prompts that are not completed.
+        left: number of prompts without a completion at the start of this run.
         failed: number of prompts that failed in an earlier run and are tried again.
-        options: the options that decide the texts.
+        options: the options on which the completions depend, see :func:`options_of_texts`.
     """
 
     input: Path
@@ -66,8 +66,8 @@ class Task:
 
     @staticmethod
     def of(input: Path, out: OutputLines, options: Mapping[str, Any]) -> Task:
-        """The task of completing `input` into `out`. Checks that `out` belongs to `input`, and that earlier runs had the same
-        `options`.
+        """The task to complete the prompts of `input` and write to `out`. Checks that completions in `out` belong to these prompts, and
+        that earlier runs had the same `options`.
 
         Raises:
             SettingsError: files or options do not match, or the input cannot be read.
@@ -83,7 +83,7 @@ class Task:
         return Task(input, out, total, left, len(out.failed), options)
 
     def lines(self) -> Iterator[InputLine]:
-        """The prompts that are not completed."""
+        """The lines of the prompts that have no completion yet."""
         from ..scheduling.lines import input_lines
 
         return (line for line in input_lines(self.input) if not self.out.check(line))
@@ -93,7 +93,7 @@ def complete_file(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, rows: int, slots: int, ordered: bool,
     chat: bool, given: Mapping[str, Any], arguments: dict[str, Any], console: Console, as_json: bool,
 ) -> int:  # fmt: skip
-    """Completes the remaining prompts, prints the figures, and returns the number of prompts that were refused or failed.
+    """Completes the remaining prompts, prints totals and speed, and returns the number of prompts that were refused or failed.
 
     Args:
         given: the command's sampling options; None for options that were not given.
@@ -170,7 +170,7 @@ def complete_file(
 
 
 def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
-    """Prints that completions cannot be written, and how to continue."""
+    """Prints that completions cannot be written, and how to continue. Returns the exception to raise."""
     typer.secho(
         f"error: {out.path} cannot be written: {error.strerror}. It contains {amount(written, 'completion')} of this run; "
         "the same command continues after them",
@@ -183,8 +183,8 @@ def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
 def _prompt(
     line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, given: Mapping[str, Any]
 ) -> tuple[Prompt, Any]:  # fmt: skip
-    """Returns the line's prompt with its arguments (or an error if the line has no valid prompt), and the line's id. Each prompt has
-    its own seed, which is the same in every run.
+    """Returns the line's prompt with its arguments (or an error if the line has no valid prompt), and the line's id. With ``--seed``,
+    each prompt gets its own seed, which is the same in every run.
     """
     import json
 
@@ -219,7 +219,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling arguments of a prompt's line. They replace the command's options, and turn on sampling as the options do."""
+    """The sampling arguments of a prompt's line `item`, combined with the command's options `given`; empty if the line sets none."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}
@@ -232,7 +232,7 @@ def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def options_of_texts(
     model: str, dtype: str, max_new_tokens: int, given: Mapping[str, Any], grammar: str | None, chat: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """The options that decide the texts of a run, without options at their defaults."""
+    """The options on which the texts of a run depend, by name, without options at their defaults."""
     from ..registry import registry
     from ..settings import RuntimeSettings, load_settings
 

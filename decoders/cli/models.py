@@ -1,4 +1,4 @@
-"""Shared by the commands: loading named models, and options for models, prompts and sampling."""
+"""What the commands share: loading models by name, and options for models, prompts and sampling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def known_dtype(name: str) -> str:
 
 
 def known_strategy(names: str) -> str:
-    """Checks the name of a strategy, or of several that are merged, before torch is imported, and returns it.
+    """Checks the name of a strategy, or the names of merged strategies (``"a+b"``), before torch is imported, and returns `names`.
 
     Raises:
         UnknownNameError, PluginError: see :func:`decoders.registry.resolve_strategy`.
@@ -56,12 +56,12 @@ def known_strategy(names: str) -> str:
 
 
 def known_strategies(names: list[str] | None) -> list[str] | None:
-    """:func:`known_strategy` for an option that may be repeated."""
+    """Checks the values of an option that may be repeated with :func:`known_strategy`, and returns `names`."""
     return names and [known_strategy(name) for name in names]
 
 
 def known_place(name: str) -> str:
-    """Checks a model's name (a demo model, a folder, or a name on the hub) before torch is imported, and returns it.
+    """Checks a model's name (a demo model, a path, or a name on the hub) before torch is imported, and returns it.
 
     Raises:
         ModelLoadError: there is no such model; see :func:`load`.
@@ -80,7 +80,7 @@ def use_threads(number: int | None) -> int | None:
     return number
 
 
-#: Arguments and options that several commands have. Each command that loads a model has `Dtype`, `Device` and `Threads`.
+#: Arguments and options of several commands. Most commands that load a model have the options `Dtype`, `Device` and `Threads`.
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -117,9 +117,9 @@ class ModelLoadError(DecodersError, OSError):
 def load(
     name: str, dtype: str = "float32", device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer called `name`: a folder, a name on the hub, or a GGUF file. device: None is CUDA if there is one.
+    """Loads a model and its tokenizer. name: a folder, a name on the hub, or a GGUF file. device: see :func:`device_called`.
 
-    "demo" and "demo:target" are this project's own target, "demo:draft" its draft.
+    "demo" and "demo:target" are the demo model in this package, "demo:draft" is its draft model.
 
     Raises:
         UnknownNameError: no such dtype or demo model.
@@ -148,7 +148,7 @@ def load(
 
 
 def load_processor(name: str) -> Any:
-    """The processor of a vision model; None if the model has no processor for images."""
+    """The processor of a vision model; None if the model has no processor for images, or the processor needs a missing package."""
     if name.partition(":")[0] == DEMO or is_gguf(name):
         return None
     from transformers import AutoProcessor
@@ -164,7 +164,7 @@ def load_processor(name: str) -> Any:
 
 
 def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer without a model: from a folder, the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
+    """Loads a tokenizer without a model, from a folder, the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
     options = _where_to_look("Tokenizer", name)
     try:
         return load_tokenizer(name, **options)
@@ -173,7 +173,7 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _where_to_look(kind: str, name: str) -> dict[str, bool]:
-    """Further arguments of ``from_pretrained`` for `name`: only the hub's cache is used if the hub cannot be reached."""
+    """Arguments of ``from_pretrained`` that say where to look for `name`: only in the hub's cache if the hub cannot be reached."""
     _check_name(kind, name)
     return {} if Path(name).exists() or _hub_answers() else {"local_files_only": True}
 
@@ -245,7 +245,7 @@ def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> 
 def load_assistant(
     name: str | None, model: str, dtype: str, needed: bool, device: str | None = None
 ) -> PreTrainedModel | None:
-    """The draft model called `name`. Without a name: the demo's draft model if `model` is the demo and it is `needed`, else None."""
+    """Loads the draft model `name`. Without a name, returns the demo's draft model if `needed` and `model` is the demo, else None."""
     if name == DEMO or (name is None and needed and model == DEMO):
         name = f"{DEMO}:draft"
     return None if name is None else load(name, dtype, device)[0]
@@ -254,7 +254,8 @@ def load_assistant(
 def needs_assistant(
     strategies: Sequence[str], assistant: str | None, model: str, settings: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether one of `strategies` (``"a+b"`` merges) needs a draft model. A strategy whose `settings` name a draft model does not.
+    """Whether one of `strategies` (``"a+b"`` merges two) needs ``assistant_model``. A strategy whose `settings` name its draft model
+    does not.
 
     Raises:
         UnknownNameError, PluginError: no usable strategy has this name. SettingsError: a setting is wrong, or a draft model is needed,
@@ -269,7 +270,7 @@ def needs_assistant(
 
 
 def device_called(device: str | None) -> torch.device:
-    """The device of this name. Raises SettingsError if there is no such device."""
+    """The device of this name; None: CUDA if available, else the CPU. Raises SettingsError if there is no such device."""
     import torch
 
     if device is None:
@@ -301,7 +302,7 @@ def set_aside() -> None:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from argument, file or standard input.
+    """The prompt: the argument `prompt`, or the text of `prompt_file`, or standard input if both are None or `prompt` is "-".
 
     Raises:
         SettingsError: two prompts were given, or the prompt cannot be read, is empty or is no text.
@@ -327,7 +328,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 def sampling(
     temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
 ) -> dict[str, Any]:
-    """The sampling arguments of ``generate``: greedy if no option was given; otherwise the options that were given."""
+    """The sampling arguments of ``generate``: for greedy decoding if no option is given or the temperature is 0, else the options."""
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: value for name, value in options.items() if value is not None}
     if temperature == 0 or not options:

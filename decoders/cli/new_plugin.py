@@ -47,7 +47,7 @@ def new_plugin(
 
 
 def renamed(strategy: str) -> dict[str, str]:
-    """The files of the project for a strategy of this name, by path."""
+    """The texts of a new project's files, by path, with the example's names replaced by names for `strategy`."""
     files = template()
     name = "".join(part.title() for part in strategy.split("_"))
     # The class name must not hide another name of the module.
@@ -66,7 +66,7 @@ def renamed(strategy: str) -> dict[str, str]:
 
 
 def template() -> dict[str, str]:
-    """The files of the example, by path."""
+    """The texts of the example project's files, by path."""
     installed = resources.files("decoders").joinpath("_example")
     # In a checkout or an editable install, the example is in the repository's folder `plugins`.
     return _files(installed if installed.is_dir() else Path(__file__).parents[2] / "plugins" / "decoders-example")

@@ -1,4 +1,4 @@
-"""``decoders warmup``, ``calibrate`` and ``advise``: compiling, measuring and choosing a strategy ahead of time."""
+"""``decoders warmup``, ``calibrate`` and ``advise``: compile a model, measure its steps, and recommend a strategy, ahead of time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def warmup(
 
 
 def warmup_lines(done: Warmup) -> Iterator[str]:
-    """The lines of ``decoders warmup``: what was compiled, and the time for it."""
+    """Yields the lines that ``decoders warmup`` prints: what was compiled, and the time for it."""
     yield f"model prepared in {done.pack_seconds:.1f} s"
     for part in done.parts:
         graphs = f"{amount(part.compilations, 'graph')} compiled"
@@ -224,7 +224,7 @@ def advise(
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """Prints the recommendation, its code, further possibilities, and the figures."""
+    """Prints the measurements as tables, the recommendation with its code, and further advice."""
     from rich.text import Text
 
     from ..bench.tables import fitting, summary_table

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..server.limits import Limits
 
 
-#: Environment variable with the keys, if ``--api-key`` is not given.
+#: Environment variable that holds the API keys if ``--api-key`` is not given.
 VARIABLE = "DECODERS_API_KEY"
 
 
@@ -195,7 +195,7 @@ def serve(
     )  # fmt: skip
     set_aside()
     _announce(server, service.name, console)
-    # When the server has ended, uvicorn raises once more the signal that ended it.
+    # After the server has ended, uvicorn sends this process again the signal that ended the server.
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
@@ -247,7 +247,7 @@ def _markers(given: str) -> tuple[str, str]:
 
 
 def check_installed() -> None:
-    """Raises ServerExtraError if the server cannot run here."""
+    """Raises ServerExtraError if a package that the server needs is not installed."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -261,7 +261,7 @@ def _service(
     thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, device: str | None,
     compile: bool, limits: Limits, told: Callable[[str], None],
 ) -> Any:  # fmt: skip
-    """Loads the model, decodes a first token, and returns the service. told: called with a text before each long part."""
+    """Loads the model, decodes a first token, and returns the :class:`~decoders.server.service.Service`. told: shows progress."""
     from ..server.service import Service
     from . import models
 
@@ -284,7 +284,7 @@ def _service(
 
 
 def _corpus(path: Path) -> list[Content]:
-    """The texts of ``--suffix-corpus``. Raises SettingsError: the path is no file of texts."""
+    """The texts in the file of ``--suffix-corpus``. Raises SettingsError: the file contains no texts, or is in another format."""
     from ..prompts.reading import read_file
 
     try:
@@ -299,7 +299,7 @@ def _corpus(path: Path) -> list[Content]:
 
 
 def _announce(server: Any, name: str, console: Any) -> None:
-    """Prints the server's address once it has started."""
+    """Makes `server` print its address once it has started."""
     startup = server.startup
 
     async def announced(sockets: Any = None) -> None:

@@ -307,7 +307,7 @@ def draft(
 
 
 def conclude(figures: dict[str, Any], job: Job) -> None:
-    """Prints the results of a training, as JSON with ``--json``."""
+    """Prints the results of a training: as JSON if the job has no console (``--json``), else as lines of text."""
     if job.console is None:
         typer.echo(json.dumps(figures, indent=2))
         return
@@ -317,7 +317,7 @@ def conclude(figures: dict[str, Any], job: Job) -> None:
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
-    """Yields lines about the network's size and the acceptance of its drafts by kind of text; for a draft model, greedy and sampled."""
+    """Yields lines about the network's size and how many of its draft tokens are accepted, by kind of text or of decoding."""
     if "parameters" in figures:
         beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
         yield f"{figures['parameters']:,} parameters{beside}"

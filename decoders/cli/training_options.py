@@ -1,4 +1,4 @@
-"""Shared by the training commands: options, the model and the texts that they name, and the command line for model cards."""
+"""What the training commands share: options, loading of the model and the texts, and the command line for model cards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .models import Device, Threads, known_dtype
 if TYPE_CHECKING:
     from ..demo.data import Source
 
-#: Number of edit tasks: about a quarter of the demo models' texts, as in the training of these models.
+#: Number of edit tasks (a function to copy, or to copy with a name replaced): about a quarter of the demo models' texts, as in the
+#: training of these models.
 EDIT_TASKS = 8000
 
 Data = Annotated[
@@ -91,7 +92,7 @@ def prepared(
     *,
     edit_tasks: int = EDIT_TASKS,
 ) -> tuple[Any, Any, Any]:
-    """The model, its tokenizer, and the :class:`~decoders.training.texts.Job` that the options describe.
+    """Loads the model and its tokenizer, and makes the :class:`~decoders.training.texts.Job` that the options describe.
 
     Every training command has the options from `data` on. Without `data`, the demo model is trained with its own texts.
 
@@ -119,11 +120,11 @@ def prepared(
 
 
 def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
-    """The demo models' own texts. Training texts are the files on which the models were trained, test texts are the files from which
-    the demo's prompts come, and held-out texts are all other files.
+    """The demo models' own texts: ``texts``, the files on which the models were trained; ``test``, the files from which the demo's
+    prompts come; and ``held``, all other files.
 
     Args:
-        edit_tasks: number of edit tasks among the training texts; held-out texts and test texts have a twentieth as many each.
+        edit_tasks: number of edit tasks to add to ``texts``; a twentieth as many are added to ``held``, and to ``test``.
     """
     from ..demo import data, prompts
 
@@ -141,7 +142,7 @@ def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
 
 
 def _edit_tasks(sources: list[Source], count: int) -> list[str]:
-    """Tasks about functions of `sources`, the same in every run."""
+    """The texts of `count` edit tasks about functions in `sources`, the same in every run; empty if there are no functions."""
     import random
 
     from ..demo import data
@@ -152,7 +153,7 @@ def _edit_tasks(sources: list[Source], count: int) -> list[str]:
 
 
 def indices(layers: str | None) -> tuple[int, ...] | None:
-    """``"1,15,28"`` as numbers.
+    """Parses ``"1,15,28"`` to numbers; None stays None.
 
     Raises:
         SettingsError: the text has another form.

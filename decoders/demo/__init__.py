@@ -1,6 +1,6 @@
 """Two small models that this project trains itself, and prompts from files that the models were not trained on.
 
-`load()` returns the target, `load("draft")` the draft, which is 8 times smaller, and `prompts()` the benchmark's prompts. Nothing
+`load()` returns the target, `load("draft")` the draft model, which is 8 times smaller, and `prompts()` the benchmark's prompts. Nothing
 here uses the network.
 """
 
@@ -35,7 +35,7 @@ class Prompt:
         id: its name.
         kind: "code" (to be continued), "copy" (to be copied with a rename) or "docstring" (to be written).
         text: the prompt itself.
-        source: the held-out file that it is taken from, relative to the standard library.
+        source: the held-out file from which it is taken, as a path relative to the standard library.
         answer: the right answer to a copy prompt; empty for the other kinds.
     """
 
@@ -58,7 +58,7 @@ def available(directory: str | os.PathLike[str] | None = None) -> bool:
 def load(
     name: str = "target", dtype: torch.dtype | None = None, directory: str | os.PathLike[str] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The demo model `name` ("target" or "draft") in `dtype` (default: float32) and its tokenizer, in eval mode.
+    """The demo model `name` ("target" or "draft"), in `dtype` (default: float32) and in eval mode, and its tokenizer.
 
     `directory`: a folder that `decoders train demo` of decoders-lab wrote; default: the weights in this package.
 

@@ -1,7 +1,7 @@
-"""The demo models' data: the Python standard library's own sources, split by file, and edit tasks made of them.
+"""The demo models' data: the Python standard library's sources, split into training and held-out files, and edit tasks made of them.
 
 An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy from plain
-code. These texts teach it, so that copy-heavy decoding (prompt lookup, speculative drafts) behaves as on large models.
+code. Edit tasks teach it to copy, so that strategies that draft copied text (such as prompt lookup) behave as on large models.
 
 Licence of the data: PSF-2.0 (a few files have compatible notices of their own).
 """
@@ -53,7 +53,7 @@ _SKIPPED_FILES = (
     "usercustomize.py",
 )
 
-#: Possible numbers of lines, and greatest number of characters, of the functions that edit tasks are made of.
+#: Edit tasks are made of functions whose number of lines is in LINES, and which have at most MAX_CHARACTERS characters.
 LINES = range(5, 41)
 MAX_CHARACTERS = 3600
 COPY_SHARE = 0.25
@@ -172,7 +172,7 @@ def new_names(functions: Iterable[Function]) -> list[str]:
 
 
 def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
-    """A copy task (with probability :data:`COPY_SHARE`, or if nothing can be renamed), else a rename to one of `names`."""
+    """A copy task with probability :data:`COPY_SHARE` or if nothing can be renamed; otherwise a task of renaming to one of `names`."""
     if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):

@@ -1,1 +1,1 @@
-"""Networks that draft for a target, one file each, and the reading and writing of their checkpoints: Medusa, EAGLE, EAGLE-3, DFlash."""
+"""Networks that draft for a target (Medusa, EAGLE, EAGLE-3, DFlash), and functions that load and save their checkpoints."""

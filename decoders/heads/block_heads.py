@@ -59,7 +59,7 @@ class HeadFields:
         return self.vocab_size
 
     def read(self, fields: type[FileConfig]) -> Any:
-        """The fields that a head needs. Raises SettingsError if one is missing or wrong."""
+        """Returns the fields of the class `fields`. Raises SettingsError if one is missing or wrong."""
         return fields.of(self.raw, self.place, _KIND)
 
 
@@ -69,7 +69,7 @@ class DraftedBlock:
 
     Attributes:
         logits: ``[B, T, D]``, the logits of every place.
-        states: ``[B, T, H]``, the hidden states from which the output head computed them.
+        states: ``[B, T, H]``, the hidden states from which the output head computed `logits`.
         context: ``[B, H]``, the target's hidden states of the last token that it has read, fused by the network.
         has_context: ``[B]`` bool, false for rows of which the target has not read a token yet; their `context` is undefined.
         embed: returns the target's embeddings ``[…, H]`` of tokens.
@@ -103,7 +103,7 @@ class BlockHead(nn.Module, ABC):
     To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
     Attributes:
-        candidates: ``C``, most children of a node; None: all ``D`` tokens.
+        candidates: ``C``, greatest number of children of a node; None: all ``D`` tokens.
     """
 
     candidates: int | None = None
@@ -259,7 +259,7 @@ class MarkovHead(BlockHead):
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
     def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias and the new states. before: ``W1`` of the tokens before. of_place: the result of :meth:`begin` for this place."""
+        """The bias and the new states. before: ``W1[a]`` of the token before. of_place: the result of :meth:`begin` for this place."""
         head, rank = self.markov_head, before.shape[-1]
         if of_place is None:
             return head.markov_w2(before), None

@@ -35,8 +35,8 @@ class DFlashConfig:
         causal: for each layer, whether a node sees only itself and the nodes before it in the block (JetSpec: in all layers).
         from_last: whether the node of the last committed token drafts the first token (DSpark); otherwise the first mask does.
         taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.
-        group: number of neighbouring channels for which a node has one correction of a tap.
-        head: the config's fields, from which the head is created.
+        group: number of neighbouring channels that share a correction of a tap.
+        head: the fields of ``config.json`` from which the head is created (:mod:`.block_heads`).
         draft_vocab_size: number of tokens that the draft model can draft; None: all.
     """
 
@@ -63,7 +63,7 @@ class DFlashNetwork(nn.Module):
 
     `fc` fuses the target's hidden states of a token to one vector, from which every layer computes a key and a value. These keys and
     values are the context. A block holds the embeddings of the last committed token and of masks. Its nodes attend to the context and
-    to each other; in causal layers a node attends only to the nodes before it.
+    to each other; in causal layers no node attends to later nodes.
     """
 
     def __init__(self, config: DFlashConfig) -> None:

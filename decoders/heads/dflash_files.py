@@ -74,7 +74,7 @@ class _LayerConfig(WindowedLayerConfig):
 
 
 class _Config(FileConfig):
-    """All other fields, of all formats."""
+    """All fields but those of the decoder layers, in any of the formats."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
@@ -144,7 +144,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     layer = of_layer.llama(
         within, num_hidden_layers=count,
         layer_types=["sliding_attention" if w else "full_attention" for w in seen or (None,) * count],
-        # A window of transformers does not count the token itself.
+        # In the format of transformers a window does not count the token itself; in LlamaConfig it does.
         sliding_window=next((w + transformers for w in seen if w), None),
     )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
@@ -173,7 +173,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 
 def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
-    """For each layer, whether a node sees only earlier nodes of the block; by default only in windowed layers of `speculators`."""
+    """For each layer, whether nodes see no later nodes of the block; by default only in windowed layers of `speculators`."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
     if causal is not None or not (speculators and windows):
         return (bool(causal),) * count
@@ -181,7 +181,7 @@ def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculato
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:
-    """The target's layers that the draft model reads, spread evenly: the authors' default for configs that name no layers.
+    """Indices of the target's layers that the draft model reads, spread evenly: the authors' default. None if a number is 0 or None.
 
     Args:
         depth: number of the target's layers. count: number of the draft model's layers.
@@ -249,7 +249,7 @@ def save_draft_model(
 ) -> None:  # fmt: skip
     """Writes a draft model for the target `model` in the format of `speculators`, with a Markov head or without a head.
 
-    Each file is written atomically. The config comes last, because a folder with a config is taken for a complete draft model. The
+    Each file is written atomically. The config is the last, because a folder with a config is taken for a complete draft model. The
     embedding is the target's and is not written.
 
     Args:
@@ -309,7 +309,7 @@ def _vocabulary(
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All weights in a folder, in one file or in several."""
+    """All weights in a folder by name, from one file or several."""
     names = [WEIGHTS]
     if (path / INDEX).is_file():
         raw = read_json(path / INDEX, f"{path / INDEX} cannot be read", "dflash")

@@ -32,7 +32,7 @@ class Eagle3Config:
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs the head reads; None: three, chosen by the target's number of layers.
         norm_before_residual: whether the first layer's residual is the normed state instead of the state itself.
-        norm_output: whether the next feature is the output after the last norm (EAGLE-3.1) instead of the output before it.
+        norm_output: whether the next slot reads the output after the last norm (EAGLE-3.1) instead of the output before this norm.
         norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over all layers side by
             side. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
         mask_token_id: the token that is embedded where a token is to be drafted, for heads that draft all tokens in one pass
@@ -146,13 +146,13 @@ class Eagle3Head(nn.Module):
 
 
 def hide_before(mask: Tensor, first: Tensor) -> Tensor:
-    """The additive `mask` ``[B, K, N, L]`` that also hides the slots before `first` ``[B, N]``."""
+    """The additive `mask` ``[B, K, N, L]`` (``K`` heads or 1), changed so that it also hides the slots before `first` ``[B, N]``."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) < first[:, None, :, None]
     return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer whose attention reads an embedding and a state side by side. Both are normed separately."""
+    """A decoder layer whose attention reads an embedding and a state, concatenated. Each has a norm of its own."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """All other fields, of all formats."""
+    """All fields but those of the decoder layers, in any of the formats."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []
@@ -263,7 +263,7 @@ def save_head(
 ) -> None:  # fmt: skip
     """Writes a head for the target `model`.
 
-    Each file is written atomically. The config comes last, because a folder with a config is taken for a complete head. The
+    Each file is written atomically. The config is the last, because a folder with a config is taken for a complete head. The
     embedding is the target's and is not written; vLLM and the authors' code use the target's, too.
 
     Args:
@@ -336,7 +336,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
 
 
 def _public_name(model: PreTrainedModel) -> str | None:
-    """The target's name on the hub, for users of the head; None if the model came from a local folder."""
+    """The target's name on the hub, for users of the head; None if it has no name or came from a local folder."""
     name = getattr(model.config, "name_or_path", None)
     return name if name and not Path(name).exists() else None
 

@@ -35,7 +35,7 @@ class _Feedforward(nn.Module):
 
 
 class _LatticeLayer(nn.Module):
-    """Attention among all candidates of all places, in both directions."""
+    """Attention among all candidates of all places, without a causal mask, and a feed-forward network."""
 
     def __init__(self, width: int, heads: int, ratio: float, eps: float) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Medusa heads (Cai et al. 2024, "Medusa", section 2.1), their trees, and their files in our format or (read only) the authors'.
 
-Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection.
+Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection, ``P`` positions of texts.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     """Reads heads in the authors' format: a ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``.
 
     The keys of head 0 are ``0.0.linear.weight`` and ``0.0.linear.bias`` for its first block, and ``0.1.weight`` for its projection. In
-    some files they begin with ``medusa_head.``. The authors' code writes a block once for each use; each copy is loaded.
+    some files they begin with ``medusa_head.``. The authors' code writes a block once for each use; each copy becomes a block.
     """
     pattern = re.compile(r"(?:.*\bmedusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
     parts: dict[tuple[int, int, str], Tensor] = {}

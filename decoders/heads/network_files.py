@@ -33,7 +33,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-#: CONFIG is the file that every network's folder has. A setting with the value DEMO names the network that comes with the demo model.
+#: CONFIG is a file in every network's folder. The value DEMO of a setting stands for the network that comes with the demo model.
 CONFIG, DEMO = "config.json", "demo"
 
 #: ``6.0`` counts as a whole number; ``"6"`` and ``true`` do not.
@@ -184,7 +184,7 @@ class WindowedLayerConfig(LlamaLayerConfig):
 
 
 Network = TypeVar("Network", bound=nn.Module)
-#: Name, time and size of files.
+#: Name, modification time (ns) and size of each of several files.
 Stamp = tuple[tuple[str, int, int], ...]
 
 

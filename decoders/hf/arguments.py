@@ -1,4 +1,5 @@
-"""Checks a call of ``generate`` with a strategy: each argument is honoured, translated or refused. Checks the prompts, too.
+"""Checks a call of ``generate`` with a strategy: this package's decoding loop honours, translates or refuses each argument. Checks
+the prompts, too.
 
 An argument in none of the tables is refused as unknown. A test compares the tables with the installed transformers.
 """
@@ -67,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
 }  # fmt: skip
 
-#: transformers' arguments about drafting. A strategy maps them to its settings (``Strategy.hints``).
+#: transformers' arguments about drafting, which a strategy maps to its settings (``Strategy.hints``).
 HINTS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -77,7 +78,7 @@ HINTS = (
     "max_matching_ngram_size",
 )
 
-#: Values that transformers up to 5.17 puts into every generation config: the user did not choose them.
+#: Values that transformers up to 5.17 puts into every generation config, although the user did not choose them.
 UNSAID = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -146,7 +147,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _meant(name: str, value: Any, known: frozenset[str]) -> str:
-    """The end of an error about an unknown argument: what the caller may have meant."""
+    """The end of an error about an unknown argument: a hint at what the caller may have meant."""
     if name in RuntimeSettings.model_fields:
         said = shown(value)
         return f'it is a setting: decoders_config={{"{name}": {said}}} for this call, decoders.enable(model, {name}={said}) for all'
@@ -174,6 +175,8 @@ def refuse_arguments(
     """Raises for arguments that the loop cannot honour exactly, before anything is changed.
 
     Args:
+        configs: generation configs; the first config that sets a value decides.
+        kwargs: arguments of ``generate``.
         takes: names of the forward pass's arguments for other inputs than text, such as images.
 
     Raises:
@@ -268,7 +271,9 @@ def _are_ids(value: Any, several: bool) -> bool:
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
-    """The seed of the sampling noise: `seed`, or a number drawn from `generator` or else from torch's global generator."""
+    """The seed of the sampling noise: `seed`, or a number drawn from `generator` or else from torch's global generator. Without `seed`,
+    0 if nothing is sampled.
+    """
     if seed is not None and generator is not None:
         raise SettingsError("give seed= or generator=, not both")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -286,7 +291,7 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
 
 
 def said_in(configs: list[GenerationConfig], name: str) -> Any:
-    """Like :func:`first_of`, but None for a value of :data:`UNSAID`, which the user did not choose."""
+    """Like :func:`first_of`, but None if the value is the one in :data:`UNSAID`, which the user did not choose."""
     value = first_of(configs, name)
     return None if value == UNSAID.get(name, object()) else value
 
@@ -309,7 +314,8 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, ca
         cached: number of tokens in the caller's cache, which the mask may cover, too.
 
     Raises:
-        InputError: `input_ids` are no tensor, have another shape or dtype, or an id outside the vocabulary; or the mask is invalid.
+        InputError: `input_ids` are no tensor, have another shape or dtype, or contain an id outside the vocabulary; or the mask is
+            invalid.
         ContextLengthError: there is no prompt.
     """
     if input_ids is None:
@@ -359,14 +365,14 @@ def _kind(value: Any) -> str:
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int | None = None) -> list[Tensor]:
-    """The rows of `input_ids` ``[B, P]`` without their left padding.
+    """The token ids of each row of `input_ids` ``[B, P]``, without left padding.
 
     Args:
         attention_mask: ``[B, P]`` of zeros and ones.
         inferred_from: the padding token from which transformers inferred the mask; None if the user gave the mask.
 
     Raises:
-        ContextLengthError: a row is empty. UnsupportedError: a mask with holes or right padding.
+        UnsupportedError: the mask has holes or right padding.
     """
     if attention_mask is None:
         return list(input_ids)
@@ -387,7 +393,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int |
 
 
 def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int) -> None:
-    """Raises ContextLengthError if a prompt is empty or prompt and new tokens do not fit the model's positions.
+    """Raises ContextLengthError if a prompt is empty, or if a prompt and `new_tokens` new tokens exceed the model's positions.
 
     The last new token needs no position, because the model never reads it.
     """

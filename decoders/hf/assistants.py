@@ -1,4 +1,4 @@
-"""Draft models of an enabled model: loads them once, compares vocabularies, and gives each draft model an engine."""
+"""Draft models of an enabled model: loads them once, compares vocabularies, and creates an :class:`Engine` for each draft model."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class Assistants:
         self._loaded.clear()
 
     def forget(self) -> None:
-        """Drops what the engines of all draft models keep of earlier calls."""
+        """Makes the engines of all draft models forget earlier calls: cached texts and what strategies have learned."""
         for engine in list(self._engines.values()):
             engine.forget()
 
     def engine(
         self, model: PreTrainedModel, attention: Attention, weights: Scheme | None, exact_products: bool = True
     ) -> Engine:
-        """The engine of a draft model, created once.
+        """The engine of a draft model, created once, and again after the model or these settings have changed.
 
         Args:
             weights: number format of the draft model's matrices; None keeps the checkpoint's.
 
         Raises:
-            UnsupportedError: the loop does not support the draft model's design.
+            UnsupportedError: the loop does not support the draft model's architecture.
         """
         known, precision = self._engines.get(model), Precision(weights, exact_products=exact_products)
         if known is None or not known.refresh(model, attention, precision):
@@ -76,10 +76,10 @@ class Assistants:
     def tokens(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
     ) -> TokenMap:  # fmt: skip
-        """The map between the tokens of a draft model and of the target.
+        """The map between the tokens of a draft model and of the target, cached.
 
         Raises:
-            UnsupportedError: the bytes of their tokens are unknown.
+            UnsupportedError: the bytes of tokens of one of the models are unknown.
         """
         kept = self._maps.get(model)
         if kept is None or kept[0] is not tokenizer or kept[1] is not other:
@@ -96,11 +96,11 @@ class Assistants:
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
-        """A copy of the draft model with the target's vocabulary. The copy is created once, and again after the draft model's embedding
-        or head has changed.
+        """A copy of the draft model with the target's vocabulary. It is created once, and again after a tokenizer, or the draft model's
+        embedding or head, has changed.
 
         Raises:
-            UnsupportedError: `difference` if a tokenizer is missing; or the vocabularies share too few tokens.
+            UnsupportedError: a tokenizer is missing (the error is `difference`), or the vocabularies share too few tokens.
         """
         if tokenizer is None or other is None:
             raise difference
@@ -118,10 +118,11 @@ class Assistants:
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """The draft model at `path`, in the target's dtype and on the target's device, and its tokenizer (None if there is none).
+        """The draft model at `path`, in the target's dtype and on the target's device, and its tokenizer (None if there is none). The
+        model stays loaded for later calls.
 
         Raises:
-            UnsupportedError: the model was not found.
+            UnsupportedError: the model cannot be loaded.
         """
         kept = self._loaded.get(path)
         if kept is None or (kept[0].dtype, kept[0].device) != (target.dtype, target.device):
@@ -160,8 +161,8 @@ class CallAssistants:
         """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: the model was not found, its vocabulary cannot be mapped to the target's, it is on another device than the
-                target, or the loop does not support its design.
+            UnsupportedError: the model cannot be loaded, its vocabulary cannot be mapped to the target's, it is on another device than
+                the target, or the loop does not support its architecture.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine
@@ -187,7 +188,7 @@ class CallAssistants:
         """See :attr:`decoders.strategy.Context.vocabulary_of`.
 
         Raises:
-            UnsupportedError: the model was not found, or the bytes of its tokens are unknown.
+            UnsupportedError: the model cannot be loaded, or the bytes of tokens of one of the models are unknown.
         """
         model, tokenizer = self._loaded(model)
         try:
@@ -206,7 +207,7 @@ class CallAssistants:
         return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
 
     def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer. If the model is an object, or its folder has no tokenizer, this is `assistant_tokenizer`.
+        """A draft model and its tokenizer, which is `assistant_tokenizer` (or None) for a model object or a folder without tokenizer.
 
         Raises:
             SettingsError: `assistant_tokenizer` belongs to another model.
@@ -230,8 +231,8 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedError unless every id means the same token in both models.
 
-    Compares the tokenizers if both are known, else the sizes of the heads. The sizes may differ by padding: by less than
-    :data:`~decoders.hf.tokenizers.PADDING`, or by the entries that a head has in addition to the target's tokenizer.
+    Compares the tokenizers if both are known, else the vocabulary sizes of the output heads. These may differ by padding: by less than
+    :data:`~decoders.hf.tokenizers.PADDING`, or by the entries that a head has in addition to the tokens of the target's tokenizer.
     """
     if draft is target:
         return
@@ -254,14 +255,14 @@ def check_vocabulary(
         )
 
 
-#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and their difference.
+#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and the error or None.
 _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """:func:`_difference` of two tokenizers, cached: listing a large vocabulary takes a second."""
+    """The result of :func:`_difference` for two tokenizers, cached: listing a large vocabulary takes a second."""
     sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
     if known is None or known[0]() is not tokenizer or known[1] != sizes:
         difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())

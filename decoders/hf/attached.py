@@ -40,7 +40,7 @@ class Unloading:
     Attributes:
         wrapper: the ``PeftModel``.
         method: the name of the replaced method.
-        ready: prepares the wrapper for unloading, and returns the function that enables the remaining model.
+        ready: prepares the wrapper for unloading, and returns a function that enables the remaining model.
     """
 
     def __init__(self, wrapper: nn.Module, method: str, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
@@ -53,7 +53,7 @@ class Unloading:
 
 
 def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Puts :class:`Unloading` with `ready` on a ``PeftModel`` whose adapters can be unloaded."""
+    """Replaces those methods of :data:`UNLOADING` that a ``PeftModel`` has by :class:`Unloading` objects with `ready`."""
     for name in UNLOADING:
         if name not in vars(model) and hasattr(model.base_model, name):
             vars(model)[name] = Unloading(model, name, ready)
@@ -66,17 +66,17 @@ def unwatch_unloading(model: Any) -> None:
             del vars(model)[name]
 
 
-#: ``copy`` and ``pickle`` get an object's state by this method, and look it up on the instance before the class.
+#: The method that ``copy`` and ``pickle`` call for an object's state. They look it up on the instance before the class.
 GETSTATE = "__getstate__"
 
 
 class CopiedState(dict[str, Any]):
-    """The state of an enabled model for copies. ``copy.copy`` takes the dict itself, without the attributes that ``enable`` set.
+    """The state of an enabled model for copies. ``copy.copy`` uses this dict, which lacks the attributes that ``enable`` has set.
 
     With the attached ``generate``, a shallow copy would run the original model, because ``generate`` holds its model.
 
     Attributes:
-        whole: the whole state; ``copy.deepcopy`` and ``pickle`` take it and copy ``generate`` together with its model.
+        whole: the whole state, which ``copy.deepcopy`` and ``pickle`` use: they copy ``generate`` together with its model.
     """
 
     def __init__(self, whole: dict[str, Any], previous: Any) -> None:
@@ -99,7 +99,7 @@ class CopiedState(dict[str, Any]):
 
 
 def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
-    """Raises UnsupportedError for PEFT adapters that the loop would ignore: aLoRA, and adapters that prepare inputs.
+    """Raises UnsupportedError for PEFT adapters that the loop would ignore: aLoRA, and adapters that change the model's inputs.
 
     Args:
         wrapper: the ``PeftModel`` around `model`, or None.
@@ -124,7 +124,7 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
 def refuse_adapter_names(model: PreTrainedModel) -> None:
     """Raises UnsupportedError if the caller passed ``adapter_names=`` for several rows to a ``PeftModel`` around `model`.
 
-    PEFT handles the argument by hooks on every layer. Removes these hooks, because after an error they would break plain calls.
+    Before it raises, it removes the hooks with which PEFT handles the argument on every layer: they would break later plain calls.
     """
     if "peft_config" not in vars(model):  # PEFT sets it on models whose layers it has replaced
         return

@@ -36,7 +36,7 @@ class Beginning(ABC):
     def prompts(
         self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
     ) -> list[Tensor]:
-        """The prompts' token ids without left padding; -1 at positions without a token id.
+        """The token ids of each row's prompt without left padding; -1 at positions without a token id.
 
         Args:
             input_ids, mask: ``[B, P]``, as transformers prepared them.
@@ -46,18 +46,19 @@ class Beginning(ABC):
         return unpad(self.whole(input_ids, given_mask), mask, inferred_from)
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The ids of all positions that `mask` covers."""
+        """The ids ``[B, …]`` at all positions that the caller's `mask` covers; -1 at positions without a token id."""
         return input_ids
 
     @abstractmethod
     def read(
         self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
     ) -> GivenPrompts:  # fmt: skip
-        """The keys and values of the beginnings of `rows` prompts.
+        """The keys and values of the prompts' beginnings, for all rows.
 
         Args:
             engine: the engine of `model`.
-            mask: attention mask ``[rows, …]``.
+            mask: attention mask ``[rows, …]``; None: no padding.
+            rows: number of rows.
             copies: number of rows per prompt (``num_return_sequences``).
             side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         """
@@ -80,7 +81,8 @@ def beginning_of(
         wrapper: the ``PeftModel`` around `model`, or None.
 
     Raises:
-        InputError: a value of the wrong type. SettingsError: several beginnings. UnsupportedError: the loop cannot read the beginning.
+        InputError: a value has a wrong type or shape. SettingsError: several beginnings are given. UnsupportedError: the loop cannot
+            read the beginning, or `strategy` must read every token of a prompt.
     """
     given = {name: arguments[name] for name in (*CACHES, EMBEDDINGS) if arguments.get(name) is not None}
     soft = SoftPrompt.of(wrapper)
@@ -120,7 +122,7 @@ class CallCache(Beginning):
         return CallCache(name, cache, length) if length else None
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The ids of cached and new tokens: `input_ids`, or, if `mask` is longer, -1 for every cached token and then `input_ids`."""
+        """The ids of cached and new tokens: `input_ids`; or, if `mask` is longer, -1 for each cached token, followed by `input_ids`."""
         if mask is not None and mask.shape[1] > input_ids.shape[1]:
             return torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
         if input_ids.shape[1] <= self.length:
@@ -169,7 +171,7 @@ class Embeddings(Beginning):
         return Embeddings(value.to(model.device, model.dtype))
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """-1 for every vector, with the last positions replaced by `input_ids`."""
+        """Ids for all vectors: -1, but `input_ids` at the last positions."""
         places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
         return torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]
 
@@ -252,7 +254,7 @@ def read_vectors(
         mask: ``[B, P]``, zeros for left padding.
 
     Raises:
-        UnsupportedError: the design does not read vectors.
+        UnsupportedError: the model does not accept vectors in the place of tokens.
     """
     if not vectors.shape[1]:
         return None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Number of tokenizers, or states of a tokenizer, whose vocabularies are cached.
+#: Number of cached vocabularies. A tokenizer with added tokens has another vocabulary than before.
 KEPT = 8
 
 
@@ -36,7 +36,7 @@ class Grammars:
         given: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel,
         stops: Sequence[int], runtime: RuntimeSettings, thinking: Any = None, prompts: Sequence[Tensor] = (),
     ) -> Grammars:  # fmt: skip
-        """The compiled grammars of a call.
+        """Compiles the grammars of a call.
 
         Args:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
@@ -46,7 +46,7 @@ class Grammars:
             prompts: token ids per row; a prompt may end within a thought.
 
         Raises:
-            GrammarError, SettingsError, UnknownNameError, UnsupportedError.
+            GrammarError, SettingsError, UnknownNameError, UnsupportedError: a grammar is invalid, unknown or for another vocabulary.
         """
         if given is None and thinking is None:
             return Grammars()
@@ -83,13 +83,14 @@ class Grammars:
 
     @property
     def any(self) -> bool:
-        """Whether some row has a grammar."""
+        """Whether at least one row has a grammar."""
         return any(grammar is not None for grammar in self.rows)
 
     def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
-        """Reports for every row whether its text is complete and valid. texts: token ids, stop tokens included.
+        """Adds to every row's report whether its text is complete and valid, and returns the reports. texts: token ids of each row,
+        stop tokens included.
 
-        Some schemas have conditions that no grammar expresses: a complete text that breaks such a condition gives a warning.
+        Some schemas have conditions that no grammar expresses: for a complete text that breaks one, a warning is issued.
         """
         for row, (grammar, use) in enumerate(zip(self.rows, self.uses, strict=True)):
             if grammar is None or use is None:
@@ -123,7 +124,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: S
     """The vocabulary of a model whose logits have `size` entries.
 
     Raises:
-        UnsupportedError: no tokenizer, no stop token, or tokens whose bytes are unknown.
+        UnsupportedError: there is no tokenizer or no stop token, or the bytes of the tokens are unknown.
     """
     if tokenizer is None:
         raise UnsupportedError("grammar= and thinking= need a tokenizer: pass tokenizer= to enable() or generate()")
@@ -144,7 +145,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, stops: tuple[int,
 def _check_fit(
     grammar: CompiledGrammar, size: int, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Raises if `grammar` was compiled for another vocabulary."""
+    """Raises UnsupportedError or GrammarError if `grammar` was compiled for another vocabulary."""
     name, own = grammar.language.name, grammar.vocabulary
     if len(own) != size or set(own.stops) != set(stops):
         raise UnsupportedError(

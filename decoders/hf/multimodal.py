@@ -1,6 +1,7 @@
 """Images, videos and sounds of a call of ``generate``: their arguments, their positions in the prompts, and their hashes.
 
-The code names no design: a model's forward pass lists its arguments, and its config lists the placeholder tokens of images.
+The code is the same for all architectures: the signature of a model's forward pass lists its arguments, and the config lists the
+placeholder tokens of images.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _OTHERS = frozenset({"labels", "logits_to_keep", "return_dict", "kwargs"})
 
 
 def arguments_of(model: PreTrainedModel) -> frozenset[str]:
-    """The arguments of the model's forward pass; empty for a text-only model."""
+    """The names of the inputs that the model's forward pass takes; empty for a text-only model."""
     if placeholder_ids(model) is None:
         return frozenset()
     return frozenset(inspect.signature(type(model).forward).parameters) - _OTHERS
@@ -49,15 +50,15 @@ def inputs_of(
     """The images, videos and sounds of a call's prompts; None for prompts of text alone.
 
     Args:
-        model: a private copy, because some designs store positions in the module.
-        given: arguments of the call for the model's forward pass.
+        model: a private copy of the model, because some architectures store positions in the module.
+        given: the call's arguments that go to the model's forward pass, such as ``pixel_values``.
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
         repeats: number of rows per prompt.
         divides: whether to divide the images among the prompts if the division is clear, so that the model can read each prompt alone.
 
     Raises:
-        UnsupportedError: a prompt ends with an image.
+        UnsupportedError: a prompt ends with an image, a video or a sound.
     """
     batch, width = input_ids.shape
     kinds = {name: value.to(input_ids.device) for name, value in given.items() if name in PER_TOKEN}
@@ -101,15 +102,17 @@ def inputs_of(
         of_row = {name: kind[own] for name, kind in kinds.items()} | divided[row]
         try:
             alone.append(inputs_of(model, of_row, input_ids[own], mask[own] if mask is not None else None, repeats))
-        except WRONGLY_DIVIDED:  # the design divides images among rows in another way
+        except WRONGLY_DIVIDED:  # the architecture divides images among rows in another way
             return whole
     return replace(whole, alone=tuple(alone))
 
 
 def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any]] | None:
-    """Divides `contents` among the prompts; None if the division is unclear. The model may still refuse the share of a prompt.
+    """Divides `contents` among the prompts: returns the arguments of each prompt, or None if the division is unclear. The model may
+    still refuse the arguments of a prompt.
 
     Args:
+        contents: arguments that hold images, videos or sounds.
         special: ``[B, P]`` bool, positions of images.
     """
     begins = special & ~torch.nn.functional.pad(special, (1, 0))[:, :-1]
@@ -142,7 +145,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
 def _prepared(
     model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None
 ) -> dict[str, Any]:
-    """The arguments that transformers' ``generate`` passes to the model's first forward pass."""
+    """The arguments with which transformers' ``generate`` would call the model for the first forward pass."""
     padding = torch.ones_like(input_ids) if mask is None else mask.long()
     device = input_ids.device
     arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
@@ -163,7 +166,8 @@ def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # With M-RoPE, a token has several positions. For a text token they are equal; only a first position may count tokens instead.
+    # With M-RoPE, a token has several positions. For a text token they are equal, except that the first may be the token's index, so
+    # the last one is read.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]

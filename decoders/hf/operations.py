@@ -1,4 +1,4 @@
-"""Translates transformers' logits processors to operations inside the step."""
+"""Translates transformers' logits processors to operations inside the decoding step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Operation = tuple[str, float, tuple[tuple[tuple[int, ...], float], ...]]
 class TokenPenalties(LogitsProcessor):
     """``frequency_penalty`` and ``presence_penalty``: ``score - count * frequency - (count > 0) * presence``.
 
-    ``count`` is how often the token occurs in the new text.
+    ``count`` is the number of times that the token occurs in the new text.
 
     Args:
         prompt: number of prompt tokens.
@@ -50,8 +50,8 @@ class PaddedPrompts:
 
     Attributes:
         ids: ``[B, P]`` int64.
-        mask: attention mask over the ids, and over cached tokens or vectors before them.
-        vocab: the model's number of tokens.
+        mask: attention mask over the ids, and over cached tokens or vectors before them; None: no padding.
+        vocab: size of the model's vocabulary.
     """
 
     ids: Tensor
@@ -73,7 +73,7 @@ class PaddedPrompts:
         return all(0 <= token < self.vocab for tokens, _ in sequences for token in tokens)
 
     def equal(self, ids: Tensor) -> bool:
-        """Whether `ids` are the prompts, with or without repetition for ``num_return_sequences``."""
+        """Whether `ids` are the prompts, each once or as often as ``num_return_sequences`` repeats it."""
         copies = max(len(self.ids) // max(len(ids), 1), 1)
         return torch.equal(ids.repeat_interleave(copies, 0), self.ids)
 
@@ -83,7 +83,7 @@ def plan_sampling(
 ) -> tuple[SamplingPlan, tuple[float, ...], OperationSequences, Processors | None]:
     """Translates transformers' processors to operations inside the step, or keeps all processors on the host.
 
-    Recognises exact types only, because a subclass may do anything. If the plan cannot express one of the processors (for its
+    Recognises exact types only, because a subclass may do anything. If no operations express one of the processors (because of its
     `filter_value`, for example), all processors stay on the host, because their order matters.
 
     Returns:
@@ -143,7 +143,7 @@ def _value(name: str, value: float) -> list[Operation]:
 
 
 def _alone(tokens: Any, bias: float) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """A sequence of one token with `bias`, for each of `tokens`."""
+    """For each of `tokens`, the sequence of this token alone, with `bias`."""
     listed: Sequence[int] = torch.as_tensor(tokens).flatten().tolist()
     return tuple(((token,), bias) for token in dict.fromkeys(listed))
 
@@ -163,7 +163,9 @@ def _repetition(x: Any, prompts: PaddedPrompts) -> list[Operation] | None:
 
 
 def _biases(biases: Mapping[tuple[int, ...], float], prompts: PaddedPrompts) -> list[Operation] | None:
-    """`biases` as operations; None if the model lacks a token (transformers raises), or the order of additions would change a sum."""
+    """`biases` as operations; None if the model lacks a token (transformers raises), or if more than two finite biases end with the
+    same token, because the order of adding them would change the sum.
+    """
     biases = {tokens: bias for tokens, bias in biases.items() if tokens}  # transformers skips empty sequences
     ends = Counter(tokens[-1] for tokens, bias in biases.items() if bias != REMOVED)
     if not prompts.have(biases.items()) or max(ends.values(), default=0) > 2:

@@ -53,7 +53,7 @@ class Defaults:
             raise SettingsError("strategy_config needs a strategy: give enable() strategy=… too")
 
     def config_for(self, strategy: Any, configured: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """The default settings of `strategy`, overridden by the settings in a generation config (`configured`)."""
+        """The default settings of `strategy`, overridden by the settings in a generation config (`configured`); None: no settings."""
         chosen_here = isinstance(self.strategy, (str, type)) and strategy_name(self.strategy) == strategy_name(strategy)
         if not chosen_here or not self.strategy_config or isinstance(strategy, Strategy):
             return configured
@@ -69,7 +69,7 @@ NO_DEFAULTS = Defaults()
 
 @dataclass(frozen=True)
 class Options:
-    """How one call decodes.
+    """The options of one call.
 
     Attributes:
         strategy: proposes draft tokens.
@@ -102,7 +102,7 @@ class Options:
         Args:
             arguments: arguments of ``generate``.
             config: the model's generation config.
-            defaults: give the options that neither `arguments` nor `config` have.
+            defaults: the options that apply if neither `arguments` nor `config` set them.
 
         Raises:
             SettingsError, UnknownNameError, UnsupportedError, PluginError.
@@ -160,9 +160,10 @@ class Options:
         return given, replace(self, arguments=others) if taken else self
 
     def check(self) -> None:
-        """Raises UnsupportedError if the strategy lacks an argument that it needs, or gets two draft models.
+        """Raises UnsupportedError if the strategy lacks an argument that it needs, or if two draft models are given, and SettingsError
+        if ``assistant_model`` is no model.
 
-        A draft model that the strategy does not use only gives a warning, so that the same call can be tried with every strategy.
+        For a draft model that the strategy does not use, it only warns, so that the same call can be tried with every strategy.
         """
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
@@ -189,7 +190,7 @@ class Options:
 
 
 def _configured(configs: list[GenerationConfig]) -> dict[str, Any]:
-    """The options of this package in generation configs."""
+    """The options of this package in generation configs, by name; None for an option that no config sets."""
     configured = {name: first_of(configs, name) for name in _CONFIGURABLE}
     for name, kinds in _CONFIGURABLE.items():
         if not isinstance(configured[name], (*kinds, type(None))):
@@ -214,8 +215,8 @@ class OwnDefaults:
 
     Attributes:
         config: a copy with values that every strategy accepts.
-        strategy_config: settings of the strategy, drafting hints included.
-        left_out: values that are neither in the copy nor in the settings, by name, as text.
+        strategy_config: settings of the strategy, including those from transformers' drafting arguments (hints).
+        left_out: values that are neither in `config` nor in `strategy_config`, by name, as text.
     """
 
     config: GenerationConfig
@@ -225,10 +226,10 @@ class OwnDefaults:
     @staticmethod
     def of(config: GenerationConfig, strategy: str, strategy_config: Mapping[str, Any]) -> OwnDefaults:
         """Removes values that ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), sampling at temperature 0, and
-        ``num_return_sequences`` (a request has its own argument). Turns drafting hints into settings if `strategy` has these settings.
+        ``num_return_sequences`` (each request has its own). Turns drafting hints into settings if `strategy` has these settings.
 
         Args:
-            strategy, strategy_config: the defaults of requests; these settings override hints.
+            strategy, strategy_config: the default strategy of requests and its settings, which override hints.
         """
         own, settings = copy.copy(config), dict(strategy_config)
         left_out = {name: value for name, (refused, _) in REFUSED.items() if refused(value := said_in([own], name))}

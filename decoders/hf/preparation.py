@@ -1,5 +1,5 @@
-"""Translates what transformers prepares for a call (processors, criteria, generation config). Calls with other prompts share the
-result.
+"""Translates what transformers prepares for a call (processors, criteria, generation config). Calls that differ only in prompt and
+length can share the result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..sampling.prefixes import OperationSequences
 from ..sampling.processors import SamplingPlan
 from .operations import AT_A_LENGTH, PaddedPrompts, plan_sampling
 
-#: Stopping criteria that the step decides itself.
+#: Stopping criteria that the decoding step evaluates itself.
 _INSIDE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
-#: Exact types of stopping criteria that decide each row independently.
+#: Exact types of stopping criteria that stop each row independently.
 _BY_ROW = (stopping_criteria.StopStringCriteria, stopping_criteria.MaxTimeCriteria)
 
-#: Arguments of ``generate`` that may differ between calls that share a preparation, or that transformers does not get.
+#: Arguments of ``generate`` that may differ between calls that share a preparation, or that are not passed to transformers.
 _OWN = frozenset(
     {"input_ids", "attention_mask", "max_new_tokens", "streamer", "tokenizer", "assistant_model", "assistant_tokenizer"}
 )
@@ -45,13 +45,13 @@ class Preparation:
         config: the generation config in force.
         length: greatest number of tokens of a row, padded prompt included.
         stop_tokens: end-of-sequence ids.
-        pad_token: fills ended rows.
-        pads_ended_rows: whether a row is padded after a criterion stopped it while other rows go on.
+        pad_token: the token with which ended rows are padded.
+        pads_ended_rows: whether a row that a criterion has stopped is padded while other rows continue.
         plan: the operations on logits inside the step.
         values: the values of the plan's operations.
         sequences: the token sequences of the plan's operations.
         processors: all logits processors if the plan cannot express every processor, else None.
-        criteria: stopping criteria that the step does not decide itself.
+        criteria: stopping criteria that the step does not evaluate itself; None if there are none.
     """
 
     config: GenerationConfig
@@ -72,7 +72,7 @@ class Preparation:
         config: GenerationConfig,
         prompts: PaddedPrompts,
     ) -> Preparation:
-        """The preparation made of the arguments that transformers passes to a custom ``generate``."""
+        """Translates the arguments that transformers passes to a custom ``generate``."""
         # A user's own length criterion replaces transformers' criterion, so the greatest length is in the list, not in the config.
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
@@ -90,7 +90,7 @@ class Preparation:
 
     @property
     def reusable(self) -> bool:
-        """Whether only lengths depend on the prompt, so that other calls of this kind can use the preparation."""
+        """Whether nothing but lengths depends on the prompt, so that calls of the same :data:`Kind` can use the preparation."""
         on_host = self.processors is not None or self.criteria is not None
         return not on_host and self.config.min_new_tokens is None and AT_A_LENGTH.isdisjoint(self.plan.operations)
 

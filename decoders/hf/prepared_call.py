@@ -53,10 +53,10 @@ class DecodersOutput(GenerateDecoderOnlyOutput):
 
 
 class StreamAligner:
-    """Sends a streamer ``[B]`` tokens per position, as soon as every row has reached the position or has ended.
+    """Sends the tokens ``[B]`` at each position to a streamer, as soon as every row has reached the position or has ended.
 
-    A row that ended early is padded, as in transformers. A streamer may define ``on_step(new: list[list[int]])``: it is called
-    with the tokens of each step, before ``put``.
+    A row that ended early is padded, as in transformers. If the streamer has a method ``on_step(new: list[list[int]])``, it is called
+    with the new tokens of each step, before ``put``.
     """
 
     def __init__(self, streamer: BaseStreamer, pad_token: int) -> None:
@@ -64,7 +64,9 @@ class StreamAligner:
         self.sent = 0
 
     def step(self, new: list[list[int]], written: list[list[int]], ended: list[bool]) -> None:
-        """Sends the complete positions of `written` (all tokens of each row). Does not wait for rows that have `ended`."""
+        """Sends the positions of `written` (all tokens of each row) that all rows have reached, except rows that have `ended`. new: the
+        tokens of each row in this step.
+        """
         if hasattr(self.streamer, "on_step"):
             self.streamer.on_step(new)
         going = [len(tokens) for tokens, end in zip(written, ended, strict=True) if not end]
@@ -84,7 +86,7 @@ class StreamAligner:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call of ``generate`` as a request, which also converts the request's output to transformers' form.
+    """A call of ``generate`` as a :class:`Request` for the engine. Also converts the request's output to transformers' form.
 
     Attributes:
         engine: the model's engine.
@@ -102,17 +104,17 @@ class PreparedCall:
     config: GenerationConfig
 
     def judge(self, written: RequestOutput) -> None:
-        """Adds to the report whether the texts conform to their grammars. Slow if a schema has conditions beyond its grammar."""
+        """Adds to the report whether the texts conform to their grammars. Slow if a schema has conditions that no grammar expresses."""
         written.report.grammars = self.grammars.judge(written.generated)
 
     def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """`written` in transformers' form; closes the stream."""
+        """Sends the remaining tokens to the streamer, closes the stream, and returns `written` in transformers' form."""
         if self.aligner is not None:
             self.aligner.end(written.generated)
         return self.partial(written)
 
     def partial(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """The output so far: ``[B, P + longest]`` int64 with shorter rows padded, or transformers' output object."""
+        """The output so far: prompts and new tokens ``[B, …]`` int64, shorter rows padded; or transformers' output object."""
         config, longest = self.config, max(map(len, written.generated))
         new = torch.full((written.rows, longest), self.request.stopping.pad_token, dtype=torch.int64)
         for row, tokens in enumerate(written.generated):
@@ -146,8 +148,8 @@ def prepare(
         tokenizer: the call's tokenizer or the model's.
         engine_of: returns the model's engine, created if needed; called after all checks that do not need the engine.
         assistants: draft models of `model`.
-        kept: transformers' preparations of earlier calls.
-        beginning: how the prompts begin, if not with token ids.
+        kept: preparations of earlier calls by their kind; the preparation of this call is added if other calls can use it.
+        beginning: how the prompts begin; None: with token ids.
     """
     beside, options = options.apart(arguments_of(model) - PLAIN)
     if beside and beginning is not None:
@@ -241,7 +243,7 @@ def prepared_by_transformers(
     """The prompts ``[B, P]``, their mask and the preparation, from transformers' ``generate``.
 
     Args:
-        beside: images and sounds. A model with a ``generate`` of its own may act on them, by switching adapters for example.
+        beside: arguments that hold images and sounds. A model's own ``generate`` may act on them, by switching adapters for example.
     """
 
     def custom_generate(
@@ -255,7 +257,7 @@ def prepared_by_transformers(
     arguments = {name: value for name, value in options.arguments.items() if name not in _HANDLED}
     # transformers does not pass the tokenizer to a custom loop, so stop strings are added here.
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-    # As in transformers, an argument counts before any config, whatever its value.
+    # As in transformers, an argument overrides the configs even if it is None.
     strings = options.arguments.get("stop_strings", first_of(options.configs, "stop_strings"))
     if strings is not None:
         if not strings and not isinstance(strings, str):

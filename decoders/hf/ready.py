@@ -31,7 +31,7 @@ TOKENS = 32
 
 @dataclass(frozen=True)
 class WarmupPart:
-    """The costs of warming up one strategy with one number of rows.
+    """The costs of warming up one strategy with one number of rows, greedily or sampling.
 
     Attributes:
         strategy: name.
@@ -55,7 +55,7 @@ class Warmup:
     """The costs of a warm-up.
 
     Attributes:
-        pack_seconds: seconds of creating the engine and its quantized weights; 0.0 if the engine existed.
+        pack_seconds: seconds of preparing the model (packing and quantizing weights, compiling kernels, checks); 0.0 if it was ready.
         compile_seconds: seconds of compiling the forward pass and the strategies' functions.
         compilations: number of compiled graphs.
         parts: an entry per number of rows, strategy and kind of sampling, in the order of the arguments.
@@ -124,8 +124,8 @@ class Calibration:
 
     Attributes:
         curve: the model's cost curve, earlier measurements included.
-        assistant: the draft model's cost curve; None without a draft model. Its forward pass costs as much as a step of one node.
-        strategies: costs of the strategies that the model can use without further files.
+        assistant: the draft model's cost curve, whose steps of one node are the passes for a draft token; None without a draft model.
+        strategies: costs of the strategies that run on the model without further files, such as heads.
         path: the curve's file.
     """
 
@@ -136,7 +136,7 @@ class Calibration:
 
 
 def check_sizes(name: str, sizes: Any) -> None:
-    """Raises SettingsError unless `sizes` are whole numbers from 1 up, at least one."""
+    """Raises SettingsError unless `sizes` is a sequence of one or more whole numbers, each at least 1."""
     if not isinstance(sizes, Sequence) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise SettingsError(f"{name} must be a list of whole numbers from 1 up, such as [1], not {sizes!r}")
 
@@ -168,7 +168,7 @@ def calibrate_model(
 def measured_curve(
     generate: Generate, runtime: RuntimeSettings, rows: Sequence[int], contexts: Sequence[int], seconds: float, anew: bool = False,
 ) -> CostCurve:  # fmt: skip
-    """The cost curve of a model, with measurements of `rows` and `contexts`. anew: whether to repeat earlier measurements."""
+    """The cost curve of a model, measured at these numbers of rows and context lengths. anew: repeats earlier measurements."""
     engine = generate.engine(runtime)
     with engine.lock, engine.active():
         folder = runtime.cost_cache or default_folder()
@@ -188,12 +188,12 @@ def _strategy_costs(
         extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
         call = {"do_sample": False, **options, "max_new_tokens": TOKENS, **extra}
         try:
-            _report(generate, name, 1, call)  # compiles and fills caches
+            _report(generate, name, 1, call)  # not measured: this call compiles and fills caches
             report = _report(generate, name, 1, call)
         except DecodersError:
             if name == "autoregressive":  # every strategy would refuse these options
                 raise
-            continue  # this model lacks the strategy's heads, or has an unsuitable design
+            continue  # this model lacks the strategy's heads, or has an unsuitable architecture
         timings, steps = report.timings, report.steps
         costs.append(StrategyCost(name, timings.propose / steps, timings.observe / steps, timings.steps / steps))
     return tuple(costs)
@@ -207,7 +207,7 @@ def runtime_of(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
 
 
 def _report(generate: Generate, strategy: str | Strategy, rows: int, call: dict[str, Any]) -> Report:
-    """Decodes :data:`PROMPT` and returns the report."""
+    """Decodes :data:`PROMPT` in `rows` equal rows and returns the report."""
     model = generate.model
     prompt = torch.tensor([PROMPT], device=model.device).remainder(embeddings_of(model)).expand(rows, -1)
     given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}

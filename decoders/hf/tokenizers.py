@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.model.layout import embeddings_of
 from ..errors import SettingsError
 
-#: Tolerated differences: a number of tokens, and the part of the embeddings that may be padding. Published models pad embeddings by
+#: Tolerated differences: a number of tokens, and one in `PADDED_PART` embeddings, as padding. Published models pad embeddings by
 #: up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the placeholder token of images.
 PADDING, PADDED_PART = 256, 32
 

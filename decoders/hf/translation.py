@@ -31,8 +31,8 @@ class TokenMap:
 
     Attributes:
         written: ``[V]`` int64, the draft's token with the same bytes; -1 if there is none.
-        read: ``[V]`` int64, the token that the draft reads: `written` or, if it is -1, the last token of the draft's encoding of the
-            text. So every token takes one slot in both caches.
+        read: ``[V]`` int64, the token that the draft reads: `written` or, if it is -1, the last token of the text in the draft's
+            encoding. So every token occupies one slot in both caches.
         shared: fraction of the target's text tokens that the draft has.
         own: the target's tokens in bytes.
         other: the draft's tokens in bytes.
@@ -48,7 +48,7 @@ class TokenMap:
 def token_map(
     tokenizer: PreTrainedTokenizerBase, size: int, draft_tokenizer: PreTrainedTokenizerBase, draft_size: int
 ) -> TokenMap:
-    """The map between two vocabularies. size, draft_size: numbers of logits of the two models.
+    """The map from the target's to the draft model's tokens. size, draft_size: numbers of logits of the two models.
 
     Raises:
         UnsupportedError: the bytes of a vocabulary's tokens are unknown.

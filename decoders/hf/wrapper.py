@@ -49,7 +49,7 @@ class Generate:
     Holds the model, not a bound method, so that ``copy.deepcopy(model)`` copies this object with the model.
 
     Args:
-        previous: a ``generate`` that the instance had before, or None.
+        previous: the ``generate`` that was set on the model object before, or None.
         wrapper: the ``PeftModel`` around the model whose ``generate`` is replaced, or None.
         defaults: defaults of calls.
     """
@@ -72,7 +72,7 @@ class Generate:
         self._engine: Engine | None = None
         self._lock = CallLock()
         self._preparations: dict[Kind, Preparation] = {}
-        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this model
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()  # schedulers that decode with this model
         vars(self).update(state)
 
     def state(self) -> CopiedState:
@@ -118,7 +118,7 @@ class Generate:
 
     @contextmanager
     def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """A context that keeps other calls from changing the model, if its ``generate`` may change it (:func:`may_change_itself`).
+        """A context in which no other call changes the model. Without effect for a model that no call changes.
 
         Raises:
             UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with the model.
@@ -132,7 +132,7 @@ class Generate:
             yield
 
     def share(self, scheduler: Any) -> None:
-        """Lets no call change the model while `scheduler` is ``alive``. First waits for a running call that has changed the model."""
+        """Forbids calls to change the model while `scheduler` is ``alive``. First waits for a running call that may have changed it."""
         with self._lock if may_change_itself(self.model) else nullcontext():
             self._schedulers.add(scheduler)
 
@@ -145,7 +145,7 @@ class Generate:
             )
 
     def prepared(self, **kwargs: Any) -> PreparedCall:
-        """Checks and prepares a call of ``generate`` with a strategy for a scheduler. Raises the errors of ``generate``."""
+        """Checks and prepares a call of ``generate`` with a strategy, for a scheduler to decode. Raises the errors of ``generate``."""
         options = Options.read(kwargs, self.model.generation_config, self.defaults)
         assert options is not None, "only calls with a strategy are decoded in the loop"
         with ordinary_device(self.model):
@@ -153,7 +153,7 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
-        """Checks a call before anything is changed, then prepares it. shares: whether the call shares steps with other requests."""
+        """Checks a call before anything is changed, then prepares it. shares: whether its steps will also decode other requests."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
         if ready is None:  # an existing engine means that the model was checked
@@ -190,7 +190,7 @@ class Generate:
     def compiles_with(
         self, stops: Sequence[int], config: Mapping[str, Any] | None
     ) -> tuple[Vocabulary, Backend, float]:
-        """The vocabulary, backend and time limit (seconds) that compile grammars.
+        """The vocabulary, the backend and the time limit in seconds with which calls compile grammars.
 
         Args:
             stops: stop tokens.
@@ -205,7 +205,7 @@ class Generate:
         return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
-        """The engine for the model's present weights; built on first use and again after weights change."""
+        """The engine for the model's present weights; built on first use, and again after the weights or these settings change."""
         # The lock lets first calls in two threads share an engine. Calls hold the same lock: with two locks, a streamer's nested
         # call and a call in another thread could deadlock.
         precision = _precision(runtime)
@@ -224,7 +224,7 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The engine if it exists and the model is unchanged, else None. Does not wait for the lock.
+        """The engine if there is one for the present model and these settings, else None. Does not wait for the lock.
 
         A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """
@@ -235,7 +235,7 @@ class Generate:
 
     @contextmanager
     def ahead(self) -> Iterator[float]:
-        """A context that gives this thread the model before other waiting threads. Yields the seconds that this thread waited."""
+        """A context that holds the model's lock, which this thread gets before other waiting threads. Yields the seconds of waiting."""
         begun = time.monotonic()
         self._lock.acquire(first=True)
         try:
@@ -272,10 +272,10 @@ class Generate:
                 self._remembered |= memories
 
     def remember_texts(self, texts: Iterable[str | Sequence[int]]) -> int:
-        """Adds texts for drafting, see :func:`decoders.remember`. Returns the number of tokens dropped for lack of room.
+        """Adds texts to draft from, see :func:`decoders.remember`. Returns the number of tokens that were dropped to make room.
 
         Raises:
-            SettingsError: `texts` are not texts of this model.
+            SettingsError: a text is neither a string nor a list of the model's token ids, or there is no tokenizer for a string.
         """
         if isinstance(texts, str):
             raise SettingsError("remember() takes a list of texts: texts=[text]")
@@ -315,7 +315,7 @@ class Generate:
 
 
 def _precision(runtime: RuntimeSettings) -> Precision:
-    """The number formats of an engine."""
+    """The number formats of weights and cache that the settings ask for."""
     cache = runtime.kv_cache if runtime.kv_cache != "keep" else None
     return Precision(scheme_of(runtime.weights), cache, runtime.exact_products)
 

@@ -68,7 +68,7 @@ class Kind(Generic[Provided]):
 
 @lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` cannot take the arguments of the method of `base` with the same name."""
+    """Raises PluginError if a method of `cls` cannot be called as the method of `base` with the same name is called."""
     for name, method in vars(base).items():
         own = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or name.startswith("_") or not inspect.isfunction(own) or own is method:
@@ -283,7 +283,7 @@ class Names(Generic[Provided]):
 
 
 def settle(kind: Kind[Provided], claims: Iterable[tuple[PluginInfo, Mapping[str, type[Provided]]]]) -> Names[Provided]:
-    """Decides which plugin gets each name. The built-in plugin keeps its names; other plugins that claim the same name all lose it.
+    """Returns which plugin gets each name. The built-in plugin keeps its names; other plugins that claim the same name all lose it.
 
     claims: every plugin with its classes by name, in order of loading.
     """

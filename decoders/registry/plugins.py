@@ -67,7 +67,7 @@ class Registry:
         self._load()
 
     def strategies(self) -> dict[str, Entry[Strategy]]:
-        """Every usable strategy by name: the built-ins first, then by provider."""
+        """Every usable strategy by name: first the built-in strategies, then the others, sorted by provider."""
         return dict(self._names[STRATEGY].usable)
 
     def strategy(self, name: str) -> type[Strategy]:
@@ -80,7 +80,7 @@ class Registry:
         return self._find(STRATEGY, name)
 
     def verifiers(self) -> dict[str, Entry[Verifier]]:
-        """Every usable verifier by name: the built-ins first, then by provider."""
+        """Every usable verifier by name: first the built-in verifiers, then the others, sorted by provider."""
         return dict(self._names[VERIFIER].usable)
 
     def verifier(self, name: str) -> type[Verifier]:
@@ -88,7 +88,7 @@ class Registry:
         return self._find(VERIFIER, name)
 
     def grammar_backends(self) -> dict[str, Entry[Backend]]:
-        """Every usable grammar backend by name: the built-ins first, then by provider."""
+        """Every usable grammar backend by name: first the built-in backends, then the others, sorted by provider."""
         return dict(self._names[BACKEND].usable)
 
     def grammar_backend(self, name: str) -> type[Backend]:
@@ -96,7 +96,7 @@ class Registry:
         return self._find(BACKEND, name)
 
     def grammars(self) -> dict[str, Entry[Any]]:
-        """Every named grammar: the library's first, then by provider."""
+        """Every usable grammar by name: first this package's grammars, then the others, sorted by provider."""
         return dict(self._names[GRAMMAR].usable)
 
     def grammar(self, name: str) -> Any:
@@ -128,11 +128,11 @@ class Registry:
         return grammar
 
     def commands(self) -> dict[str, Entry[Any]]:
-        """Commands of plugins by name; the command line defines this package's commands."""
+        """Every usable command of a plugin by name. This package's own commands are not among them."""
         return dict(self._names[COMMAND].usable)
 
     def observers(self) -> dict[str, Entry[Observer]]:
-        """Every observer by name."""
+        """Every usable observer class by name."""
         return dict(self._names[OBSERVER].usable)
 
     def listening(self) -> tuple[Observer, ...]:
@@ -149,7 +149,7 @@ class Registry:
             raise
 
     def origin(self, cls: type) -> str:
-        """The distribution and version of a registered class; the module of another class."""
+        """The distribution and version of a registered class; for any other class, its module."""
         for kind in KINDS:
             for entry in self._names[kind].usable.values():
                 if entry.cls is cls:
@@ -172,7 +172,7 @@ class Registry:
     def register(self, plugin: object, name: str) -> PluginInfo:
         """Adds `plugin` (a module or object with ``@decoders.hookimpl`` functions) to this process as `name`.
 
-        If its names clash with other plugins' names, the returned ``status`` is "conflict".
+        Returns the plugin's entry, whose ``status`` is "conflict" if a name clashes with another plugin's name.
 
         Raises:
             PluginError: the plugin is invalid, or `name` is taken.
@@ -275,7 +275,7 @@ class Registry:
 
 
 def made_by(function: Callable[[], Any], what: str) -> Any:
-    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: its purpose, for the message."""
+    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: what it is for, for the message."""
     try:
         return function()
     except DecodersError:

@@ -24,10 +24,10 @@ def resolve_strategy(
 ) -> Strategy:
     """The strategy that `chosen` means: a name, ``"a+b"``, a class or an object.
 
-    call, configured: settings from the call and from configurations; the call's settings override.
+    call, configured: settings from the call, and from the generation config or ``enable()``; the call's settings win.
 
     Raises:
-        UnknownNameError, SettingsError, PluginError.
+        UnknownNameError, SettingsError, PluginError: a name or a setting is unknown or invalid, or the class breaks the contract.
     """
     if isinstance(chosen, Strategy):
         if call:
@@ -78,13 +78,15 @@ def with_hints(
     hints: Mapping[str, Any],
     where: Callable[[str], str] = lambda hint: "",
 ) -> Mapping[str, Any] | None:
-    """Returns the ``strategy_config`` `config` with the settings to which the strategy `chosen` maps transformers' drafting `hints`.
+    """Returns `config`, a ``strategy_config``, with the settings to which the strategy `chosen` maps drafting arguments.
 
     Args:
+        hints: drafting arguments of transformers, by name; see :attr:`Strategy.hints`.
         where: takes the name of a hint, and returns the last sentence of an error, about the hint's origin.
 
     Raises:
-        UnsupportedError: a strategy has no setting for a hint. SettingsError: a setting is given twice.
+        UnsupportedError: no chosen strategy has a setting for a hint. SettingsError: a setting is given twice with different values, or
+            `chosen` is a strategy object.
         UnknownNameError, PluginError: see :func:`resolve_strategy`.
     """
     if not hints:
@@ -123,7 +125,7 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
     """The verifier that `chosen` means: a name, a class or an object. config: its settings.
 
     Raises:
-        UnknownNameError, SettingsError, PluginError.
+        UnknownNameError, SettingsError, PluginError: a name or a setting is unknown or invalid, or the class breaks the contract.
     """
     if isinstance(chosen, str):
         chosen = registry().verifier(chosen)
@@ -141,10 +143,10 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
 
 
 def resolve_backend(chosen: Any) -> Backend:
-    """The grammar backend that `chosen` means: a name, a class or an object; None is ``auto``.
+    """The grammar backend that `chosen` means: a name, a class or an object; None means the name ``auto``.
 
     Raises:
-        UnknownNameError, SettingsError, PluginError.
+        UnknownNameError, SettingsError, PluginError: the name is unknown, the value is no backend, or the class breaks the contract.
     """
     if chosen is None or isinstance(chosen, str):
         chosen = registry().grammar_backend(chosen or "auto")

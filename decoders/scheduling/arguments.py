@@ -1,4 +1,4 @@
-"""Checks the arguments of a scheduler and of its requests that ``generate`` does not have."""
+"""Checks the arguments that a scheduler and its requests have in addition to those of ``generate``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedE
 
 _PROMPT = "the prompt is the first argument of submit(), and its token ids are all of it"
 _CACHE = "a scheduler keeps the caches of texts itself; generate(strategy=…) takes a cache"
-#: Arguments of ``generate`` that requests do not take, each with what to do instead.
+#: Arguments of ``generate`` that requests do not have, each with what to do instead.
 SAID_OTHERWISE = {
     "input_ids": _PROMPT,
     "inputs": _PROMPT,
@@ -28,7 +28,7 @@ SAID_OTHERWISE = {
 
 
 def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The `arguments` of ``generate`` that requests take. Raises UnsupportedError for an argument in :data:`SAID_OTHERWISE`."""
+    """`arguments` without those in :data:`SAID_OTHERWISE`. Raises UnsupportedError if one of these has a value other than None."""
     for name, advice in SAID_OTHERWISE.items():
         if arguments.get(name) is not None:
             raise UnsupportedError(f"{name} is no argument of a request: {advice}")

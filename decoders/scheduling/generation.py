@@ -1,4 +1,4 @@
-"""The handle of a request: gives its result, gives its tokens as they are generated, and cancels it."""
+"""The handle of a request: returns its result, yields its tokens as they are generated, and cancels it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ log = logging.getLogger("decoders")
 class Generation:
     """A request of a :class:`~decoders.Scheduler`; safe to use from any thread, and in any event loop.
 
-    Iterating yields new output when it arrives: pieces of text if the prompt was text, else token ids. ``await`` returns the
-    result, and ``async for`` iterates.
+    Iterating, with ``for`` or ``async for``, yields new output when it arrives: pieces of text if the prompt was text, else token ids.
+    ``await`` returns the result.
 
     Attributes:
         submitted: time of submission, by ``time.monotonic()``.
@@ -49,7 +49,7 @@ class Generation:
         self._on_cancel = on_cancel
         self._unjudged = False
         self._renew_conditions()
-        self._count = 0  # number of tokens that readers may see
+        self._count = 0  # number of new tokens that readers may see
         self._times: list[tuple[float, int]] = []
         self._done = False
         self._value: Any = None
@@ -64,7 +64,7 @@ class Generation:
         Raises:
             TimeoutError: the request is not done within `timeout` seconds; the request continues.
             CancelledError, DeadlineError: the request was cancelled, or its deadline passed. Errors of ``generate`` are raised as
-                they are. The error's ``partial`` is the output so far.
+                they are. The ``partial`` of every error except TimeoutError is the output so far.
         """
         with self._over:
             self._wait_for_end(timeout)
@@ -126,17 +126,17 @@ class Generation:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each of :attr:`tokens`, whether it was an accepted draft token. The target model chose the other tokens."""
+        """For each of :attr:`tokens`, whether it was an accepted draft token; if not, the target model chose it."""
         return [drafter != "" for drafter in self._so_far("drafters")]
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """The log probabilities of :attr:`tokens`, if `top_logprobs` was given; else an empty list."""
+        """The log-probabilities of :attr:`tokens`, if `top_logprobs` was passed to ``submit``; else an empty list."""
         return self._so_far("logprobs")
 
     @property
     def times(self) -> list[tuple[float, int]]:
-        """For each step with new tokens: its time, by ``time.monotonic()``, and the number of all new tokens after the step."""
+        """For each step with new tokens: when it ended, by ``time.monotonic()``, and the number of the request's new tokens by then."""
         with self._changed:
             return list(self._times)
 
@@ -162,10 +162,10 @@ class Generation:
 
     @property
     def report(self) -> Report | None:
-        """Figures of this request, once it is done. Times include steps that the request shared with other requests.
+        """The report on this request; None until it is done. Times include steps that the request shared with other requests.
 
-        If the grammar accepts more than its specification, the first thread that asks for the report or the result validates the
-        text. The decoding thread does not, because validating may take long.
+        If the grammar accepts more than its specification, the text is validated in the first thread that reads the report or the
+        result, not in the decoding thread, because validation may take long.
         """
         self._judge()
         return self._report
@@ -201,7 +201,7 @@ class Generation:
                 seen = len(tokens)
 
     async def batches(self) -> AsyncGenerator[list[int]]:
-        """Iterates like ``async for``, but yields lists of the token ids that arrived together."""
+        """Yields new token ids as they arrive, the ids that arrive together in one list. Raises the request's error at the end."""
         seen = 0
         async with aclosing(self._progress()) as progress:
             async for tokens, _ in progress:
@@ -210,9 +210,7 @@ class Generation:
                 seen = len(tokens)
 
     async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
-        """Whenever there are new tokens, yields all tokens so far and whether the request has ended. Raises the request's error at the
-        end.
-        """
+        """Yields, when there are new tokens, all new tokens so far and whether the request has ended. At its end raises its error."""
         news = asyncio.Event()
         try:
             with self.telling(news.set):
@@ -248,7 +246,7 @@ class Generation:
 
     @contextmanager
     def telling(self, function: Callable[[], object]) -> Iterator[None]:
-        """A context in which the running event loop calls `function` after each step with new tokens, and at the end."""
+        """A context in which the running event loop calls `function` after each step with new tokens, and when the request ends."""
         loop = asyncio.get_running_loop()
 
         def listener() -> None:
@@ -267,7 +265,7 @@ class Generation:
         return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
     def _wait(self, seen: int) -> tuple[list[int], bool]:
-        """Waits for more than `seen` tokens, or for the end. Returns all tokens, and whether the request has ended."""
+        """Waits for more than `seen` new tokens, or for the end. Returns all new tokens, and whether the request has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._count > seen)
             return self.tokens, self._done
@@ -275,7 +273,7 @@ class Generation:
     # Called by the scheduler:
 
     def _show(self) -> None:
-        """Shows a step's new tokens to readers."""
+        """Makes a step's new tokens visible to readers, and wakes the readers."""
         assert self.member is not None
         count = len(self.member.generated[0])
         if count == self._count:
@@ -289,7 +287,7 @@ class Generation:
         self._tell()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Ends the request: completed, or with `error`."""
+        """Ends the request with its result, or with `error`."""
         value: Any = None
         if self.member is not None:
             self._show()

@@ -1,4 +1,4 @@
-"""The lanes of a scheduler. Requests that can share steps are in one lane; lanes take turns."""
+"""The lanes of a scheduler. A lane is a batch of requests that share their steps; lanes take turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lanes:
 
     Args:
         rows: greatest number of requests that are decoded at a time.
-        longest_pause: seconds by which prefilling a prompt may delay a step of the running requests.
+        longest_pause: greatest number of seconds by which prefilling prompts may delay a step of the running requests.
     """
 
     def __init__(self, rows: int, longest_pause: float) -> None:
@@ -35,7 +35,7 @@ class Lanes:
 
     @property
     def used(self) -> bool:
-        """Whether there is any lane."""
+        """Whether there is a lane, with or without requests."""
         return bool(self._active)
 
     def generations(self) -> list[Generation]:
@@ -43,10 +43,10 @@ class Lanes:
         return [generation for several in list(self._active.values()) for generation in several]
 
     def admit(self, generation: Generation) -> None:
-        """Gives a request a row in a lane with which it can share steps, or in a new lane.
+        """Gives a request a row in a lane whose steps it can share, or in a new lane.
 
         A lane whose requests began before the forward pass was compiled decodes these requests uncompiled to their end. It takes no
-        new requests.
+        new requests, unless there are two such lanes.
         """
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
@@ -82,11 +82,11 @@ class Lanes:
                 generation._end(reason(generation))
 
     def step(self) -> int:
-        """Makes a step of every lane with requests; returns how many succeeded."""
+        """Runs a step of every lane with requests; returns the number of steps without an error."""
         return sum(self._step(lane, generations) for lane, generations in list(self._active.items()) if generations)
 
     def _step(self, lane: Lane, generations: list[Generation]) -> bool:
-        """Makes one step of a lane; an error ends all requests in the lane."""
+        """Runs a step of a lane. An error ends all requests in the lane. Returns whether there was no error."""
         try:
             ended = lane.advance(self.longest_pause)
         except Exception as error:
@@ -133,9 +133,9 @@ class Lanes:
 
 
 def copied(error: BaseException) -> BaseException:
-    """A copy of `error`. If one error ends several requests, each request gets a copy, which holds the request's own ``partial``.
+    """A copy of `error`, or a DecodersError with `error` as its cause if it cannot be copied.
 
-    If the exception cannot be copied, returns a DecodersError with `error` as its cause.
+    If one error ends several requests, each request raises a copy with its own ``partial`` (its output so far).
     """
     try:
         own = copy.copy(error)

@@ -63,7 +63,7 @@ def check_file(path: Path) -> None:
 
 
 def input_lines(path: Path) -> Iterator[InputLine]:
-    """Yields the lines of a file that are not empty, without a byte order mark.
+    """Yields the nonempty lines of a file; a byte order mark is removed.
 
     Raises:
         SettingsError: the file cannot be read, its suffix is unknown, or its first line does not have the suffix's format.
@@ -95,10 +95,10 @@ def _check_first(line: InputLine) -> None:
 
 
 def parsed(line: InputLine) -> dict[str, Any]:
-    """A line as an object with ``prompt``, ``text`` or ``messages``, and arguments; in a .txt file the line is the prompt.
+    """A line as a dict with ``prompt`` or ``messages``, and arguments of ``generate``. In a .txt file the line is the prompt.
 
     Raises:
-        SettingsError: the line has another form, or several prompts.
+        SettingsError: the line has another form, or more than one of ``prompt``, ``text`` (a synonym) and ``messages``.
     """
     text = _text(line)
     if not is_json(line.path):

@@ -30,11 +30,11 @@ class Completion:
     """The result of one prompt.
 
     Attributes:
-        index: the prompt's place among the prompts.
+        index: the prompt's number among the prompts, from 0.
         prompt: the prompt as given.
         tokens: new token ids.
         text: new text, None without a tokenizer.
-        report: figures of the request; None if the request was refused.
+        report: the report on the request; None if the request was refused.
         error: the error that ended the request; None if the request was completed.
     """
 
@@ -53,8 +53,8 @@ def generate_many(
 ) -> Generator[Completion, None, None]:  # fmt: skip
     """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
 
-    Prompts are taken from the iterable when there is room, and completions are yielded as they end, so a million prompts need the
-    memory of a few. In float32, each completion has the tokens of a separate call of ``generate``.
+    Prompts are taken from the iterable when there is room, and completions are yielded when they are done, so a million prompts need
+    only the memory of a few. In float32, each completion has the tokens of a separate call of ``generate``.
 
     Args:
         model, tokenizer, strategy, strategy_config, rows, slots: see :class:`decoders.Scheduler`.
@@ -62,7 +62,7 @@ def generate_many(
             a prompt that could not be read, and becomes the prompt's error.
         ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. With `ordered`,
             a very long completion delays further prompts once 16 times `rows` completions wait behind it.
-        errors: "raise" the first error, or "keep" it in its completion and go on.
+        errors: "raise" the first error, or "keep" each error in its prompt's completion and go on.
         arguments: arguments of ``generate`` for all prompts.
 
     Raises:
@@ -96,7 +96,7 @@ def _completions(
         running, numbers, more = 0, count(), True
         failure: Exception | None = None  # an error of the iterable
         while more or running or line:
-            # In addition to the requests with a row, up to two per row wait in the queue. With `ordered`, `line` has ended requests.
+            # Besides the requests with a row, up to two per row wait in the queue. With `ordered`, `line` also holds ended requests.
             while more and running < 3 * rows and len(line) < 16 * rows:
                 try:
                     prompt = next(prompts)

@@ -30,18 +30,18 @@ _ELSE = "name another --output, or move it away"
 
 
 class OutputLines:
-    """A file of completions that grows line by line and is locked while it is open. Existing completions are not written again.
+    """A file of completions to which lines are appended; it is locked while it is open. Existing completions are not written again.
 
-    Every line holds ``index`` and ``input`` (the prompt's number and mark), ``options`` (the settings that decide its text), and
-    ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further down. The
-    second line is the valid one, and replaces the first line when the file is closed after a run without an exception. The file is
-    not changed before the first :meth:`write`, which also drops an incomplete last line.
+    Every line holds ``index`` and ``input`` (the prompt's number and mark, a short hash), ``options`` (the settings that decide its
+    text), and ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further
+    down. The second line is the valid one, and replaces the first line when the file is closed after a run without an exception. The
+    file is not changed before the first :meth:`write`, which also drops an incomplete last line.
 
     Attributes:
         path: the file.
         done: the mark of every completed prompt, by number.
         failed: mark and error of every prompt that failed and was not completed since, by number.
-        options: all options with which prompts were completed, as JSON.
+        options: the different ``options`` of the completed prompts, as JSON.
 
     Raises:
         SettingsError: the file holds something else, cannot be written, or another process writes it.
@@ -52,7 +52,7 @@ class OutputLines:
         self.done: dict[int, str] = {}
         self.failed: dict[int, tuple[str, str]] = {}
         self.options: set[str] = set()
-        # Where all lines of a prompt that failed begin, and where the valid line of every prompt begins, by the prompt's number.
+        # By the prompt's number: where each line of a prompt that failed begins; and where the valid line of every prompt begins.
         self._places: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
         self._whole = 0  # size of the complete lines
@@ -103,7 +103,7 @@ class OutputLines:
             self._counts[number] = place
 
     def check(self, line: InputLine) -> bool:
-        """Whether the prompt is already completed. A prompt that failed is not completed, and its text may have changed since.
+        """Whether the prompt in `line` is already completed. A prompt that failed is not, and its text may have changed since.
 
         Raises:
             SettingsError: another prompt is completed under this number.
@@ -114,7 +114,7 @@ class OutputLines:
         return mark is not None
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises SettingsError if prompts were completed with other options."""
+        """Raises SettingsError if earlier runs completed prompts with options other than `options`."""
         for earlier in map(json.loads, self.options):
             different = [name for name in {**earlier, **options} if options.get(name) != earlier.get(name)]
             if different:
@@ -126,7 +126,7 @@ class OutputLines:
                 )
 
     def check_count(self, count: int) -> None:
-        """Raises SettingsError if the file has lines of prompts after the first `count` prompts."""
+        """Raises SettingsError if the file has a line for a prompt whose number is `count` or more."""
         if max(self.done, default=-1) >= count or max(self.failed, default=-1) >= count:
             raise SettingsError(f"{self.path} was written from a longer input: {_ELSE}")
 
@@ -157,7 +157,7 @@ class OutputLines:
         self._note(item, place)
 
     def _merge(self) -> None:
-        """Gives every prompt one line, in a new file that replaces the old file when the new one is complete.
+        """Writes a new file with one line per prompt, and replaces the old file by it. Does nothing if each prompt has one line.
 
         Raises:
             OSError: the new file cannot be written; the old file is unchanged.
@@ -216,7 +216,7 @@ class OutputLines:
             self._end()
 
     def _end(self) -> None:
-        """Closes the file, and removes it if this object created it and wrote no line."""
+        """Closes the file. Removes the file if this object created it and wrote no line."""
         try:
             if self._new and not self._whole:
                 with suppress(OSError):
@@ -270,7 +270,7 @@ def locked(file: io.FileIO) -> bool:
 
 
 def _ours(line: bytes) -> dict[str, Any] | None:
-    """The parsed line, if it is a complete line that this class wrote."""
+    """The parsed line if it is a complete line of :class:`OutputLines`, else None."""
     try:
         item = json.loads(line)
     except (ValueError, RecursionError):
@@ -283,7 +283,7 @@ def _ours(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_cut(line: bytes, behind: bool) -> bool:
-    """Whether a line without an end was written by this class and cut off. behind: whether complete lines come before it."""
+    """Whether a line without a line end is the beginning of a line of :class:`OutputLines`. behind: whether lines come before it."""
     if behind and (_FIRST.startswith(line) or not line.strip(b"\0")):
         return True  # a few bytes, or the null bytes that some file systems leave after a power cut
     rest = line.removeprefix(_FIRST).lstrip(b"0123456789")

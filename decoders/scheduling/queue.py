@@ -30,7 +30,7 @@ class Waiting:
         self.expiry = min(self.expiry, generation.expires)
 
     def next(self) -> Generation:
-        """Takes the next request."""
+        """Removes the next request, and returns it."""
         return heapq.heappop(self._heap)[2]
 
     def remove(self, generation: Generation) -> bool:

@@ -36,7 +36,7 @@ _FORKED = "the scheduler belongs to the process that this one was forked from: m
 GATHERING = 0.002
 #: Greatest number of seconds that the first requests wait for others.
 LONGEST_GATHERING = 0.05
-#: A scheduler with `first` has the model for this many times as long as all other users of the model together.
+#: A scheduler with `first` uses the model for this many times as long as all other users of the model together.
 FIRST_SHARE = 2
 
 
@@ -58,9 +58,9 @@ class Scheduler:
         slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: greatest number of requests that wait.
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
-        first: whether this scheduler goes before other schedulers and calls on the model: while it has work, the others get a third
-            of the time. Otherwise all take turns.
-        defaults: arguments of ``generate`` for requests that do not give them.
+        first: whether this scheduler goes before other schedulers and calls on the model: while it has work, all others together get a
+            third of the time. If False, all take turns.
+        defaults: arguments of ``generate`` for requests that do not set them.
 
     Raises:
         SettingsError: a size below one, or a setting that no request can have. UnknownNameError: no strategy has the name.
@@ -114,17 +114,17 @@ class Scheduler:
         Args:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
             priority: requests with a higher priority go first; ties are served in order of arrival.
-            deadline: seconds from now after which the request ends with a DeadlineError.
+            deadline: seconds from now after which an unfinished request ends with a DeadlineError; None for no deadline.
             wait: whether to wait for room in a full queue.
-            top_logprobs: keep the log probability of every token and of this many likeliest tokens, in :attr:`Generation.logprobs`;
-                0 or more.
+            top_logprobs: how many likeliest tokens' log-probabilities to return besides each new token's own, in
+                :attr:`Generation.logprobs`; 0 or more; None for no log-probabilities.
             cache_salt: requests with different salts share nothing that reveals their texts: neither keys and values of common
                 prompt beginnings, nor what strategies learn from texts.
             arguments: arguments of ``generate``.
 
         Raises:
             QueueFull: the queue is full. CancelledError: the scheduler is closed, or belongs to another process.
-                ContextLengthError: prompt and new tokens exceed `slots`.
+            ContextLengthError: prompt and new tokens exceed `slots`.
             SettingsError, InputError: a wrong value. Errors of ``generate`` for the arguments are raised as they are.
         """
         refuse_misspelt(arguments, self.submit)
@@ -225,7 +225,7 @@ class Scheduler:
 
     @contextmanager
     def _comes(self) -> Iterator[None]:
-        """A context that counts a request in `_coming` while it is being prepared for the queue."""
+        """A context in which one more request is being prepared for the queue (`_coming`)."""
         with self._changed:
             self._coming += 1
         try:
@@ -248,7 +248,7 @@ class Scheduler:
         return self._waiting.all() + admitting + active
 
     def _abandon(self) -> None:
-        """Ends the scheduler in a forked child: its thread does not exist there, and its lock may be held by a thread of the parent."""
+        """Ends the scheduler in a forked child, which has no decoding thread, and where a thread of the parent may hold the lock."""
         self._changed = threading.Condition()
         self._closing = self._forked = True
         self._ended = threading.Event()
@@ -261,7 +261,7 @@ class Scheduler:
     # Run by the scheduler's thread:
 
     def _idle(self, seconds: float) -> bool:
-        """Waits for work; returns False once the scheduler is closed and idle."""
+        """Waits up to `seconds` for work. Returns False once the scheduler is closed and has no work left."""
         with self._changed:
             if not (self._waiting or self.running or self._closing):
                 release_threads()
@@ -269,7 +269,7 @@ class Scheduler:
             return bool(self._waiting or self.running or not self._closing)
 
     def _turn(self) -> None:
-        """Makes one round. With `first`, makes rounds for :data:`FIRST_SHARE` times as long as it has waited for the model."""
+        """Runs one round. With `first`, runs rounds for :data:`FIRST_SHARE` times as long as the scheduler has waited for the model."""
         self._gather()
         if not self.first:
             self._round()
@@ -281,7 +281,7 @@ class Scheduler:
                 self._round()
 
     def _round(self) -> None:
-        """Ends cancelled and late requests, admits waiting requests, and makes a step of every lane."""
+        """Ends cancelled and late requests, gives rows to waiting requests, and runs a step of every lane."""
         self._sweep()
         self._admit()
         self.steps += self._lanes.step()
@@ -291,7 +291,7 @@ class Scheduler:
         now = time.monotonic()
         over = []
         with self._changed:
-            # Otherwise no waiting request has to end here: `Generation.cancel` itself takes its request from the queue.
+            # At other times no waiting request has to end here: `Generation.cancel` itself removes its request from the queue.
             if now >= self._waiting.expiry or self._closing:
                 over = self._waiting.take_over(now)
                 self._changed.notify_all()
@@ -300,7 +300,7 @@ class Scheduler:
         self._lanes.sweep(now)
 
     def _gather(self) -> None:
-        """If no request runs yet, waits a moment for further requests, since an empty row costs more than this wait."""
+        """If no request runs yet, waits a moment for further requests, since steps with empty rows cost more than this wait."""
         until = time.monotonic() + LONGEST_GATHERING
         with self._changed:
             while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:
@@ -346,7 +346,7 @@ class Scheduler:
 
 
 def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
-    """The thread's function. It refers to the scheduler only while there is work, so that an unused scheduler can be freed."""
+    """The thread's function. It holds the scheduler for one wait and turn at a time, so that an unused scheduler can be freed."""
     error: BaseException | None = None
     try:
         try:

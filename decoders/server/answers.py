@@ -1,6 +1,6 @@
 """Builds the answers of all routes: text, log probabilities and usage, as one JSON object or as server-sent events.
 
-If a client disconnects, its requests are cancelled.
+A client's request asks for one or more texts (choices). Each choice is a request of a scheduler, cancelled if the client disconnects.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class TextToken:
 
 
 class Growing:
-    """A choice that is being decoded, with its text so far.
+    """A choice (one text of an answer) while it is decoded, with its text so far.
 
     Attributes:
-        choice: the choice.
-        text: the choice's text so far.
+        choice: the choice and its tokens.
+        text: converts the choice's tokens to text.
         seen: number of the choice's tokens that :meth:`read` has processed.
     """
 
@@ -58,11 +58,13 @@ class Growing:
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling = spelling
-        # Tokens whose text is not shown yet, and the number of tokens whose place in the text is known.
+        # Tokens that `read` has not returned yet, and the number of the choice's tokens whose place in the text is known.
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """Returns the new text that may be shown, and its tokens. There are no tokens if log probabilities were not requested."""
+        """Returns the new text that may be sent, in spans, and its tokens (none if log probabilities were not requested). ended: the
+        choice has ended, so no text is held back.
+        """
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
         self.seen = len(tokens)
@@ -86,7 +88,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """The number of held-back tokens whose text has been shown."""
+        """How many of the tokens in `_tokens` to return now: those whose text has been shown."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -111,11 +113,11 @@ class Growing:
 
 
 class Answer(ABC):
-    """The answer to a request that is being decoded.
+    """The answer to a client's request, built while its choices are decoded.
 
     Attributes:
         job: the client's request.
-        special: special tokens that appear in the text by name, because the server searches the text for markers that contain them.
+        special: special tokens that appear in the text by name, because they are part of markers of thoughts or function calls.
     """
 
     special: frozenset[int] = frozenset()
@@ -131,7 +133,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The whole answer, once every choice has ended."""
+        """The whole answer as a JSON object; called after every choice has ended."""
 
     @abstractmethod
     def first_events(self) -> bytes:
@@ -139,18 +141,18 @@ class Answer(ABC):
 
     @abstractmethod
     def next_events(self, growing: Growing, ended: bool) -> bytes:
-        """The events of a stream for new text of a choice, if there is any."""
+        """The events of a stream for new text of a choice; empty if there is none. ended: whether the choice has ended."""
 
     @abstractmethod
     def last_events(self) -> bytes:
         """The events of a stream after every choice has ended."""
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The event of a stream that ends with an error."""
+        """The event that ends a stream after an error."""
         return event(refusal.body)
 
     def usage(self) -> dict[str, Any]:
-        """The ``usage`` object: counts of tokens."""
+        """The field ``usage``: numbers of prompt tokens, new tokens and draft tokens, and further figures."""
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
@@ -162,14 +164,14 @@ class Answer(ABC):
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """The field ``decoders``, which says for each span whether its token was drafted; empty if the request did not ask for it."""
+        """The field ``decoders``: each span's text, and whether its token was drafted; empty if the request did not ask for it."""
         if not self.body.drafted:
             return {}
         return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
 
 
 class ChoicesAnswer(Answer):
-    """An answer that consists of choices, streamed in chunks.
+    """An answer in OpenAI's form with a list ``choices``, which is streamed in chunks.
 
     Attributes:
         kind: the field ``object`` of the whole answer.
@@ -185,7 +187,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        """The chunks of a choice before its text: one chunk or none."""
+        """The chunks to send before a choice's text: a list of one chunk, or empty."""
 
     @abstractmethod
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
@@ -216,7 +218,7 @@ class ChoicesAnswer(Answer):
 
 
 def joined(spans: Sequence[Span]) -> str:
-    """The joined text of spans."""
+    """The text of all `spans` together."""
     return "".join(span.text for span in spans)
 
 
@@ -232,10 +234,10 @@ async def gone(receive: Receive) -> None:
 
 
 async def settled(answer: Answer, receive: Receive) -> None:
-    """Waits until an answer is complete; cancels it if the client disconnects.
+    """Waits until every choice of an answer has ended and is validated; cancels the choices if the client disconnects.
 
     Raises:
-        Refusal: the client disconnected. Errors of the answer's requests are raised as they are.
+        Refusal: the client disconnected. Errors of the choices are raised as they are.
     """
 
     async def ended() -> None:
@@ -266,7 +268,7 @@ def event(content: dict[str, Any], name: str | None = None) -> bytes:
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
-    """Yields the events of an answer while its text is generated. Raises the errors of the answer's requests."""
+    """Yields the events of an answer while its choices are decoded. Raises the errors of the choices."""
     news, choices = asyncio.Event(), answer.job.choices
     growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time
@@ -300,18 +302,18 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 except TimeoutError:  # no event was sent for KEEP_ALIVE seconds; text of new tokens may be held back
                     sent = clock()
                     yield b": waiting\n\n"
-        # In a thread, because for a response that is kept, `last_events` serializes the whole conversation.
+        # In a thread, because `last_events` serializes the whole conversation if the response is kept.
         yield await answer.service.run(answer.service.threads, answer.last_events)
     finally:
         answer.job.cancel()
 
 
 class EventStream(Response):
-    """The HTTP response that streams an answer's events. If the client disconnects, the answer's requests are cancelled.
+    """The HTTP response that streams an answer's events. If the client disconnects, the answer's choices are cancelled.
 
     Args:
         answer: the answer that is streamed.
-        on_end: called when the stream ends, with the error that ended it or None. Returns the refusal that the client gets.
+        on_end: called when the stream ends, with the error that ended it or None; returns the refusal to send (None: no refusal).
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""The routes of the server."""
+"""The server's HTTP routes, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -126,9 +126,11 @@ async def _answered(
     service: Service, request: Request, kind: type[A], start: Callable[[Service, B, Arrival], Answer],
     converted: Callable[[A, Arrival], B] | None = None,
 ) -> Response:  # fmt: skip
-    """Reads a request's body, submits its choices to the scheduler, and returns the response: the whole answer or a stream.
+    """Reads a request's body, submits its choices to the scheduler, and returns the response: the whole answer, a stream, or an error.
 
     Args:
+        kind: class of the parsed body.
+        start: submits the choices and returns the answer.
         converted: converts the parsed body to the body that `start` takes; None if `start` takes the parsed body.
     """
     endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
@@ -170,7 +172,7 @@ async def _answered(
         if len(content) > LARGE:
             with service.waits():
                 begun: Any = await prepared(service.patient, service.seconds(), lambda: begin(content))
-                # Delays the answer only: its requests are already being decoded.
+                # Delays the answer only: its choices are already being decoded.
                 await asyncio.sleep(service.pace.delay(request.scope[SPENT]))
         else:
             begun = await prepared(service.threads, service.seconds(), lambda: begin(content))
@@ -211,7 +213,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels the requests of an answer if nobody waits for the answer any more."""
+        """Cancels the choices of the answer in `late`, which came after the wait for it had ended."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
@@ -239,7 +241,7 @@ def _refused(error: Refusal) -> JSONResponse:
 
 
 def _endpoint(path: str) -> str:
-    """The metrics' label of a path. Unknown paths share one label, so that clients cannot create labels."""
+    """The value of the metrics' label ``endpoint`` for a path. Unknown paths share one value, so that clients cannot create more."""
     return path.removeprefix("/v1/") if path in _ROUTES else "other"
 
 

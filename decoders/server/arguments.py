@@ -1,4 +1,4 @@
-"""Sampling, penalties and stop strings of a body, as arguments of ``generate``."""
+"""Converts sampling fields, penalties, biases and stop strings in a request's body to arguments of ``generate``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_TEMPERATURE = 1e-5
 
 
 def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
-    """Sampling arguments of ``generate``. For a body without sampling fields, the model's generation config applies."""
+    """The sampling arguments of ``generate`` for a body. The model's generation config gives the values that the body leaves out."""
     given = [value for value in (body.temperature, body.top_p, body.top_k, body.min_p) if value is not None]
     more = {"repetition_penalty": body.repetition_penalty} if body.repetition_penalty not in (None, 1) else {}
     if not given:
@@ -54,8 +54,8 @@ class Stops:
 
     Attributes:
         strings: the stop strings.
-        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings holds the names of
-            these special tokens, and no other special tokens.
+        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings contains these
+            tokens by name, and no other special tokens.
     """
 
     strings: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Stops:
 
 
 def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
-    """The tokens of `special` whose full name occurs in a text of `texts`."""
+    """Those tokens of `special` (token ids by name) whose full name occurs in one of the `texts`."""
     texts = tuple(texts)
     return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 

@@ -30,7 +30,7 @@ INSTEAD = {
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
 }
-#: The share of the new tokens that a thought may take, by reasoning effort; None: no bound.
+#: The greatest share of a thought (reasoning text) in the new tokens, by reasoning effort; None: no limit.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 #: Fields and the values with which they have no effect. ``best_of`` has no effect if it equals n.
@@ -53,7 +53,7 @@ Several = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Part(BaseModel):
-    """Base of all parts of a body: unknown fields are errors, and values are not converted."""
+    """Base class of the JSON objects in a body: unknown fields are errors, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -68,7 +68,7 @@ class Part(BaseModel):
 
 
 class StreamOptions(Part):
-    """Options of a stream. include_usage: whether a last chunk with the usage is sent."""
+    """Options of a stream. include_usage: whether the stream ends with a chunk that contains ``usage`` (numbers of tokens)."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -87,8 +87,8 @@ class JsonObjectFormat(Part):
 
 
 class NamedSchema(Part):
-    """A JSON schema with a name. Without ``schema``, any object is allowed. If a grammar cannot express some of the schema's rules,
-    ``strict: false`` has these rules checked in the finished text; otherwise the schema is refused.
+    """A JSON schema with a name. Without ``schema``, any object is allowed. If a grammar cannot express some of the schema's rules, the
+    schema is refused; with ``strict: false`` it is accepted, and the finished text is checked against these rules.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
@@ -114,7 +114,7 @@ class RegexFormat(Part):
 
 
 class GrammarFormat(Part):
-    """Text that a grammar allows. The grammar is given in Lark's notation, or by its name in the library."""
+    """Text that a grammar allows: a grammar in Lark's notation, or the name of a grammar of this package."""
 
     type: Literal["grammar"]
     grammar: str | None = None
@@ -139,7 +139,7 @@ class Asked(Part):
     """The fields that all routes have. Sampling fields that a body leaves out take their values from the model's generation config.
 
     Attributes:
-        instead: fields that the route refuses, and what the client can do instead.
+        instead: the fields that the route refuses, each with advice on what the client can do instead.
         names: maps the field names in refusals to this route's names, for fields whose names differ.
     """
 
@@ -176,8 +176,8 @@ class Asked(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
-        """Checks the length of lists, then drops fields that are null or have a value without effect. The validation context maps field
-        names to the checks.
+        """Checks the lengths of lists, then drops fields that are null or have a value without effect. The validation context holds
+        the checks: functions by field name.
         """
         if not isinstance(given, dict):
             return given
@@ -196,7 +196,7 @@ class Asked(Part):
 
 
 class Body(Asked):
-    """The fields of completions and chat."""
+    """The fields that completions and chat have in common."""
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -205,18 +205,18 @@ class Body(Asked):
 
     @property
     def most_tokens(self) -> int | None:
-        """The requested number of new tokens; None if the body gives none."""
+        """The requested greatest number of new tokens; None if the body sets none."""
         return self.max_tokens
 
     @property
     def tokens_field(self) -> str:
-        """The name of the field that gives the number of new tokens."""
+        """The name of the field that sets :attr:`most_tokens`, for errors."""
         return "max_tokens"
 
     @property
     @abstractmethod
     def listed(self) -> int | None:
-        """The number of likeliest tokens that are listed for each token; None: no log probabilities are listed."""
+        """How many of the likeliest tokens to return at each position, with log probabilities; None: return no log probabilities."""
 
     @property
     def heavy(self) -> bool:
@@ -225,7 +225,7 @@ class Body(Asked):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with usage."""
+        """Whether a stream ends with a chunk that contains ``usage``."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -272,7 +272,7 @@ class ToolName(Part):
 
 
 class NamedTool(Part):
-    """The name of a tool."""
+    """A tool, given by its function's name."""
 
     type: Literal["function"]
     function: ToolName
@@ -294,7 +294,7 @@ class ToolChoice(Part):
 
 
 class Message(BaseModel):
-    """A message of a conversation. Other fields of assistants' messages, such as annotations, are ignored."""
+    """A message of a conversation. Unknown fields are ignored, such as ``annotations`` of assistants' messages."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 

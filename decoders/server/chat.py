@@ -36,7 +36,8 @@ def submitted(
         kind: prefix of the answer's id.
 
     Returns:
-        The job, the functions that may be called, and how thoughts are separated from the answer.
+        The request with its choices, the functions that may be called (None: none), and how thoughts are separated from the answer
+        (None: they are not).
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
@@ -81,7 +82,7 @@ class Conversing(Answer):
         self._turns: dict[int, Turn] = {}
 
     def turn(self, growing: Growing) -> Turn:
-        """The turn that parses the text of a growing choice."""
+        """The :class:`Turn` that parses the text of a choice, the same object in every call."""
         return self._turns.setdefault(growing.choice.index, Turn(growing, self.reasoning, self.calling))
 
     def usage(self) -> dict[str, Any]:

@@ -48,8 +48,8 @@ class ClientSettings:
         the operator's limits.
 
         Args:
-            strategy: a name, or several joined by ``+``. Settings of strategies not named here are refused later, when the strategy is
-                created.
+            strategy: a name, or several joined by ``+``. Settings in `config` for other strategies are refused later, when `strategy`
+                is created.
         """
         for cls, values, place in _parts(strategy, config):
             for name, value in values.items():
@@ -108,7 +108,7 @@ def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Stra
 
 
 def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
-    """Parses ``"suffix.remember=0..100000"`` to strategy, setting and bounds."""
+    """Parses ``"suffix.remember=0..100000"``. Returns strategy and setting as a pair, and (minimum, maximum) or None without bounds."""
     place, equals, limits = text.partition("=")
     strategy, dot, name = place.strip().partition(".")
     if not dot:

@@ -92,7 +92,7 @@ class Completion(ChoicesAnswer):
         }
 
     def _likeliest(self, chosen: TextToken) -> dict[str, float]:
-        """The log probabilities of the likeliest tokens and of the chosen token."""
+        """The log probabilities of the likeliest tokens and of the chosen token, by the tokens' names, likeliest first."""
         values = {_key(chosen.data): chosen.logprobs.logprob}
         for token, value in chosen.logprobs.top:
             if token != chosen.logprobs.token:

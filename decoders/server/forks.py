@@ -1,5 +1,5 @@
-"""Runs each task of the :mod:`.workshop` in a forked process. The forked process is killed when nobody waits for its result any more,
-or when it exceeds its limits.
+"""Runs each task of the :mod:`.workshop` (compiling a grammar, validating a text) in a forked process. The process is killed when
+nobody waits for its result any more, or when it exceeds its limits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from ..constraints import Vocabulary, compiled, regex
 from ..errors import GrammarError
 
-#: Limits of a forked process: processor seconds beyond its task's own limit, and MiB beyond the memory that it has at its start.
+#: Limits of a forked process: processor seconds in addition to its task's own limit, and MiB in addition to its memory at the start.
 SPARE_SECONDS, MEGABYTES = 1, 1024
-#: Added to the niceness of the workshop's processes, so that decoding goes first.
+#: Added to the niceness of the workshop's processes, so that decoding has priority.
 NICE = 5
 #: Seconds between two calls of a :data:`Check`, while a thread waits for a result.
 PATIENCE = 0.05
@@ -80,14 +80,14 @@ def _remade(kind: type[Exception], arguments: tuple[Any, ...], held: dict[str, A
 
 
 def pickled(value: Any) -> bytes:
-    """`value` as a message, without the vocabulary."""
+    """`value`, pickled without the vocabulary."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
-    """The value in a message of :func:`pickled`."""
+    """The value that :func:`pickled` has converted to `content`. vocabulary: takes the place of the value's vocabulary."""
     return _Unpickler(content, vocabulary).load()
 
 
@@ -104,7 +104,7 @@ def work(descriptor: int) -> None:
             compiled(regex(pattern), vocabulary, backend)
     gc.collect()
     gc.freeze()
-    running: dict[Any, Any] = {}  # the forked process that answers each client
+    running: dict[Any, Any] = {}  # the forked process of each task, by the connection for its result (the client)
     with socket.socket(fileno=descriptor) as control:
         while True:
             ends: dict[Any, Any] = {process.sentinel: client for client, process in running.items()}
@@ -149,7 +149,7 @@ def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabu
 
 
 def _limit(seconds: int) -> None:
-    """Limits this process's processor time, and the memory that it may take in addition to its present size."""
+    """Limits this process's processor time, and the memory that it may allocate in addition to its present size."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -91,7 +91,7 @@ class Calling:
 
     Attributes:
         tools: the tools that may be called.
-        style: how calls are written.
+        style: how the model writes calls.
         required: whether the answer must be a call; otherwise it may be text.
         several: whether the answer may contain more than one call.
         named: whether the request names one function, which must be called.
@@ -139,7 +139,7 @@ class Calling:
 
     @property
     def spec(self) -> Spec:
-        """The grammar of the answer."""
+        """The grammar of the answer, which allows calls and, unless a call is required, text."""
         text = spec_of(self.format) if isinstance(self.format, Part) else self.format
         assert not isinstance(text, CompiledGrammar)
         return self._calls.spec(text)
@@ -159,7 +159,7 @@ class Calling:
 
 
 def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
-    """The mode of `choice` (``named``, ``auto`` or ``required``) and the names that it allows.
+    """The mode of `choice` (``named``, ``auto`` or ``required``) and the names of the tools that it allows.
 
     Raises:
         Refusal: a name is not in `names`, or no name is given.
@@ -179,7 +179,7 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """The format of an answer that may also be calls; None: free text.
+    """The format of text in an answer that may also consist of calls; None: free text.
 
     Raises:
         Refusal: no grammar can combine the format with calls.

@@ -11,15 +11,15 @@ from typing import Any
 from ..prompts.templates import CallStyle
 from .refusals import Refusal
 
-#: Separates several thoughts, or several texts, that are joined to one.
+#: Separates thoughts that are joined to one thought, and texts that are joined to one text.
 JOINT = "\n\n"
 
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
     """Parses a call in an assistant's message. Returns the function's name, the arguments, the arguments' JSON text (None if they were
-    given as an object), and the call's id.
+    given as an object), and the call's id. place, number: the message's and the call's index, for errors.
 
-    Imperfect calls that a model wrote are accepted: an incomplete last member of cut arguments is dropped, numbers too large for
+    Imperfect calls that a model wrote are accepted: truncated arguments lose their incomplete last member, numbers too large for
     JSON parsers are clamped, and lone surrogates are replaced.
 
     Raises:
@@ -40,7 +40,9 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
 
 
 def _read(text: str) -> tuple[Any, str]:
-    """The value of a JSON text, and the text that was parsed. A cut text is closed before it is parsed. Raises ValueError."""
+    """The value of a JSON text, and the parsed text. A truncated text is first closed after its last complete member. Raises
+    ValueError.
+    """
     text.encode()
     try:
         return json.loads(text, parse_float=_number, parse_int=_number), text
@@ -55,12 +57,12 @@ def _number(text: str) -> int | float:
     return max(min(float(text), sys.float_info.max), -sys.float_info.max)
 
 
-#: A JSON string, which may be cut where the text ends, or a punctuation mark of an object or list.
+#: A JSON string, possibly truncated by the end of the text, or a punctuation mark of an object or list.
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],]', re.DOTALL)
 
 
 def _closed(text: str) -> str:
-    """A cut JSON object or list, closed after its last complete member."""
+    """A truncated JSON object or list, closed after its last complete member."""
     open, end = list[str](), 0
     for found in _MARKS.finditer(text):
         mark = found[0]
@@ -75,7 +77,7 @@ def _closed(text: str) -> str:
 
 
 def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns `arguments` with lone surrogates replaced, since templates serialize them again. Raises ValueError for NaN."""
+    """Returns `arguments` without lone surrogates, which templates could not serialize again. Raises ValueError for NaN."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -91,7 +93,7 @@ class Links:
     Each object serves one conversation, whose messages must be passed in order.
 
     Args:
-        style: which ids the template takes.
+        style: gives the form of ids that the template takes.
     """
 
     def __init__(self, style: CallStyle) -> None:
@@ -101,7 +103,7 @@ class Links:
         self._waiting = dict[str, None]()  # calls without an answer
 
     def called(self, name: str, id: Any) -> str:
-        """The template's id of a call; calls without an id get a new one."""
+        """Adds a call of function `name` and returns its id in the template's form: `id` converted, or a new id if `id` is None."""
         number = len(self._names)
         given = f"call_{number}" if id is None else str(id)
         own = self._own[given] = self.style.id_of(given, name, number)
@@ -110,8 +112,8 @@ class Links:
         return own
 
     def answered(self, id: str | None) -> dict[str, str]:
-        """The call's id and function name, as fields of the tool message that answers the call. Without an `id`, the message answers
-        the oldest unanswered call.
+        """The fields of a tool message that identify the answered call: the call's id and, if known, the function's name. A message
+        without an `id` answers the oldest unanswered call; the result is empty if there is none.
         """
         own = next(iter(self._waiting), None) if id is None else self._own.get(id) or self.style.id_of(id)
         if own is None:
@@ -121,7 +123,7 @@ class Links:
 
 
 def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the conversation with one call per message. Each of these messages is followed by the answer to its call."""
+    """Returns the conversation with one call per message, and after each message with a call the answer to this call."""
     split, place = list[dict[str, Any]](), 0
     while place < len(messages):
         message, place = messages[place], place + 1

@@ -47,7 +47,7 @@ class Arrival:
     gone: bool = False
 
     def left(self, seconds: float) -> float:
-        """How many of `seconds` are left, counted from the arrival."""
+        """The seconds that are left of a limit of `seconds`, which began with the arrival; negative after the limit."""
         return seconds - (time.monotonic() - self.moment)
 
     def check(self, seconds: float) -> None:
@@ -85,7 +85,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Pace:
     """Delays answers without new tokens (refusals, /health, …), so that a flood of these answers does not slow down decoding.
 
-    A client waits for its answer before it asks again, so delayed answers bound the server's time that a client can take.
+    A client waits for its answer before it asks again, so delayed answers bound how much of the server's time a client can use.
 
     Args:
         longest: longest delay in seconds.
@@ -95,7 +95,7 @@ class Pace:
         self.longest, self._until = longest, 0.0
 
     def delay(self, seconds: float) -> float:
-        """The delay in seconds of an answer that took `seconds` to compute."""
+        """Adds an answer that took `seconds` to compute, and returns the number of seconds by which to delay it."""
         now = time.monotonic()
         self._until = min(max(self._until, now - BURST / IDLE_SHARE) + seconds / IDLE_SHARE, now + self.longest)
         return max(self._until - now, 0.0)
@@ -114,17 +114,17 @@ class Limits:
         body: greatest number of bytes of a body.
         prompt_tokens: greatest number of tokens of a prompt.
         new_tokens: greatest number of new tokens per choice.
-        choices: greatest product of number of prompts and n.
+        choices: greatest number of choices of a request (number of prompts times n).
         deadline: seconds that a request may take, including its time in the queue; a request may ask for less.
         rows: greatest number of requests that are decoded at a time, per strategy.
         slots: greatest number of tokens of a row, prompt and new tokens together.
         queue: greatest number of waiting requests, per strategy.
-        schedulers: greatest number of strategies at a time, in addition to the default strategy.
+        schedulers: greatest number of strategies that have a scheduler at a time, in addition to the default strategy.
         constrained: greatest number of slow requests (large, with images or with new grammars) that wait to be prepared.
         connections: greatest number of connections at a time.
         read: seconds within which a request's head has to arrive; its body gets the same time.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
-            strategies learn.
+            strategies have learned.
         client_settings: the strategies' settings that a request may set, see
             :class:`~decoders.server.client_settings.ClientSettings`.
     """
@@ -146,7 +146,7 @@ class Limits:
 
     @property
     def most_values(self) -> int:
-        """The number of commas and opening brackets that a body may hold."""
+        """The greatest number of commas and opening brackets in a body."""
         return VALUES + 8 * self.prompt_tokens
 
     def check_values(self, content: bytes) -> None:
@@ -157,8 +157,8 @@ class Limits:
             raise Refusal(400, message, code="too_many_values")
 
     def check_texts(self, count: int, param: str = "n") -> None:
-        """Raises Refusal if a request asks for more choices than allowed, or for more choices than fit into the queue. param: the field
-        that the refusal names.
+        """Raises Refusal if the number of a request's choices (`count`) exceeds its limit, or the number that fits into rows and queue.
+        param: the field that the refusal names.
         """
         most = min(self.choices, self.queue + self.rows)
         if count > most:
@@ -166,12 +166,14 @@ class Limits:
             raise Refusal(400, message, param=param, code="too_many_choices")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
-        """The refusal of a prompt with too many `tokens`. slots: greatest number of tokens of a row."""
+        """The refusal of a prompt that is too long. tokens: its number of tokens, as text. slots: most tokens that fit a row."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
     def list_checks(self, slots: int) -> dict[str, Callable[[list[Any]], None]]:
-        """Checks of the length of lists in a body, by field name, which run before the items are validated."""
+        """For each field that holds a list, a function that checks the list's length before its items are validated. slots: greatest
+        number of tokens of a row.
+        """
 
         def prompt(given: list[Any]) -> None:
             if given and not isinstance(given[0], int):
@@ -185,7 +187,7 @@ class Limits:
 
 
 def values(content: bytes) -> int:
-    """An upper bound of the number of values in a JSON text: its commas and opening brackets."""
+    """The number of commas and opening brackets in a JSON text, which bounds its number of values."""
     return sum(map(content.count, (b",", b"[", b"{")))
 
 

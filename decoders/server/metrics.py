@@ -10,8 +10,8 @@ from ..scheduling.generation import Generation
 from .pool import SchedulerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Greatest number of labels of strategies; further strategies share the label "other". Clients can merge a few strategies in
-#: thousands of orders.
+#: Greatest number of strategies with a label of their own; further strategies share the label "other". (Clients can merge a few
+#: strategies in thousands of orders.)
 NAMED = 32
 #: Number of positions in a draft for which accepted tokens are counted.
 POSITIONS = 32
@@ -81,10 +81,10 @@ class Metrics:
             Gauge(name, text, registry=registry).set_function(value)
         self._names: set[str] = set()
         self._recent: list[tuple[float, int]] = []
-        self.seconds = 1.0  # moving mean of the seconds of a request
+        self.seconds = 1.0  # moving mean of the seconds that a request takes
 
     def ended(self, generation: Generation) -> None:
-        """Counts a request that a scheduler has ended. Called in the decoding thread."""
+        """Adds the figures of a request that has ended. Called in the decoding thread."""
         now, times = time.monotonic(), generation.times
         self.whole.observe(now - generation.submitted)
         self.seconds += 0.1 * (now - generation.submitted - self.seconds)

@@ -33,7 +33,9 @@ class Offered:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the strategies that run here. A strategy that needs heads or a network is tried out: it generates one token."""
+        """Names of the strategies that run here. The first call tries out every strategy that needs heads or layers: each generates
+        a token.
+        """
         known = registry().strategies()
         able = {name for name, entry in known.items() if self._can_run(name, entry.cls)}
         return sorted(able | {self._pool.default} & known.keys())

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Entry:
-    """A scheduler and its requests.
+    """A scheduler and its requests. Each request has a number, its turn: waiting requests with smaller turns are decoded first.
 
     Attributes:
         key: the scheduler's strategy and settings, as JSON.
-        outstanding: the scheduler's unfinished requests, each with its turn in the queue.
+        outstanding: the scheduler's unfinished requests, each with its turn.
         leases: number of requests that are being submitted.
-        used: the pool's count of requests when this scheduler got its latest request.
-        turn: the greatest turn among the requests that have got a row.
+        used: number of requests that the pool had received when this scheduler received its latest request.
+        turn: the greatest turn among the requests that have left the queue.
         turns: the turn of each client's latest request.
     """
 
@@ -45,7 +45,7 @@ class _Entry:
     turns: dict[str, int] = field(default_factory=dict)
 
     def next_turn(self, client: str) -> int:
-        """The turn of a new request of `client` in the queue: clients take turns, one request each (start-time fair queueing)."""
+        """The turn of a new request of `client`: requests of different clients alternate in the queue (start-time fair queueing)."""
         begun = [turn for generation, turn in self.outstanding.items() if generation.waited is not None]
         self.turn = max([self.turn, *begun])
         self.turns = {name: turn for name, turn in self.turns.items() if turn > self.turn}
@@ -84,10 +84,10 @@ class SchedulerPool:
         self, strategy: str | None, config: Mapping[str, Any] | None, prompt: list[int], on_done: Callable[[Generation], None],
         client: str = "", **arguments: Any,
     ) -> Generation:  # fmt: skip
-        """Puts a request in the queue of its strategy's scheduler.
+        """Puts a request in the queue of its strategy's scheduler, and returns it.
 
         Args:
-            client: the client's digest. Clients take turns, however many requests each has.
+            client: a name of the client. Requests of different clients alternate in the queue, however many requests each has.
             on_done: called in the decoding thread when the request is done.
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
 
@@ -138,8 +138,8 @@ class SchedulerPool:
         """The name and the settings of the strategy that a request runs with.
 
         Raises:
-            UnknownNameError, PluginError: the strategy was not found. Refusal: a setting has a wrong value, or clients may not set
-                it.
+            UnknownNameError, PluginError: the strategy was not found. Refusal: the strategies cannot be merged, a setting has a
+                wrong value, or clients may not set it.
         """
         given = dict(config or {})
         if strategy is None and not given:
@@ -158,7 +158,9 @@ class SchedulerPool:
         return name, settings
 
     def _make_room(self) -> None:
-        """If the pool is full, closes the idle scheduler that was used longest ago, except the default strategy's."""
+        """If the pool is full, closes the idle scheduler that was used longest ago, except the default strategy's. Raises Refusal if
+        no other scheduler is idle.
+        """
         others = [each for each in self._entries.values() if each.key != self._default_key]
         self._closing = [each for each in self._closing if each.is_alive()]
         if len(others) < self.most:
@@ -244,6 +246,6 @@ def _library() -> Any:
 
 
 def give_back() -> None:
-    """Returns freed memory to the system, because glibc keeps the heap of each decoding thread that has ended."""
+    """Returns freed memory to the operating system: glibc would keep the heaps of decoding threads that have ended."""
     if (library := _library()) is not None:
         library.malloc_trim(0)

@@ -25,14 +25,14 @@ class Conversations:
 
     Args:
         template: replaces the tokenizer's chat template.
-        thinking: begin and end markers of thoughts; by default the model's known markers.
-        tool_format: name of the format of calls; by default the template's format.
-        processor: the processor of a vision model; without one messages cannot have images.
+        thinking: begin and end markers of thoughts; None: the known markers of the tokenizer or the template.
+        tool_format: name of the format of function calls; None: the template's format.
+        processor: the processor of a vision model; None: messages cannot have images.
 
     Attributes:
         style: how the template writes calls.
         thinking: the markers of thoughts; None if they are not known.
-        messages: which messages the template takes.
+        messages: which roles' messages the template shows the model, and in which form.
         special: the special tokens by name.
     """
 
@@ -56,7 +56,7 @@ class Conversations:
 
     @property
     def reads_effort(self) -> bool:
-        """Whether the template reads a reasoning effort."""
+        """Whether the template uses the variable ``reasoning_effort``."""
         return "reasoning_effort" in str(self.template or self.tokenizer.chat_template or "")
 
     @property
@@ -66,14 +66,14 @@ class Conversations:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any], images: list[Any] | None = None
     ) -> str:  # fmt: skip
-        """Renders a conversation to text. The text ends where the content of the next message begins.
+        """Renders a conversation to text, which ends where the content of the model's answer begins.
 
         Args:
             variables: additional variables for the template.
             images: a list to which the messages' images are added; None refuses images.
 
         Raises:
-            Refusal: there is no template, or it rejects this conversation.
+            Refusal: there is no template, it rejects this conversation, or a variable or a part of a message is invalid.
         """
         if not self.has_template:
             message = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
@@ -181,7 +181,7 @@ class Conversations:
 def _introduced(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], style: CallStyle
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The conversation with a system message that lists the functions."""
+    """The conversation with a system message that lists the functions and shows how to call one."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     shape = style.format.written([("…", "{…}" if style.format.notation is None else '{"…": "…"}')])
     text = f"You may call functions. To call one, answer with nothing but {shape}. The functions:\n{listed}"
@@ -213,7 +213,11 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _text_of(
     content: str | list[dict[str, Any]] | None, place: int, images: list[Any] | None
 ) -> str | list[dict[str, Any]]:
-    """The text of a message; or, if it has images, its parts for the template. The images are added to `images`."""
+    """The text of a message or, if it has images, its parts for the template.
+
+    Args:
+        images: a list to which the images are added; None refuses images.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     parts = list[dict[str, Any]]()

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an assistant's turn.
+    """A part of the text of an assistant's turn.
 
     Attributes:
-        kind: a thought, an answer that may contain calls, or text without calls.
+        kind: a thought, an answer that may contain function calls, or text without calls.
         text: the part's text.
-        begin: offset of the part in the whole text.
-        first: offset of the part's begin marker in the whole text.
+        begin: offset of `text` in the turn's text.
+        first: offset at which the part begins, its begin marker included.
     """
 
     kind: Literal["thought", "answer", "text"]
@@ -51,10 +51,11 @@ class Reasoning:
     def of(
         body: ChatBody, conversations: Conversations, prompt: list[int], spelling: Spelling, most: int
     ) -> Reasoning | None:
-        """The reasoning of a request; None if no markers are known, or if the prompt already ends the thought.
+        """How to separate the thoughts in the answer to a request; None if no markers are known, or the thought ends in the prompt.
 
         Args:
-            most: greatest number of new tokens. A reasoning effort limits the thought to a share of these tokens.
+            most: greatest number of new tokens. A reasoning effort that the template does not use limits the thought to a share of
+                these tokens.
 
         Raises:
             Refusal: the request has a budget, but no markers are known.
@@ -111,7 +112,7 @@ _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
 def _messages(text: str, ended: bool) -> list[Part]:
-    """The messages of a text in the harmony format, as parts. The part of a call contains the message's head as well."""
+    """The messages of a text in the harmony format, as parts. A part that is a call also contains the message's header."""
     parts = list[Part]()
     if not ended and text in ("", "<"):
         return []

@@ -70,7 +70,7 @@ class Refusal(Exception):
 
     @property
     def outcome(self) -> str:
-        """The value of the label ``outcome`` that the metrics give to this refusal."""
+        """The value of the metrics' label ``outcome`` for this refusal."""
         named = {429: "queue_full", 504: "deadline", 503: "unavailable", 499: "cancelled"}
         return named.get(self.status, "failed" if self.status >= 500 else "refused")
 
@@ -155,9 +155,9 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error that the refusal explains. For a union this is the error of the branch whose validation got furthest."""
+    """The one of pydantic's errors `every` that the refusal explains; in a union, of the branch whose validation got furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
-    # A missing field may be present under a wrong name. Then the wrong name explains more than the missing field.
+    # A missing field may have been sent under a wrong name, and the error about this name explains more.
     if unknown is not None:
         return unknown
     first = every[0]["loc"]

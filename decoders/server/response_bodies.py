@@ -31,7 +31,7 @@ from .refusals import Refusal
 
 
 class FlatSchemaFormat(Part):
-    """JSON that conforms to a JSON schema, in this route's form."""
+    """JSON that conforms to a JSON schema. Unlike in chat requests, the schema's fields stand beside ``type``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
@@ -80,7 +80,7 @@ class FlatTool(Function):
 
 
 class FlatName(ToolName):
-    """The name of a function, in this route's form."""
+    """The name of a function. Unlike in chat requests, it stands beside ``type``."""
 
     type: Literal["function"]
 
@@ -149,15 +149,15 @@ class ResponseBody(Asked):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The input as items."""
+        """The input as a list of items: messages, function calls, outputs of functions, and thoughts."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, earlier: list[dict[str, Any]], large: bool = False) -> TurnBody:
-        """This request as a chat request.
+        """Converts this request to a chat request.
 
         Args:
-            earlier: the items of the conversation so far.
-            large: whether the earlier items have many bytes.
+            earlier: the items of the conversation before this request.
+            large: whether `earlier` has so many bytes that preparing the request takes long.
 
         Raises:
             Refusal: an item or a part of an item is not supported.
@@ -208,8 +208,8 @@ class TurnBody(ChatBody):
 
     Attributes:
         asked: the original body.
-        items: the items of the conversation so far, with the request's input.
-        large: whether the earlier items have many bytes.
+        items: the items of the conversation, up to the request's input.
+        large: whether earlier requests' items have so many bytes that preparing the request takes long.
     """
 
     asked: ResponseBody
@@ -288,7 +288,7 @@ def _string(item: dict[str, Any], name: str, place: str) -> str:
 
 
 def _parts(content: Any, place: str) -> str | list[dict[str, Any]]:
-    """The content of a user's message: a text or, if there are images, parts in the form of chat."""
+    """The content of a user's message: a text or, if there are images, parts in the form of chat requests."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return _text(content, place, "text and input_image")
     parts = list[dict[str, Any]]()
@@ -316,7 +316,7 @@ def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
 
     Args:
         read: the allowed types of parts, for error messages.
-        first: number of the first part.
+        first: number of the first part, for error messages.
     """
     if isinstance(content, str):
         return content

@@ -66,7 +66,7 @@ class Kept:
         return sum(self._sizes.values())
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keeps a response of `owner`, unless this response alone exceeds the greatest total size."""
+        """Stores a response of `owner` and the items of its conversation, unless they alone exceed the greatest total size."""
         kept = _Kept(json.dumps(response).encode(), json.dumps(_read(items)).encode())
         if kept.size > self.most:
             return
@@ -87,7 +87,7 @@ class Kept:
         return self._found(owner, id).response
 
     def items(self, owner: Owner, id: str) -> bytes:
-        """The items of a response's conversation including the response's output, as JSON.
+        """All items of a response's conversation, the response's output included, as JSON.
 
         Raises:
             Refusal: the response was not found.
@@ -122,7 +122,9 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `items` without thoughts that no later prompt contains: thoughts that no other item of the assistant follows."""
+    """Returns `items` without the thoughts that later prompts leave out. A prompt contains a thought only if a message or call of the
+    assistant follows the thought directly.
+    """
     following = [*items[1:], {}]
     return [
         each
@@ -132,7 +134,7 @@ def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arrival) -> TurnBody:
-    """`body` as a chat request, with the items of the previous response.
+    """`body` as a chat request, with the items of the conversation that it continues.
 
     Raises:
         Refusal: the previous response does not exist, its conversation is larger than a body may be, or an item is not supported.
@@ -160,7 +162,7 @@ def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Res
 
 
 class Response(Conversing):
-    """The answer to ``POST /v1/responses``: items, which are streamed as events while they grow.
+    """The answer to ``POST /v1/responses``: items (thoughts, messages, function calls), streamed as events while they grow.
 
     Args:
         kept: the store in which the response is kept.
@@ -217,7 +219,7 @@ class Response(Conversing):
         return event({"type": name, "sequence_number": number, **fields}, name)
 
     def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """The log probabilities of the tokens in text `number` that were not sent yet. From now on they count as sent."""
+        """Returns the log probabilities of those tokens of text `number` that were not sent yet, and marks them as sent."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]
@@ -229,7 +231,7 @@ class Response(Conversing):
         return entries
 
     def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
-        """Adds a piece to the growing item, or begins a new item."""
+        """Adds a piece to the growing item or to a new item, and returns the events."""
         content = b""
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
@@ -282,7 +284,7 @@ class Response(Conversing):
         return content
 
     def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
-        """Ends the growing item."""
+        """Ends the growing item and returns the events; empty if no item is growing."""
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None
@@ -306,7 +308,7 @@ class Response(Conversing):
         return content + self._event("output_item.done", output_index=index, item=item)
 
     def _finished(self) -> dict[str, Any]:
-        """The complete response. It is kept, unless the request has ``store: false``."""
+        """Returns the complete response, and keeps it unless the request has ``store: false``."""
         (choice,) = self.job.choices
         incomplete = self._turns[choice.index].finish_reason == "length"
         response = self._response("incomplete" if incomplete else "completed") | {"usage": self._usage()}

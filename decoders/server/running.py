@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 #: Greatest size in bytes of a request's line and headers.
 HEAD_BYTES = 32 << 10
-#: Length of the system's accept queue. asyncio accepts up to this many connections at a time, and each takes a descriptor.
+#: Length of the system's accept queue. asyncio accepts up to this many connections at a time; each needs a file descriptor.
 BACKLOG = 64
-#: Number of descriptors reserved for everything but connections.
+#: Number of file descriptors reserved for everything but connections.
 SPARE_DESCRIPTORS = 32
 #: Seconds between two logs of the same message, for messages that unknown clients can cause.
 SELDOM = 60.0
@@ -45,8 +45,8 @@ log = logging.getLogger("decoders.server")
 
 
 def most_connections(wanted: int) -> int:
-    """The number of connections to allow: `wanted`, or fewer if the process has too few file descriptors for them. A server without
-    a free descriptor would spin.
+    """The number of connections to allow: `wanted`, or fewer if the process has too few file descriptors for them. Without a free
+    descriptor, the server would try to accept a connection in a busy loop.
     """
     try:
         import resource
@@ -64,7 +64,7 @@ def most_connections(wanted: int) -> int:
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's h11 protocol with the bounds of `limits`. h11 itself bounds the size of a head."""
+    """A subclass of uvicorn's h11 protocol with the bounds of `limits`. h11 itself bounds the size of a request's head."""
     bounds = {"most": most_connections(limits.connections), "seconds": limits.read}
     return type("BoundedProtocol", (_Bounded,), bounds)
 
@@ -179,17 +179,17 @@ LAST_WORDS = 5
 
 
 def logging_of(level: str) -> dict[str, Any]:
-    """uvicorn's logging config, extended by our loggers. At level "info" we log a line per request."""
+    """uvicorn's logging config, extended by this server's logger, which at level "info" logs a line per request."""
     config = copy.deepcopy(LOGGING_CONFIG)
     config["loggers"][log.name] = {"handlers": ["default"], "level": level.upper()}
     return config
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server for a service.
+    """uvicorn's server for a :class:`~decoders.server.service.Service`.
 
     Args:
-        app: the application of :func:`~decoders.server.app.make_app`.
+        app: the application that :func:`~decoders.server.app.make_app` has made for `service`.
         grace: seconds that running requests have to finish after SIGTERM or SIGINT.
         port: the port; 0 for a free one.
     """

@@ -66,7 +66,8 @@ class Service:
     Attributes:
         offered: the strategies that requests can name.
         pace: delays the answers to requests with large bodies.
-        keys: number of API keys. In the queue, clients take turns: with several keys each key is a client, otherwise each request.
+        keys: number of API keys. Requests of different clients alternate in the queue: with several keys each key counts as a client,
+            otherwise each request does.
         draining: whether new requests are refused.
         ending: an event that is set when the accepted requests are cancelled.
     """
@@ -112,7 +113,7 @@ class Service:
         """Gives the model a generation config with which every request can be decoded. Logs a warning about fields that were dropped.
 
         Returns:
-            `config`, which holds settings of `strategy`, with the checkpoint's drafting hints added.
+            `config` (settings of `strategy`), with transformers' drafting arguments in the checkpoint's generation config added.
         """
         defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
         self.model.generation_config = defaults.config
@@ -130,7 +131,7 @@ class Service:
         return Spelling(self.tokenizer)
 
     def warm_up(self) -> None:
-        """Decodes a token to make the model ready, starts the workshop, and finds out which strategies run."""
+        """Decodes a token to make the model ready, starts the process that compiles grammars, and finds out which strategies run."""
         grammar = regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
         with suppress(UnsupportedError):  # the tokens' bytes are unknown: requests with grammars will be refused
@@ -161,14 +162,14 @@ class Service:
         return _workshop(vocabulary, type(backend), seconds)
 
     async def judge(self, job: Job, choice: Choice) -> None:
-        """Validates a text that has ended, and sets `choice.invalid`."""
+        """Validates the text of a choice that has ended, if the text is complete, and sets `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
             choice.invalid = await self.run(self.patient, judged, grammar, choice.generation.tokens, check)
 
     async def run(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function`, called in a thread of `pool`."""
+        """Calls `function` in a thread of `pool` and returns its result. Raises Refusal if shutdown has closed the pool."""
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
         except RuntimeError as error:
@@ -177,7 +178,7 @@ class Service:
             raise self.shutting_down() from error
 
     def takes_long(self, body: Body) -> bool:
-        """Whether preparing a body may take long: it is heavy, or its grammar is not compiled yet."""
+        """Whether preparing a body may take long: it has images or continues a long conversation, or its grammar is new."""
         if body.heavy:
             return True
         wanted = wanted_of(body, self.conversations.style)
@@ -210,28 +211,28 @@ class Service:
                 raise self.limits.too_long(f"more than {least}", self.slots)
 
     def check_count(self, body: Body, prompts: int) -> int:
-        """The number of choices that a body with `prompts` prompts asks for. Raises Refusal if the number exceeds its limit."""
+        """The number of choices that a body asks for. prompts: its number of prompts. Raises Refusal for more choices than allowed."""
         count = (body.n or 1) * prompts
         self.limits.check_texts(count)
         return count
 
     def seconds(self, body: Body | None = None) -> float:
-        """The seconds that a request may take, counted from its arrival."""
+        """The seconds that a request may take, counted from its arrival; without a body, the server's limit."""
         return min((body.deadline if body is not None else None) or self.limits.deadline, self.limits.deadline)
 
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Submits all choices of a body to the scheduler. If one choice fails, all are cancelled. This takes a millisecond or more,
-        which is too long for the event loop.
+        """Submits all choices of a body to the scheduler; if one cannot be submitted, all are cancelled. This takes a millisecond or
+        more, which is too long for the event loop.
 
         Args:
             kind: prefix of the answer's id.
-            arrival: the request's arrival; the request is given up once its client is `gone`.
-            wanted: description of the grammar of all choices.
+            arrival: the request's arrival; the request is given up once `arrival.gone` is set.
+            wanted: what to compile the grammar of all choices from; None: free text.
             thinking: the argument ``thinking=`` of ``generate`` for all choices.
-            default_tokens: number of new tokens if the body gives none; None: as many as fit.
+            default_tokens: number of new tokens if the body sets none; None: as many as the limits allow.
             images: images of the prompts, as arguments of ``generate``.
 
         Raises:
@@ -277,7 +278,9 @@ class Service:
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
-        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` or this number exceeds its limit."""
+        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` or this number exceeds its limit. default: see
+        `default_tokens` of :meth:`start`.
+        """
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")

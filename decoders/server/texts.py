@@ -66,7 +66,7 @@ class Job:
         id: the answer's id.
         created: Unix time of the answer's creation.
         choices: the texts that are generated for the request.
-        stops: stop strings of each choice.
+        stops: the stop strings, which apply to every choice.
         arrival: the request's arrival.
         seconds: seconds that the request may take, counted from its arrival.
     """
@@ -90,7 +90,7 @@ class Job:
         return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
     def usage(self, thought: int = 0) -> dict[str, Any]:
-        """The ``usage`` object: OpenAI's counts, and further counts under ``decoders``. thought: number of tokens in thoughts."""
+        """The ``usage`` object: OpenAI's figures, and further figures under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
         lengths = _summed([report.accepted_lengths for report in reports])
@@ -208,8 +208,8 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token. `text` is shown for the token; `matched` is searched for stop strings. A special token's name may be in one
-    of the two or in both.
+    """A held-back token: `text` will be shown for it, and `matched` is searched for stop strings. They differ only for a special
+    token, whose name may be in one of the two or in both.
     """
 
     text: str
@@ -248,7 +248,7 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # For each token whose text may still change: the text up to and including the token, and whether the token was drafted.
+        # For each token whose text may still change: the unsettled text up to the end of the token, and whether the token was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
@@ -270,10 +270,10 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece` among the tokens in `_unsettled`, which have this text together.
+        """Divides `piece`, the text of all tokens in `_unsettled` together, among these tokens.
 
         Args:
-            token: the last of these tokens. The name of a special token may be shown, or be searched for stop strings.
+            token: the last of these tokens; if it is special, its name may be shown, or searched for stop strings. None at the end.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)

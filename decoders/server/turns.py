@@ -21,7 +21,7 @@ class Piece:
     Attributes:
         kind: whether the new text belongs to a thought, to text, or to the arguments of a call.
         text: the new text.
-        number: number of the call, or of the thought or text.
+        number: index of the call among the turn's calls, or of the thought or text among the turn's parts.
         first: whether the call, thought or text begins with this piece.
     """
 
@@ -65,8 +65,8 @@ class Turn:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
         self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
         self.places, self._written = dict[int, tuple[int, int]](), ""
-        self._known = dict[int, dict[int, Any]]()  # how far each part's arguments were read
-        self._thinking = list[tuple[int, int]]()  # ranges of thoughts with their markers
+        self._known = dict[int, dict[int, Any]]()  # by part number: how far the arguments of its calls are parsed
+        self._thinking = list[tuple[int, int]]()  # (begin, end) of each thought with its markers, in the whole text
 
     @property
     def thought(self) -> str:
@@ -83,7 +83,9 @@ class Turn:
         return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
-        """The pieces that are new since the last call, their spans, and their tokens if log probabilities were requested."""
+        """The pieces that are new since the last call, the new spans, and the new tokens if log probabilities were requested. ended:
+        whether the choice has ended.
+        """
         spans, tokens = self.growing.read(ended)
         self._written += joined(spans)
         if self._reasoning is not None:
@@ -93,7 +95,7 @@ class Turn:
         pieces, calls = list[Piece](), list[Call]()
         for number, part in enumerate(parts):
             text = part.text
-            if calls:  # the answer ends behind this call
+            if calls:  # the answer ends with its calls, so later parts do not count
                 break
             if part.kind == "thought":
                 pieces += self._grown("thought", self.thoughts, number, text)
@@ -127,7 +129,7 @@ class Turn:
         return [Piece(kind, text[len(before) :], number, not before)]
 
     def part_of(self, token: TextToken, ended: bool) -> int | None:
-        """The number of the text to which a token belongs. Empty tokens at the end belong to the last text."""
+        """The part number of the text to which a token belongs, else None. Tokens without text at the end belong to the last text."""
         for number, (begin, end) in self.places.items():
             if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
                 return number
@@ -135,7 +137,7 @@ class Turn:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's ``finish_reason``. A call of a function that the request named ends with "stop", as text does."""
+        """OpenAI's ``finish_reason``: "tool_calls" after a complete call, but "stop" if the request named the function to call."""
         if not self.calls or self._calling is None or not self.calls[-1].complete:
             return self.growing.finish_reason
         return "stop" if self._calling.named else "tool_calls"

@@ -63,15 +63,15 @@ class Compiling:
         return grammar
 
 
-#: Number of tokens in the texts that are generated to try a grammar.
+#: Greatest number of tokens in each text that is generated to try a grammar.
 TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Generates two random texts, to find grammars that are so ambiguous that a token mask takes seconds. All rows would wait for it.
+    """Generates two random texts, to find grammars so ambiguous that a token mask takes seconds, for which all rows would wait.
 
     Raises:
-        GrammarError: a matcher of the grammar exceeded its time.
+        GrammarError: a matcher of the grammar exceeded its time limit.
     """
     mask = torch.empty(mask_words(len(grammar.vocabulary)), dtype=torch.int32)
     for seed in (0, 1):
@@ -105,8 +105,8 @@ class Prepared:
     """A compiled grammar for requests.
 
     Attributes:
-        grammar: the grammar; its finished texts are validated by :func:`judged` only.
-        judges: whether finished texts need validation.
+        grammar: the grammar; only :func:`judged` validates its finished texts.
+        judges: whether finished texts have to be validated, because the grammar accepts more than the requested format.
     """
 
     grammar: CompiledGrammar
@@ -241,7 +241,7 @@ class Workshop:
         return result
 
     def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
-        """The pickled result of a pickled task; None if the fork was killed. again: a second try, only if the workshop has ended."""
+        """The pickled result of a pickled task; None if the fork was killed. again: try only if the workshop's process has ended."""
         process = self._process
         if again and process is not None and process.poll() is None:
             return None
@@ -251,5 +251,5 @@ class Workshop:
 
 
 def _name(wanted: Wanted) -> str:
-    """The cache key of a description. Equal descriptions may have several keys."""
+    """The cache key of a description. Equal descriptions may have different keys."""
     return hashlib.sha256(pickle.dumps(wanted)).hexdigest()

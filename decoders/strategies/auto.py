@@ -146,7 +146,7 @@ class Auto(Strategy):
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
     ) -> Candidate | str:
-        """Starts a candidate, and returns it, or the reason why it is left out. every: the layers that any of the candidates reads.
+        """Starts the candidate `name`; returns it, or the reason why it is left out. every: all layers that candidates read.
 
         Raises:
             DecodersError: a candidate that the user has configured cannot start.
@@ -233,7 +233,7 @@ class Auto(Strategy):
             worth += weight * count
             if count:
                 follower.follow(proposals)
-                # If several drafters proposed a token, only the first of them gets the credit.
+                # If several drafters proposed a token, it is credited to the first of them only.
                 for sources in proposals.path(tokens[:drafted]):
                     credit[sources & -sources] += weight
             for token in tokens:
@@ -288,7 +288,7 @@ def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
-    """The weight of a token of each active row, by the row's number."""
+    """How much a token of each active row counts, by row index: more in rows that the call is likely to wait for; 1 on average."""
     written = state.ledger.written
     if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)

@@ -11,10 +11,10 @@ from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, PromptChunk, Sequences, Step, Strategy, check_draft
 from .merged import layers_of_part
 
-#: A drafter is cheap if it can be afforded at least every CHEAP_WAIT steps. Every drafter is asked at least every DEAREST_WAIT steps.
+#: A drafter is cheap if its time allows a draft every CHEAP_WAIT steps. The mean wait between drafts is at most DEAREST_WAIT steps.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
-#: A drafter with the trait `misses_steps` does not observe the steps between its drafts if it is asked less often than every UNTAUGHT
-#: steps.
+#: If a drafter with the trait `misses_steps` is asked less often than every UNTAUGHT steps, it does not observe the steps between its
+#: drafts.
 UNTAUGHT = 16
 #: After a draft token of a cheap drafter was written, the drafter is asked in each of the next PATIENCE steps.
 PATIENCE = 4
@@ -29,7 +29,7 @@ class Experience:
     """Statistics of a drafter, from this call and earlier calls.
 
     Attributes:
-        runs: number of drafts that the drafter was asked for. A run is one such draft.
+        runs: number of runs; a run is one draft that the drafter was asked for.
         cost: mean seconds of a run; for a limited drafter, mean seconds per level of its draft.
         learning: mean seconds of `observe` for a drafter that may miss steps, otherwise 0.
         lost: seconds of trials without a gain, summed over calls, because several calls can afford a trial that one call cannot.
@@ -105,14 +105,14 @@ class Candidate:
         self.preparing, self.requested_depth = 0.0, 0
 
     def read(self, chunk: PromptChunk) -> None:
-        """Shows the drafter a chunk of the prompts, if it reads prompts."""
+        """Passes a chunk of the prompts to the drafter's `prefill`, if it reads prompts."""
         if self.strategy.reads_prompt:
             layers = layers_of_part(chunk.layers, self._every, self._layers)
             logits = chunk.logits if self.strategy.prompt_logits else None
             self.strategy.prefill(self.state, replace(chunk, layers=layers, logits=logits))
 
     def run(self, sequences: Sequences, limit: int | None = None) -> list[tuple[Any, ...]]:
-        """Drafts, and returns for every row the tokens, the nodes' parents and the grades, as :meth:`Proposals.add` takes them.
+        """Runs the drafter; returns for every row the tokens, the nodes' parents and the grades, as :meth:`Proposals.add` takes them.
 
         Raises:
             DraftError: the strategy's proposal is no valid draft. UnsupportedError: the draft has nodes beside its draft tokens.
@@ -141,7 +141,7 @@ class Candidate:
         return [(own, parents[row], grades and grades[row]) for row, own in enumerate(tokens)]
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Shows the drafter the verified step, if it learns from steps and is asked often enough."""
+        """Passes the verified step to the drafter's `observe`, if any; a drafter that may miss steps must be asked often enough."""
         rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
@@ -157,8 +157,8 @@ class Candidate:
         """Updates the drafter's statistics with the gain of its run in this step.
 
         Args:
-            benefit: number of accepted tokens of this drafter that no earlier candidate has proposed.
-            verifying: seconds of verifying the nodes of this drafter that no earlier candidate has proposed.
+            benefit: number of accepted tokens that this drafter was the first to propose, each times its row's weight.
+            verifying: seconds of verifying the nodes that this drafter was the first to propose.
             rate: present tokens per second, which converts seconds to tokens.
         """
         known = self.experience
@@ -174,7 +174,7 @@ class Candidate:
 
 
 def _mean(known: float, seconds: float, runs: int) -> float:
-    """The moving mean of seconds after one more run. The first run is left out, because it includes preparation."""
+    """The moving mean of a run's seconds, updated with a run of `seconds`. The first run is left out: it includes preparation."""
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
@@ -218,11 +218,11 @@ LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 BEHIND_SHARE = 0.015
 #: The rest of a call is expected to write at most this many tokens per row, because the call may end early.
 COUNTED_AHEAD = 256
-#: When a call starts, it may be behind by the share BEHIND_SHARE of the time of FIRST_STEPS steps. Every step adds this share of its
-#: own time.
+#: At its start a call may fall behind by the share BEHIND_SHARE of the time of FIRST_STEPS plain steps (steps without a draft). Every
+#: step allows it this share of a plain step's time more.
 FIRST_STEPS = 64
-#: A call counts as at most MOST_AHEAD plain steps ahead. A call that is too far behind drafts again after at most LONGEST_REST plain
-#: steps.
+#: If a call is more than MOST_AHEAD plain steps ahead, MOST_AHEAD steps are booked. If it is too far behind, it drafts again after at
+#: most LONGEST_REST plain steps.
 MOST_AHEAD, LONGEST_REST = 64, 32
 #: For a call that is as far behind as allowed, the price of a draft token is multiplied by ``1 + STRICTNESS``.
 STRICTNESS = 4
@@ -235,9 +235,9 @@ class Ledger:
     If all rows begin together, the slowest row's progress counts as the progress of the call.
 
     Attributes:
-        written: number of tokens that each row has written; None if rows join and leave: then the rows' mean progress counts.
+        written: number of tokens that each row has written; None if rows join and leave, so that the rows' mean progress counts.
         least: number of tokens that the slowest active row has written.
-        behind: seconds that the call is behind plain decoding, less the seconds that its steps have allowed; negative if it is ahead.
+        behind: seconds that the call is behind plain decoding, less BEHIND_SHARE of a plain step per step; negative if it is ahead.
     """
 
     written: list[int] | None
@@ -253,7 +253,7 @@ class Ledger:
         return 1 + STRICTNESS * max(self.behind, 0.0) / (FIRST_STEPS * BEHIND_SHARE * plain)
 
     def book(self, extra: float, plain: float, emitted: dict[int, int]) -> None:
-        """Adds a step to the account.
+        """Updates `written`, `least` and `behind` after a step.
 
         Args:
             extra: seconds that the step took in addition to a plain step, without preparation that a call does once.

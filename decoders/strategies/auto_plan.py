@@ -37,7 +37,7 @@ class Phase:
 
 @dataclass
 class Memory:
-    """What `auto` keeps between calls.
+    """The statistics that `auto` keeps between calls.
 
     Attributes:
         rates: acceptance rates of the drafters in the last calls.
@@ -55,7 +55,7 @@ class AutoState:
     """The state of a call.
 
     Attributes:
-        memory: what is kept between calls.
+        memory: the statistics that are kept between calls.
         candidates: the drafters.
         left_out: reasons why other candidates were left out, by name.
         costs: the cost of a step by its number of nodes.
@@ -106,9 +106,10 @@ class Plan:
         proposals: proposals for each row.
         price: expected tokens that a node must bring for each second that the node takes.
         worth: expected tokens of the draft, less `price` times the draft's seconds.
-        width: verified draft tokens per row.
-        chain: bits of the drafters that proposed all verified tokens, if the tokens form a chain; otherwise 0.
-        verifying: seconds of verification, by the bit of the first drafter that proposes the verified node.
+        count: greatest number of draft tokens to verify per row, set by :meth:`weigh`.
+        width: number of nodes per row in the step's draft, root excluded, set by :meth:`draft`.
+        chain: bits of the drafters that each proposed every verified token, if the tokens form a chain; otherwise 0.
+        verifying: seconds of verifying nodes, by the bit of the first drafter that proposed them.
         chosen: time on the call's clock at which the draft was chosen.
 
     Args:
@@ -145,7 +146,7 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """The most valuable depth of a limited drafter's draft; 0 if no depth is worth more than the plan, or before its first run."""
+        """The most valuable depth of a limited drafter's draft; 0 if no depth is worth more than this plan, or before its first run."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
@@ -205,7 +206,7 @@ class Plan:
         return path[1:] + others
 
     def note(self) -> None:
-        """Adds the chosen nodes to the history, and the seconds of verifying a node to the first drafter that proposed it."""
+        """Adds the chosen nodes to the history, and their verification time to `verifying`; sets `chosen`."""
         state, sources, gain = self.state, 0, 0.0
         seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
         for row in self.active:
@@ -230,7 +231,7 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Adds the seconds that the step takes in addition to a plain step to the ledger. Verification counts with its expected time,
+        """Books in the ledger how many seconds longer the step takes than a plain step. Verification counts with its expected time,
         because the noise of one measurement is greater than the time of the draft tokens.
 
         Args:

@@ -52,7 +52,7 @@ class _State(FeatureState):
     """The state of a call.
 
     Attributes:
-        of_head: for each layer that the network reads, whether it is the target's last layer. Its output is read after the final norm.
+        of_head: for each layer that the network reads, whether it is the target's last layer, which is read after the final norm.
     """
 
     of_head: tuple[bool, ...]
@@ -123,7 +123,7 @@ class DFlashDrafter(BlockDrafter):
     begins at the last token, which the target has not read yet. The block's keys and values are dropped after the pass.
 
     Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend on
-    the tokens of other places. Rejection rules allow this: the draws of a level are independent of the draws and acceptances above it.
+    the tokens of other places. Rejection rules stay exact: the draws of a level are independent of draws and acceptances above it.
     """
 
     def __init__(self, context: Context, files: DFlashFiles, length: int, children: int) -> None:

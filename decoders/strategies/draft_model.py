@@ -39,7 +39,7 @@ class DraftTreeSettings(TreeSettings, DraftModelSettings):
 class DraftModelStrategy(Strategy):
     """Base of strategies with a draft model: ``assistant_model=`` of the call, or ``draft_model`` of the settings.
 
-    Subclasses open it in ``start``: ``context.draft(self.draft_model(context), ahead=…)`` is a :class:`decoders.drafters.Drafter`.
+    Subclasses open it in ``start``: ``context.draft(self.draft_model(context), ahead=…)`` returns a :class:`decoders.drafters.Drafter`.
     """
 
     settings_class: ClassVar[type[Settings]] = DraftModelSettings
@@ -54,7 +54,7 @@ class DraftModelStrategy(Strategy):
         """The model that drafts: `draft_model` of the settings, else the call's assistant model.
 
         Raises:
-            UnsupportedError: the settings name no draft model, and the call has none or the strategy drafts for the call's draft model.
+            UnsupportedError: the settings name no draft model, and the call has no assistant model, or the strategy drafts for it.
         """
         if self.settings.draft_model is not None:
             return self.settings.draft_model

@@ -64,7 +64,7 @@ Beam = Annotated[int, Field(ge=1, le=32, description="Number of nodes of a dynam
 
 
 class TreeForms(Settings):
-    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns of settings that the form does not use."""
+    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns of those that have no effect on the tree."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -79,7 +79,7 @@ class TreeForms(Settings):
 
 
 class TreeSettings(TreeForms):
-    """Settings of strategies whose drafts may be trees that are expanded level by level; add ``tree: TreeForm`` with a default."""
+    """Settings of strategies whose drafts may be trees that are expanded level by level. A subclass adds ``tree: TreeForm = …``."""
 
     nodes: NodeBudget = None
     children: int = Field(4, ge=2, le=32, description="Maximum number of children of a tree node.")
@@ -87,9 +87,10 @@ class TreeSettings(TreeForms):
 
 
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The `nodes` likeliest paths, the likeliest first, in Medusa's notation: at most `depth` ranks, each less than `children`.
+    """The likeliest paths of a tree, at most `nodes`, the likeliest first.
 
-    A rank is assumed to have its probability in :data:`RANK_SHARES`.
+    A path lists one rank per level (Medusa's notation): at most `depth` ranks, each less than `children`. The probabilities of ranks
+    are assumed to be :data:`RANK_SHARES`.
     """
     shares = RANK_SHARES[:children]
     waiting: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(shares)]
@@ -135,7 +136,7 @@ class DraftTree(ABC):
 
     @abstractmethod
     def of_rows(self, rows: int, device: torch.device) -> DraftTree:
-        """The tree for a batch of `rows` rows, for :meth:`decoders.Strategy.rebatch`."""
+        """Returns this tree for a batch with a new number of rows, for :meth:`decoders.Strategy.rebatch`."""
 
 
 class StaticTree(DraftTree):
@@ -219,7 +220,7 @@ class DynamicTree(DraftTree):
         return self
 
     def draft(self, drafter: Expands) -> Draft:
-        """Expands trees for all rows."""
+        """Expands a tree for every row, and returns the draft."""
         return self.weighted(drafter)[0]
 
     def weighted(self, drafter: Expands, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
@@ -284,7 +285,7 @@ def require_coupled(context: Context, strategy: str) -> None:
 
 
 def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
-    """The depth of a draft: `chosen` by the user, else `otherwise`, limited to the number of draft tokens that a step's costs allow."""
+    """The depth of a draft: the user's `chosen`; if that is None, `otherwise`, or fewer levels if the costs of a step allow fewer."""
     return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
 
 
@@ -314,7 +315,7 @@ def shape_of(
 
 
 def depth_bound(depth: int) -> int:
-    """A number of levels, rounded up to few values: Dynamo compiles :func:`best_nodes`, which unrolls a loop, once for each value."""
+    """`depth`, rounded up to one of few values: Dynamo compiles :func:`best_nodes`, which unrolls a loop, once for each value."""
     return (1 << depth.bit_length()) - 1 | 31
 
 
@@ -353,7 +354,7 @@ def expanded(
     """The next level: all continuations ``[B, W, C]`` of the last ``W`` nodes that were run.
 
     Args:
-        reached, parents: ``[B, W]``, cumulative log-probabilities and indices of these nodes.
+        reached, parents: ``[B, W]``, cumulative log-probabilities of the ``W`` nodes, and their indices among all nodes found.
 
     Returns:
         the level's tokens, cumulative log-probabilities, parents, and the parents' places in the cache, each ``[B, W·C]``.
@@ -368,7 +369,7 @@ def expanded(
 
 
 def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the `nodes` likeliest of all ``M`` nodes found.
+    """Selects the likeliest of all ``M`` nodes found, `nodes` of them, and builds their tree.
 
     Args:
         depth: greatest number of levels of the tree, from :func:`depth_bound`.

@@ -34,7 +34,7 @@ class EarlyExit(Speculative):
     needs_assistant = False
 
     def draft_model(self, context: Context) -> PreTrainedModel:
-        """A model of the target's first layers.
+        """A model of the target's first layers, its last norm and its output head.
 
         Raises:
             UnsupportedError: the strategy drafts for a draft model, not for the target.

@@ -29,8 +29,8 @@ __all__ = [
 
 
 class FeatureWindow(ABC):
-    """A network in a call. It reads a window of the target's last hidden states, and fills trees as an
-    :class:`~decoders.strategies.draft_tree.Expands`.
+    """A network in a call. It reads the target's hidden states in a window of the last slots, and returns the continuations with which
+    a tree is filled (:class:`~decoders.strategies.draft_tree.Expands`).
 
     Args:
         context: the call's context.
@@ -43,7 +43,7 @@ class FeatureWindow(ABC):
 
     Attributes:
         plan, sampling: the call's sampling plan and values.
-        children: ``C``, number of continuations per node: as asked for, but at most the size of the vocabulary.
+        children: ``C``, continuations per node: the requested number, or the size of `vocabulary` if that is smaller.
         keep_scores: whether expansions have scores, which rejection rules need.
         most_id: greatest token id that the target embeds.
         width: ``W``, number of slots in the window.
@@ -70,7 +70,7 @@ class FeatureWindow(ABC):
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """Everything that a recorded step uses and that outlives the step."""
+        """All objects that a recorded step uses and that exist before and after the step."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -82,7 +82,7 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
-        """Runs the network over ``N`` slots of every row, and keeps the last slot's outputs, which :meth:`root` needs.
+        """Runs the network over ``N`` slots of every row, and stores the last slot's outputs in attributes, for :meth:`root`.
 
         Args:
             base: ``[B]`` int64, the first slot.
@@ -99,7 +99,7 @@ class FeatureWindow(ABC):
         """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, which are the last ``Q`` nodes of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Keeps the windows of rows that stay; :meth:`prefill` fills the others. rows: as in :meth:`decoders.Strategy.rebatch`."""
+        """Keeps the windows of rows that stay; :meth:`prefill` fills new windows. rows: as in :meth:`decoders.Strategy.rebatch`."""
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
@@ -130,14 +130,14 @@ class FeatureWindow(ABC):
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
-        """The draft of a step: `tree`, filled by :meth:`root`, which reads the window, and by :meth:`expand`."""
+        """Returns a step's draft: `tree`, filled by :meth:`root`, which reads the window, and by :meth:`expand`."""
         self.sequences = sequences
         draft = tree.draft(self)
         self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True
         return draft
 
     def read_window(self) -> None:
-        """Lets the network read the window, which holds all tokens that were committed since its last draft."""
+        """Runs the network over the window, which holds all tokens that were committed since the network's last draft."""
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
@@ -156,12 +156,12 @@ class FeatureWindow(ABC):
 class FeatureDrafter(FeatureWindow):
     """A network that drafts token by token, as in EAGLE: each level of a tree comes from a pass over the level before.
 
-    A subclass writes :meth:`read`, :meth:`first`, :meth:`further` and :meth:`own_parts`.
+    A subclass implements :meth:`read`, :meth:`first`, :meth:`further` and :meth:`own_parts`.
     """
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Logits ``[B, 1, D]`` after every row's last token. :meth:`read` has read the window at this point."""
+        """Logits ``[B, 1, D]`` after every row's last token. Called when :meth:`read` has run over the window."""
 
     @abstractmethod
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
@@ -179,11 +179,11 @@ class FeatureDrafter(FeatureWindow):
 class BlockDrafter(FeatureWindow):
     """A network that drafts all positions of a block in one pass. The continuations of a level are the same for every parent.
 
-    A subclass writes :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
+    A subclass implements :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
     """
 
     def opened(self, logits: Tensor) -> Expansion:
-        """The first level of a block, given the logits ``[B, T, D]`` of all positions. :meth:`expand` returns the further levels."""
+        """The continuations on the first level, from the logits ``[B, T, D]`` of the block. :meth:`expand` returns the later levels."""
         offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
         self.level, self.places = 0, self.best(logits, offsets)
         return self._level(1)
@@ -193,7 +193,7 @@ class BlockDrafter(FeatureWindow):
         return self._level(nodes.shape[1])
 
     def _level(self, nodes: int) -> Expansion:
-        """The block's continuations of the present level, repeated for `nodes` nodes."""
+        """The block's continuations on the present level, the same for each of `nodes` nodes."""
         here, places = slice(self.level, self.level + 1), self.places
         scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
         return Expansion(
@@ -233,8 +233,8 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """Base of strategies whose network reads the target's hidden states and fills a tree.
 
-    A subclass writes `start`, which returns a :class:`FeatureState` or a subclass of it, and names the layers that it reads as
-    :attr:`~decoders.Strategy.hidden_layers` or in :meth:`~decoders.Strategy.layers_for`.
+    A subclass implements `start`, which returns a :class:`FeatureState` or an object of a subclass. It names the layers that it reads
+    in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
     """
 
     rests = True
@@ -242,7 +242,7 @@ class ReadsFeatures(Strategy):
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
         """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A subclass
-        whose network reads layers takes the hidden states of the layers from ``given.layers``.
+        whose network reads layers returns their hidden states from ``given.layers``.
         """
         return given.hidden
 
@@ -262,5 +262,5 @@ class ReadsFeatures(Strategy):
 
 
 def _at(states: Tensor, index: Tensor) -> Tensor:
-    """Selects ``states[b, index[b, n]]``, ``[B, n, F]``."""
+    """The states at ``index`` ``[B, n]`` of each row, ``states[b, index[b, n]]``: ``[B, n, F]``."""
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))

@@ -38,7 +38,7 @@ class FollowedText(Generic[Index]):
     """The text of one row, prompt and output, in an index whose type the strategy chooses.
 
     Attributes:
-        index: the text in its index.
+        index: the index that holds the text.
         prompt: number of the text's tokens that belong to the prompt.
     """
 

@@ -1,8 +1,8 @@
-"""Jump-ahead decoding: text that a grammar forces is drafted instead of written token by token.
+"""Jump-ahead decoding: text that a grammar forces is drafted, so that one step can write several of its tokens.
 
 A schema determines much of the text: quotes, keys, punctuation. If all legal continuations begin with the same bytes, these bytes are
 proposed, as in SGLang's jump-forward decoding (Zheng et al. 2024). SGLang writes the bytes; this strategy drafts them, because the same
-bytes can be split into tokens in several ways, and the target chooses among them. The draft is split into tokens by the row's
+bytes can be split into tokens in several ways, and the target chooses the split. The draft is split into tokens by the row's
 tokenization history: into tokens that the row has used for such text before.
 """
 
@@ -24,7 +24,7 @@ class GrammarSettings(Settings):
 
 
 class Grammar(Strategy):
-    """Proposes the tokens that the grammar of a row forces. Needs ``grammar=``; rows without one are decoded plainly."""
+    """Proposes the text that a row's grammar forces. Needs ``grammar=``; rows without a grammar are decoded plainly."""
 
     name = "grammar"
     summary = "Proposes the text that the grammar forces: keys, quotes, punctuation."
@@ -41,7 +41,7 @@ class Grammar(Strategy):
         return context.guide
 
     def rebatch(self, state: Forced, rows: Tensor, context: Context) -> Forced:
-        """Returns the new context's guide, which has the state of all rows."""
+        """Returns the new context's guide, which holds the grammar states of all rows."""
         return self.start(context)
 
     def propose(self, state: Forced, sequences: Sequences) -> Draft:

@@ -145,7 +145,7 @@ class Lookahead(Strategy):
 
 
 def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
-    """The block's shape. Unset settings use the nodes that a step affords: first for long n-grams, then for a wide window."""
+    """The block's shape. Unset settings share the nodes that a step's costs allow: first the n-gram length, then the window's width."""
     set_by_hand = settings.window, settings.ngram, settings.candidates
     window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
     if None in set_by_hand and context.costs() is not None:
@@ -238,20 +238,20 @@ EMPTY = -1
 
 
 def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor:
-    """A pool of the n-grams `new`. It compares all pairs, which takes time and memory of order ``M²``.
+    """Returns a pool of the n-grams `new` (:attr:`LookaheadState.pool`). Compares all pairs, in time and memory of order ``M²``.
 
     Args:
         new: ``[B, n, M]`` int64, ``M`` n-grams of ``n`` tokens, the most recent first. An n-gram's first token is its key.
         valid: ``[B, M]`` bool, false for n-grams that are ignored.
-        per_key: ``G``, most n-grams kept per key.
-        capacity: ``C``, most n-grams kept per row.
+        per_key: ``G``, greatest number of n-grams per key.
+        capacity: ``C``, greatest number of n-grams per row.
     """
     first, rank = _first_of_each(new, valid)
     return _close_gaps(new, rank, first & (rank < per_key), capacity)
 
 
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
-    """The pool with the n-grams `new` in front.
+    """Returns the pool with the n-grams `new` added at its front.
 
     An n-gram that is already in the pool moves to the front. If a key has more than `per_key` n-grams, or the pool more than its
     capacity, the oldest are dropped.
@@ -301,7 +301,7 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Marks the first of equal n-grams, ``[B, M]`` bool, and counts for each n-gram the marked n-grams before it with its key."""
+    """Whether each n-gram is the first of its equals, ``[B, M]`` bool; and how many such first n-grams with its key come before it."""
     order = torch.arange(new.shape[2], device=new.device)
     earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column before row
     kept = valid & ~(_equal(new, new) & earlier).any(-1)
@@ -310,9 +310,9 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """A pool ``[B, N + 1, C]`` of the first ``C`` = `capacity` entries that are alive, in their order."""
+    """A pool ``[B, N + 1, C]`` of the entries that `alive` marks, at most ``C`` (`capacity`), the first ones, in their order."""
     target = alive.long().cumsum(1) - 1
-    target = torch.where(alive & (target < capacity), target, capacity)  # an extra slot takes the dropped entries
+    target = torch.where(alive & (target < capacity), target, capacity)  # dropped entries are written to an extra slot
     entries = torch.cat([ngrams, rank[:, None]], 1)
     closed = entries.new_full((*entries.shape[:2], capacity + 1), EMPTY)
     return closed.scatter(2, target[:, None].expand_as(entries), entries)[:, :, :capacity]

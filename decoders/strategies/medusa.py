@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024): extra heads on the target predict several tokens after the next token in one pass, which form a tree."""
+"""Medusa (Cai et al. 2024): extra heads on the target predict the tokens after the next token; their best tokens form a tree."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class _State:
 
     Attributes:
         topology: the tree of ``N`` nodes.
-        level: ``[N-1]`` int64, the head whose draft token each node takes.
+        level: ``[N-1]`` int64, the index of the head that predicts each node's token.
         rank: ``[N-1]`` int64, the rank of each node's token among its head's tokens.
-        ranks: number of tokens that are taken from each head.
+        ranks: number of best tokens that are computed for each head.
         weights: the heads' weights.
         lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
         hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.
-        known: ``[B, 1]`` bool, whether the row has a hidden state yet.
+        known: ``[B, 1]`` bool, whether the row's entry of `hidden` is set.
         ahead: ``[K]`` int64, 0 … K-1 for ``K`` heads.
         plan: the call's sampling plan.
         sampling: the call's sampling values; None outside a call.
@@ -81,8 +81,8 @@ class Medusa(Strategy):
     """Head k predicts the token k places after the next token, from the hidden state from which the next token was chosen. The best
     tokens of all heads form a tree of fixed shape.
 
-    When sampling, a head's draft tokens have the largest processed scores plus noise. The target will draw with the same noise, so it
-    tends to draw the same tokens. The first step of a call has no draft, because no hidden state is known yet.
+    When sampling, a head drafts the tokens with the largest sums of processed score and noise. The target will draw with the same
+    noise, so it tends to draw the same tokens. The first step of a call has no draft, because no hidden state is known yet.
 
     Drafts are exact by default. The paper's typical acceptance, which is lossy, is ``verifier="typical"``.
     """
@@ -176,7 +176,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first `nodes` paths of a tree in Medusa's notation. A path without its parent among the paths before it is left out."""
+    """The first paths of a tree, at most `nodes`; a path lists one rank per level. Paths without a parent before them are left out."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):
@@ -210,11 +210,11 @@ def draft_tokens(
     hidden: Tensor, positions: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None, plan: SamplingPlan,
     sampling: SamplingInputs | None, ranks: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores ``[B, K, V]`` that they were drawn from; None if
-    no token was drawn.
+    """Returns every head's best tokens, ``[B, K, ranks]`` int64, and the scores ``[B, K, V]`` from which they were drawn, or None if
+    they were not drawn (greedy).
 
-    The draft tokens of a level are the same for every parent, because a head does not know the path. Rejection rules stay valid,
-    because the draws of a level are independent of the draws of the levels above.
+    The draft tokens of a level are the same for every parent, because a head does not know the path. Rejection rules stay exact: the
+    draws of a level are independent of the draws of the levels above.
 
     Args:
         hidden: ``[B, H]``, the heads' input.

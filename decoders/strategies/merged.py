@@ -39,7 +39,7 @@ class MergedState:
 
     Attributes:
         parts: the state of each part. A part is one of the merged strategies.
-        owned: the nodes of each part's draft in the joint block.
+        owned: for each part the range of its draft's nodes in the joint block.
         nodes: greatest number of nodes of the joint block.
         layers: the hidden layers that each part reads.
     """
@@ -160,9 +160,9 @@ class Merged(Strategy):
         return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """The number of nodes of `draft` that are verified, root included. left: the number that the budget leaves.
+        """How many nodes of `draft` are verified, root included. left: the number of nodes that the budget leaves, root included.
 
-        Nodes that are no draft tokens, such as lookahead's window, cannot be left out. They may exceed a budget from costs.
+        Nodes that are no draft tokens, such as lookahead's window, cannot be left out, even if they exceed a budget from costs.
 
         Raises:
             SettingsError: the user has set the budget, and it leaves too few nodes for the nodes that cannot be left out.
@@ -213,7 +213,7 @@ class Merged(Strategy):
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
-    """Joins trees under one root: a :class:`Topology` if all are. like: ``[B, …]``, a tensor with the result's rows and device."""
+    """Joins trees under one root; returns a :class:`Topology` if all trees are. like: a tensor with the result's rows and device."""
     fixed = [tree for tree in trees if isinstance(tree, Topology)]
     if len(fixed) == len(trees):
         return functools.reduce(Topology.merge, fixed)

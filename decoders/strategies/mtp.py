@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
 
 _TOO_OLD = "mtp needs a newer transformers, one that has MtpModel.forward_layer (5.23 has)"
-#: The model's attribute that holds its MTP layers. Attributes that begin with ``decoders_`` do not count as parts of the network.
+#: The model's attribute that holds its MTP layers. This package does not treat attributes ``decoders_…`` as parts of the network.
 ATTRIBUTE = "decoders_mtp_layers"
 
 
@@ -94,7 +94,7 @@ class MtpDrafter(FeatureDrafter):
             self.module: ModulePasses = context.module(
                 single_layers(layers, context), ahead=ahead + self.width, example=example
             )
-        except (TypeError, ValueError, AttributeError) as error:  # transformers' module does not fit the design
+        except (TypeError, ValueError, AttributeError) as error:  # MtpModel does not support this model's layers
             raise UnsupportedError(
                 f"mtp: transformers' MtpModel cannot run its layers of {type(context.model).__name__}: {error}"
             ) from error

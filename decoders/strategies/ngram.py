@@ -28,7 +28,7 @@ from .ngram_table import MAX_NGRAM, context_key, load_table
 class NgramSettings(Settings):
     """The shape of drafts, and the source of the counts.
 
-    The default tree costs as much as a chain of 7. Wider trees, such as the paper's, are faster only if a node costs almost nothing.
+    The default tree costs as much as a chain of 7 tokens. Wider trees, such as the paper's, are faster only if nodes are almost free.
     """
 
     widths: tuple[int, ...] = Field(
@@ -83,8 +83,8 @@ class NgramState:
 class Ngram(Strategy):
     """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a GPU, or with a table, every step counts the whole text. On a CPU the counts are kept from step to step. If this strategy drafts
-    for a draft model, rejected tokens are removed from the counts. Both ways give the same drafts.
+    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step updates the counts, and removes
+    tokens that the target rejected if this strategy drafts for a draft model. Drafts are the same in either case.
     """
 
     name = "ngram"
@@ -142,9 +142,9 @@ def mini_tree(
     tokens: Tensor, length: Tensor, widths: tuple[int, ...], max_ngram: int, text_weight: int, scratch: Tensor,
     *table: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The likeliest followers in the order of the draft tokens of :func:`spine`, and each follower's order, as in :func:`followers`.
+    """The likeliest followers, arranged as the nodes of :func:`spine`, and each follower's n-gram order, as in :func:`followers`.
 
-    Both are ``[B, sum(widths)]`` int64. All depths are one graph, because calling a graph per depth would take longer.
+    Both are ``[B, sum(widths)]`` int64. All depths compile to one graph, because calling a graph per depth would take longer.
     """
     slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)
@@ -157,7 +157,7 @@ def mini_tree(
 
 
 def _best_first(depths: list[Tensor]) -> Tensor:
-    """Concatenates the nodes of all depths: first the first node of each depth, then all others. depths: ``[B, width]`` each."""
+    """Concatenates the nodes of all depths: the best node of each depth, then all other nodes. depths: ``[B, width]`` each."""
     return torch.cat([*(depth[:, :1] for depth in depths), *(depth[:, 1:] for depth in depths)], 1)
 
 
@@ -166,9 +166,9 @@ def followers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
-    The score of a follower is its share among all followers of the longest context that it followed, times 0.4 for each token by which
-    this context is shorter than `context`. Among equal scores, followers in the text come first, the latest first. Then come followers
-    found only in the table: first those of longer contexts, then in the table's order.
+    Let ``n`` be the largest number of most recent tokens of `context` that a token followed. Its score is its share among all followers
+    of these ``n`` tokens, times 0.4 for each further token of `context`. Among equal scores, followers in the text come first, the
+    latest first. Then come followers found only in the table: those with a larger ``n`` first, then in the table's order.
 
     Args:
         tokens: ``[B, L]`` int64, ids below V.
@@ -180,7 +180,7 @@ def followers(
 
     Returns:
         the followers, ``[B, width]`` int64, best first, all different, -1 if there are fewer; `context` with the best follower as its
-        most recent token; and each follower's order, the length of the longest context that it followed.
+        most recent token; and ``n``, the order, of each follower.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
@@ -225,7 +225,7 @@ def _ranked(
     text: Tensor, matches: list[Tensor], entries: list[tuple[Tensor, Tensor, Tensor]], width: int, text_weight: int,
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The `width` best followers ``[B, width]``, best first, -1 if there are fewer; and each follower's highest order.
+    """The best followers of each row, ``[B, width]``, best first, -1 if there are fewer; and each follower's highest order.
 
     Args:
         text: ``[B, L]`` int64.

@@ -29,13 +29,13 @@ class _Followers:
 
 
 class RankedFollower(NamedTuple):
-    """A follower. Followers compare by their score, then by their slot.
+    """A token with the longest context that it followed. Ranked followers compare by their score, then by their slot.
 
     Attributes:
         score: in units of ``2 ** -SCORE_BITS``.
-        slot: the last slot in which the token followed the longest context that it followed.
+        slot: the last slot in which the token followed this context.
         token: the token's id.
-        order: number of tokens in this longest context.
+        order: number of tokens in this context.
     """
 
     score: int
@@ -47,7 +47,7 @@ class RankedFollower(NamedTuple):
 class NgramCounts:
     """A text that grows and shrinks at its end, with the followers of each context of up to ``max_ngram - 1`` tokens.
 
-    Adding a token takes about a microsecond per order; finding a draft token takes tens of microseconds.
+    Adding a token takes about a microsecond per length of n-grams; finding a draft token takes tens of microseconds.
 
     Attributes:
         tokens: the text.
@@ -100,7 +100,7 @@ class NgramCounts:
             self._by_count = None
 
     def spine(self, widths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The likeliest followers at each depth, and their orders, as :func:`~.ngram.mini_tree` finds them for a tensor."""
+        """The likeliest followers at each depth, and their n-gram orders: the results of :func:`~.ngram.mini_tree`, as lists."""
         longest = len(self._orders) - 1
         context = tuple(self.tokens[len(self.tokens) - longest :]) if longest else ()
         first: list[tuple[int, int]] = []
@@ -116,7 +116,7 @@ class NgramCounts:
         return list(tokens), list(orders)
 
     def followers(self, context: tuple[int, ...], width: int) -> list[RankedFollower]:
-        """The `width` likeliest followers of a context, best first; fewer if there are not as many.
+        """The likeliest followers of a context, at most `width`, best first.
 
         A follower's score refers to the longest suffix of `context` that it followed: its share of the followers of this suffix, times
         :data:`BACK_OFF` for each token by which the suffix is shorter than ``max_ngram - 1`` tokens. Among equal scores, the follower
@@ -154,7 +154,7 @@ class NgramCounts:
         return best
 
     def _note(self, token: int, count: int) -> None:
-        """Updates the tokens by frequency after the `count`-th occurrence of `token`."""
+        """Updates `_by_count` after the `count`-th occurrence of `token`."""
         if self._by_count is None:
             return
         if count > 1:

@@ -180,7 +180,7 @@ def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Ten
 
 
 def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[NgramOrder, ...]:
-    """The orders of the table in `path` on `device`. The file is read once, and again if it changes.
+    """Returns the table in `path`: its orders, with tensors on `device`. The file is read once, and again if it changes.
 
     Raises:
         SettingsError: the file is missing, or the table is for another vocabulary.
@@ -244,7 +244,7 @@ def train_table(
         tokens: number of tokens to count.
         rows: number of texts sampled together; the last batch has only as many as are still needed.
         length: greatest number of tokens to sample after a prompt.
-        on_progress: called after each batch with the number of tokens so far.
+        on_progress: called after each batch with the number of tokens sampled so far.
         options: further arguments of ``generate``.
 
     Raises:

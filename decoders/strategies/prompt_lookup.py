@@ -42,8 +42,8 @@ class PromptLookupSettings(Settings):
 class PromptLookup(Strategy):
     """Finds the longest suffix of the row that occurred before in prompt or output, and proposes what followed its latest occurrence.
 
-    Each further branch is the continuation of the next best occurrence whose first token no other branch has. A continuation that
-    reaches the end of the row is repeated periodically, so that drafts inside a loop have their full length.
+    Each further branch proposes what followed the next best occurrence, except occurrences whose next token begins an earlier branch.
+    A continuation that reaches the end of the row is repeated periodically, so that drafts in periodic text have their full length.
     """
 
     name = "prompt_lookup"

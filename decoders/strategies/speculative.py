@@ -75,7 +75,7 @@ class _State:
         lengths: ``[B]`` int64, number of tokens that each row drafts, with the heuristic schedule.
         own_nodes: number of nodes in the last draft, root included.
         limit: greatest number of tokens of the next draft; None for no limit.
-        other: both vocabularies, if the draft model's vocabulary differs from the target's; None if the vocabularies are equal.
+        other: both vocabularies if they differ; None if they are equal or there are no tokenizers to compare.
         mask: the mask token of a draft model that drafts a chain in one pass over masks; None if it drafts token by token.
     """
 
@@ -140,7 +140,7 @@ class Speculative(DraftModelStrategy):
         return _State(drafter, tree, lengths, other=other, mask=mask)
 
     def other_vocabulary(self, context: Context) -> OtherVocabulary | None:
-        """The vocabularies of draft model and target, if they differ; None if they are equal."""
+        """The vocabularies of draft model and target if they differ; None if they are equal or there are no tokenizers to compare."""
         return context.vocabulary_of(self.draft_model(context))
 
     def _alignment(self, other: OtherVocabulary) -> str:
@@ -226,7 +226,7 @@ class Speculative(DraftModelStrategy):
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
-    """A parallel draft model's continuations for places 1 … `length` - 1 of a chain, from one pass over masks."""
+    """The continuations at places 1 … `length` - 1 of a chain, which a PARD draft model computes in one pass over masks."""
     if length == 1:
         return []
     rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)

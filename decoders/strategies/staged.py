@@ -58,7 +58,7 @@ class _State:
         drafter: the draft model.
         collect: :func:`collect`, compiled.
         leaves: :func:`path_with_leaves`, compiled.
-        fixed: the tree's shape, if it is the same in every step.
+        fixed: the tree's shape if it is the same in every step, else None.
         nodes: greatest number of nodes of a tree whose shape varies, root excluded.
         own_nodes: number of nodes in the last draft, root included.
     """
@@ -76,7 +76,7 @@ class Staged(DraftModelStrategy):
     tokens, so that drafts are longer at equal cost.
 
     The tokens that the draft model chooses form a path. At every node of the path, the draft model's next best tokens, which the same
-    passes give, become leaves. The target verifies the `nodes` likeliest nodes among path and leaves.
+    passes compute, become leaves. The target verifies the `nodes` likeliest nodes among path and leaves.
     """
 
     name = "staged"
@@ -155,7 +155,7 @@ def collect(
         emitted: ``[B]``, number of tokens that this pass has emitted.
         written: ``[B]``, number of tokens that the earlier passes have emitted.
         tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far. Place ``L`` takes entries to drop.
+        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far; place ``L`` is for discarded entries.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
@@ -170,7 +170,7 @@ def collect(
 
 
 def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the `nodes` likeliest among the nodes of a path and its leaves, and returns the result of :func:`best_nodes`.
+    """Selects the likeliest nodes, at most `nodes`, of a path and its leaves, and returns the result of :func:`best_nodes`.
 
     Args:
         path: ``[B, L]``, the path's tokens, -1 after its end.

@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts the tokens that followed the same text in this or an earlier call.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the row's end earlier, in this call or a former one.
 
 As in the paper's section 4.1, the end of the row is looked up in an index of the texts, the continuations are expanded greedily by
 their frequencies, and a longer match gives a longer draft.
@@ -67,13 +67,13 @@ class _State:
     Attributes:
         rows: the text of each row.
         memory: texts of earlier calls; empty if nothing is remembered.
-        given: texts that the user gave; None if there are none.
+        given: texts that the user passed to :func:`decoders.remember`; None if there are none.
         append_only: whether the rows' texts only grow.
         matches: number of drafts that came from a match.
         matched: total number of tokens in these matches.
         drafted: total number of tokens in these drafts.
-        used: indices of the remembered texts that supplied draft tokens.
-        used_given: indices of the user's texts that supplied draft tokens.
+        used: numbers of the remembered texts that had a match.
+        used_given: numbers of the user's texts that had a match.
     """
 
     rows: list[RowText]
@@ -93,7 +93,7 @@ class Suffix(Strategy):
 
     A shorter match has more occurrences. Every length ``p`` of the match gives a tree of at most ``α p`` nodes (the paper's MAX_SPEC),
     and the tree with the best score, the sum of its nodes' probabilities, is drafted. A continuation that reaches the end of the row is
-    repeated periodically, so that drafts inside a loop have their full length.
+    repeated periodically, so that drafts in periodic text have their full length.
 
     Everything happens on the host; the search for a row takes 10 to 30 microseconds.
     """
@@ -108,8 +108,7 @@ class Suffix(Strategy):
     rests = True
     rows_apart = False
     on_device = False
-    #: Usual acceptance rates by grade (:func:`_grade`). Each class of match lengths has three rates: for tokens with equally frequent
-    #: siblings, with rarer siblings, and without siblings.
+    #: Usual acceptance rates by grade (:func:`_grade`): three for each class of match lengths.
     grade_rates = (
         0.0, 0.0, 0.0, 0.1, 0.35, 0.6, 0.15, 0.65, 0.95, 0.25, 0.8, 0.9, 0.3, 0.9, 0.95, 0.5, 0.95, 0.98,
     )  # fmt: skip
@@ -183,7 +182,9 @@ class Suffix(Strategy):
         return best, [_grade(best_length, node) for node in best]
 
     def _matches(self, state: _State, row: RowText) -> list[_Match]:
-        """The occurrences of the row's end: longer matches first, then occurrences in the row itself, then later occurrences."""
+        """The occurrences of the row's end, the longest matches first. Among equally long matches, the order is: in the row itself, in
+        outputs of earlier calls, in the user's texts; in each of the three, the latest first.
+        """
         s: SuffixSettings = self.settings
         own = row.index
         suffix = own.tokens[-s.depth :]
@@ -214,7 +215,7 @@ class _Match:
 
 
 def _continued(text: ChainedText, end: int, most: int) -> array[int]:
-    """The `most` tokens after index `end` of a row's own text; if there are fewer, they are repeated periodically."""
+    """The tokens after index `end` of a row's own text, `most` in number; if the text has fewer, they are repeated periodically."""
     following = text.tokens[end + 1 : end + 1 + most]
     if len(following) < most:
         following = (following * (most // len(following) + 1))[:most]
@@ -222,7 +223,9 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 
 
 def _grade(length: int, node: DraftedNode) -> int:
-    """The grade of a draft token: by the match's length (1, 2-3, 4-7, 8-15, more), and by siblings (equally frequent, rarer, none)."""
+    """The grade of a draft token: by the match's length (1, 2-3, 4-7, 8-15, more), then by the share of the parent's occurrences that
+    continue with the token: less than a half; at least a half, or a single occurrence; all of several occurrences.
+    """
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed
 

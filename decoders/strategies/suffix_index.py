@@ -1,4 +1,4 @@
-"""Draft trees of the tokens that followed earlier occurrences of a text's end, and the texts of rows that are looked up."""
+"""For suffix decoding: the rows' indexed texts, and draft trees of the tokens that followed earlier occurrences of a text's end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DraftedNode(NamedTuple):
 
 
 def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> tuple[list[DraftedNode], float]:
-    """The `most` likeliest nodes of the tree that the continuations of a match form (the paper's greedy expansion).
+    """The likeliest nodes, at most `most`, of the tree that the continuations of a match form (greedy expansion, as in the paper).
 
     Args:
         continuations: the tokens that followed each occurrence, the latest occurrence first.
@@ -79,7 +79,7 @@ _Open = tuple[float, int, int, float, Sequence[Sequence[int]], int]
 def _children(
     continuations: Sequence[Sequence[int]], depth: int, parent: int, probability: float, least: float
 ) -> list[_Open]:
-    """The children of a node: the likeliest first, and among equally likely children the latest first."""
+    """A node's children as entries of `waiting` in :func:`expand`: the likeliest first, of equally likely ones the latest first."""
     groups: dict[int, list[Sequence[int]]] = {}
     for continuation in continuations:
         if len(continuation) > depth:
@@ -95,7 +95,7 @@ def _children(
 
 
 class RowText(FollowedText[ChainedText]):
-    """The text of one row, in an index of its suffixes."""
+    """The text of one row, with an index of its n-grams."""
 
     __slots__ = ()
 

@@ -109,7 +109,10 @@ class TranslatedText:
         return place
 
     def _meeting(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
-        """A common token border of both encodings: its index in `ids`, and its index in the tokens encoded from `first` on."""
+        """A token border that the old and the new encoding share: its index in `ids`, and in the new tokens, which begin at `first`.
+
+        ends: where each new token ends in `text`. If no border is shared, the result is ``first, 0``.
+        """
         old = {end: place + 1 for place, end in enumerate(self._ends) if place >= first}
         for place, end in enumerate(ends):
             kept = old.get(end)
@@ -119,7 +122,7 @@ class TranslatedText:
 
 
 class TextDrafter:
-    """A draft model with another vocabulary than the target, which drafts text in a call.
+    """Drafts text in a call, with a draft model whose vocabulary differs from the target's.
 
     Args:
         context: the call's context.
@@ -148,7 +151,7 @@ class TextDrafter:
         return self.module.passes
 
     def draft(self, sequences: Sequences, length: int) -> Draft:
-        """Drafts a chain ``[B, N]`` in `length` passes of the draft model. Waits for the device once."""
+        """Drafts `length` tokens of the draft model, and returns their text as a chain of the target's tokens. Waits for the device."""
         known = sequences.read()
         first = min(len(row.tokens) for row in self.rows)
         for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):

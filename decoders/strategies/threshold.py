@@ -81,7 +81,7 @@ class _State:
         calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
         length: greatest number of tokens of a draft.
-        waits: whether reading the device is a sync. The host then reads once per draft.
+        waits: whether reading the device is a sync. If it is, the host reads once per draft.
         bucket: number of passes before the host reads the device.
         weights: ``[B, n]``, cumulative log-probability of each node of the last draft.
         draft: the last draft.
@@ -102,7 +102,7 @@ class Threshold(DraftModelStrategy):
     """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold. The token at which the product falls
     below the threshold is still proposed. In a tree, a node is expanded if its cumulative probability is above the threshold.
 
-    Every row has its own threshold, which adapts.
+    Every row has its own threshold, which is adapted after every step.
     """
 
     name = "threshold"
@@ -126,7 +126,7 @@ class Threshold(DraftModelStrategy):
         return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their thresholds; new rows begin with the first threshold."""
+        """Rows that stay keep their thresholds; new rows begin with the setting `threshold`."""
         s: ThresholdSettings = self.settings
         state.threshold = torch.where(rows >= 0, state.threshold[rows.clamp(min=0)], s.threshold)
         if state.calibration is not None:
@@ -213,10 +213,11 @@ WINDOW, ENOUGH = 32, 3
 class CalibratedThreshold:
     """Finds the threshold on a draft token's probability that maximizes tokens per second.
 
-    One more draft token takes ``c`` seconds to draft and ``v`` seconds to verify: the seconds of a pass divided by the number of rows.
-    The token brings ``P`` tokens on average, where ``P`` is its cumulative probability. A second is worth ``R`` tokens, the present
-    rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may
-    be over- or underconfident, ``P`` is the product of its probabilities times the measured ratio of accepted to expected tokens.
+    One more draft token takes ``c`` seconds to draft (a pass of the draft model) and ``v`` seconds to verify (another node), each
+    divided by the number of rows. It brings ``P`` tokens on average, its cumulative probability. A second is worth ``R`` tokens, the
+    present rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft
+    model may be over- or underconfident, ``P`` is the product of its probabilities times the measured ratio of accepted to expected
+    tokens.
 
     Measured times differ between runs, so the number of steps may differ; the tokens do not.
     """
@@ -232,11 +233,11 @@ class CalibratedThreshold:
         self._first = True
 
     def drafting(self) -> None:
-        """Takes the time at which drafting begins."""
+        """Records the time at which drafting begins."""
         self._begun = self._clock()
 
     def drafted(self, passes: int) -> None:
-        """Takes the time at which drafting ends. passes: number of passes of the draft model so far in this call."""
+        """Records the time at which drafting ends. passes: number of passes of the draft model so far in this call."""
         self._proposed = self._clock()
         self._draft.append((self._proposed - self._begun) / max(passes - self._passes, 1))
         self._passes = passes

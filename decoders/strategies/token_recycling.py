@@ -77,9 +77,9 @@ class _State:
 class TokenRecycling(Strategy):
     """Keeps a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
 
-    A token's successors come from the target's logits at the last node with this token, whether it was accepted or not. All rows, and
-    later calls on the model, use one matrix. In addition to the paper, draft tokens are graded by the margin between the logits of the
-    best two successors.
+    A token's successors come from the target's logits at the latest node with this token, whether the node was accepted or not. All
+    rows, and later calls on the model, share one matrix. In addition to the paper, draft tokens are graded by the margin between the
+    logits of the best two successors.
     """
 
     name = "token_recycling"
@@ -241,11 +241,11 @@ def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
 
 
 def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: Tensor) -> None:
-    """Does the work of :func:`learn` on the host.
+    """As :func:`learn`, but on the host.
 
     Args:
-        nodes: ``(worth, place, token)`` of each node, `place` the index of its logits.
-        logits: ``[R, V]``.
+        nodes: ``(worth, place, token)`` of each node; its logits are ``logits[place]``.
+        logits: ``[R, V]``, for ``R`` nodes of all rows.
     """
     if not nodes:
         return
@@ -259,8 +259,9 @@ def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: 
 
 
 def follow(matrix: Tensor, texts: list[list[int]], lengths: list[int]) -> None:
-    """Writes the successors of every token that has none in `matrix`: the last different tokens that followed it in `texts`, the latest
-    first. lengths: number of valid tokens of each text.
+    """Gives each token without successors in `matrix` the tokens that followed it in `texts`, each once, the latest first.
+
+    lengths: number of valid tokens of each text.
     """
     successors: dict[int, dict[int, None]] = {}
     for text, length in zip(texts, lengths, strict=True):

@@ -15,7 +15,7 @@ from ..errors import DraftError, amount
 
 #: The parent of a root in lists of parents.
 NO_PARENT = -1
-#: Greatest number of nodes of a block, the root included: masks and attention grow with the square of this number.
+#: Greatest number of nodes of a block, the root included. It is limited, because masks and attention grow with its square.
 MAX_NODES = 1024
 
 
@@ -41,7 +41,7 @@ class TreeTensors:
 
     @property
     def candidates(self) -> Tensor:
-        """``[B, N]`` bool: nodes that may be accepted, the root among them."""
+        """``[B, N]`` bool: whether each node may be accepted; True for the root."""
         return self.ancestors.any(-1)
 
     def candidate_parents(self) -> Tensor:
@@ -55,7 +55,7 @@ class TreeTensors:
         return TreeTensors(self.parents[rows], self.offsets[rows], self.visible[rows], self.ancestors[rows])
 
     def check(self, rows: int) -> None:
-        """Raises DraftError unless shapes and dtypes fit `rows` rows."""
+        """Raises DraftError unless the tensors have the right dtypes, and shapes for `rows` rows."""
         n = self.offsets.shape[-1] if isinstance(self.offsets, Tensor) and self.offsets.dim() else 0
         for name, dtype, shape in (
             ("parents", torch.int64, (rows, n)), ("offsets", torch.int64, (rows, n)),
@@ -69,10 +69,10 @@ class TreeTensors:
                 )
 
     def sound(self, wait: bool = False) -> Tensor:
-        """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent. No sync without `wait`.
+        """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent.
 
         A candidate comes one position after its parent and attends only to its path: otherwise its logits would belong to
-        another text. Nodes that are never accepted may attend to any node.
+        another text. Nodes that are never accepted may attend to any node. wait: whether the host may wait for the device.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors
         rows, nodes = self.parents.shape
@@ -83,7 +83,7 @@ class TreeTensors:
 
     @staticmethod
     def from_parents(parents: Tensor, depth: int | None = None) -> TreeTensors:
-        """Builds dynamic trees on the device, without a sync. Invalid parents give trees that are not :meth:`sound`.
+        """Builds a tree per row on the device, without a sync. Invalid parents give trees that are not :meth:`sound`.
 
         Args:
             parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent comes before
@@ -107,7 +107,7 @@ class TreeTensors:
             return TreeTensors(*map(torch.from_numpy, _of_parents(parents.numpy())))
         index = torch.arange(n, device=parents.device)
         reach = (index[:, None] == index) | (parents[..., None] == index)
-        # Each squaring of the relation doubles the depth that it covers.
+        # `reach` relates a node to itself and to its parent. Each squaring doubles the number of generations that it covers.
         for _ in range(max(1, (n - 1 if depth is None else depth).bit_length())):
             reach = (reach.float() @ reach.float()) > 0
         ordered = (parents < index) & (parents >= NO_PARENT) & ((parents == NO_PARENT) | (index > 0))
@@ -115,7 +115,7 @@ class TreeTensors:
         return TreeTensors(parents.clamp(0, n - 1), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
 
     def padded(self, nodes: int) -> TreeTensors:
-        """The trees padded to `nodes`. Padding nodes attend to themselves and are never accepted."""
+        """The trees padded to `nodes` nodes. Padding nodes attend only to themselves and are never accepted."""
         n = len(self)
         extra = nodes - n
         if extra <= 0:
@@ -138,12 +138,12 @@ class TreeTensors:
         )  # fmt: skip
 
     def merge(self, other: TreeTensors) -> TreeTensors:
-        """Joins two trees per row at the root: `other`'s nodes come last and are renumbered."""
+        """Joins both trees of each row at the root: the nodes of `other` come last and are renumbered."""
         n, shift = len(self), len(self) - 1
         parents = torch.where(other.parents > 0, other.parents + shift, 0)[:, 1:]
 
         def joined(own: Tensor, theirs: Tensor) -> Tensor:
-            """Both relations in one: a node is related to nodes of its own tree and to the common root only."""
+            """Joins a relation ``[B, N, N]`` of both trees: a node is related only to nodes of its own tree and to the common root."""
             wide = torch.nn.functional.pad(theirs, (shift, 0, shift, 0))[:, n:]
             wide[:, :, shift] = False
             wide[:, :, 0] = theirs[:, 1:, 0]
@@ -158,14 +158,14 @@ class TreeTensors:
 
 
 def described(value: object) -> str:
-    """Describes a wrong value for an error message."""
+    """Returns a description of a wrong value for an error message: its dtype and shape, or its type."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"
 
 
 def _of_parents(parents: np.ndarray) -> tuple[np.ndarray, ...]:
-    """:meth:`TreeTensors.from_parents` node by node; takes a third of the time on a CPU."""
+    """:meth:`TreeTensors.from_parents` with numpy, node by node; on a CPU it takes a third of the time. Returns the fields in order."""
     rows, n = parents.shape
     index = np.arange(n)
     reach = np.zeros((rows, n, n), dtype=bool)
@@ -191,7 +191,7 @@ def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
     path[:, 0, 1:] = False
     depth = offsets[row, parents] + 1
     depth[:, 0] = 0
-    # A node that is no candidate must have no ancestors.
+    # Ancestors are stored for candidates only.
     wrong = (candidate & ((ancestors ^ path) | (visible ^ path))) | (~candidate & ancestors)
     return (
         ~wrong.any(-1).any(-1) & ~(candidate[..., 0] & (depth != offsets)).any(-1) & inside.all(-1) & candidate[:, 0, 0]

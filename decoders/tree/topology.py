@@ -1,4 +1,4 @@
-"""The tree of a pass's nodes (a block), the same in all rows."""
+"""The tree of a block (the nodes that one forward pass runs), the same in all rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Topology:
 
     Attributes:
         parents: index of each node's parent, which comes before the node; ``-1`` for the root and for nodes that are never accepted.
-        offsets: position of each node relative to the root (the depth, for candidates).
+        offsets: position of each node relative to the root; for candidates, the depth.
         extra_visible: nodes that each node attends to, besides its ancestors and itself.
     """
 
@@ -119,11 +119,11 @@ class Topology:
 
     @staticmethod
     def from_paths(paths: Sequence[Sequence[int]]) -> tuple[Topology, tuple[tuple[int, int], ...]]:
-        """Builds a tree from Medusa's notation: a path lists the rank (0 = best) of the draft token at each level.
+        """Builds a tree from Medusa's notation: each node is a path, the ranks (0 = best) of the draft tokens from the root to it.
 
         Returns:
-            the topology with paths sorted by depth, and ``(level, rank)`` for every node after the root: the node holds the
-            `rank`-th best draft token of that level.
+            the topology, with nodes sorted by depth; and ``(level, rank)`` for every node after the root: it holds the draft token with
+            this rank among the draft tokens of its level.
         """
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
         index = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
@@ -134,7 +134,7 @@ class Topology:
         return topology, tuple((len(p) - 1, p[-1]) for p in ordered)
 
     def merge(self, other: Topology) -> Topology:
-        """Joins two trees at the root: `other`'s nodes come last and are renumbered."""
+        """Joins two trees at the root: the nodes of `other` come last and are renumbered."""
         shift = len(self) - 1
 
         def moved(node: int) -> int:
@@ -157,7 +157,7 @@ class Topology:
         return Topology(self.parents[:nodes], self.offsets[:nodes], extra)
 
     def padded(self, nodes: int) -> Topology:
-        """The block padded to `nodes` with nodes that are never accepted."""
+        """The tree padded to `nodes` nodes; padding nodes are never accepted."""
         extra = nodes - len(self)
         if extra <= 0:
             return self
@@ -169,7 +169,7 @@ class Topology:
 
     @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
     def tensors(self, rows: int, device: torch.device) -> TreeTensors:
-        """The topology as tensors for `rows` rows on `device`, cached."""
+        """The tree as tensors on `device`, repeated for `rows` rows; cached."""
         n = len(self)
         ancestors = torch.zeros(n, n, dtype=torch.bool, device="cpu")
         visible = torch.zeros(n, n, dtype=torch.bool, device="cpu")

@@ -1,4 +1,4 @@
-"""The built-in rules that decide how much of a draft is kept; the contract is in ``verifier.py``."""
+"""The built-in verifiers, which decide how much of a draft is accepted; the contract is in ``verifier.py``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .verifier import Block, Outcomes, Verifier, normalised
 class Coupled(Verifier):
     """Token matching, the rule of :func:`decoders.engine.decode.verify.follow_matches`.
 
-    The compiled rule draws the target's token with noise that depends on seed and position alone. A draft that adds the same noise
+    The engine's rule draws the target's token with noise that depends on seed and position alone. A draft that adds the same noise
     tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative
-    Decoding" (arXiv 2408.07978). This class gives the outcome distribution for drafts made without that noise, to compare rules: the
+    Decoding" (arXiv 2408.07978). To compare rules, this class computes the outcome distribution for drafts made without the noise: the
     target draws from p, and the path continues at the child that holds the drawn token. Among children with equal tokens this class
-    follows the first child, and the compiled rule follows the child with the longest accepted path. Both emit the same tokens with
+    follows the first child, and the engine's rule follows the child with the longest accepted path. Both emit the same tokens with
     the same probability.
     """
 
@@ -48,7 +48,7 @@ class Rejection(Verifier):
     """Leviathan, Kalman & Matias 2023, "Fast Inference from Transformers via Speculative Decoding", Algorithm 1;
     Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", Algorithm 2.
 
-    Leviathan's letters are ours (Chen swaps p and q). Draft token ``x_i`` is accepted with probability
+    We use Leviathan's letters (Chen swaps p and q). Draft token ``x_i`` is accepted with probability
     ``min(1, p_i(x_i) / q_i(x_i))``. After the first rejection the next token is drawn from ``norm(max(0, p_i - q_i))``; after a
     fully accepted chain it is drawn from p.
     """
@@ -70,9 +70,9 @@ class BlockVerification(Verifier):
     """Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), Algorithm 2.
 
     A later draft token that is likelier to the target than to the draft can make up for an earlier, less likely token. The paper
-    proves that the rule maximizes the expected number of tokens of a step.
+    proves that the rule maximizes the expected number of tokens per step.
 
-    Our letters: p, q for the paper's ``M_b``, ``M_s``; the paper's ``p_i`` is `weight`, with ``p_0 = 1`` and
+    Our p, q are the paper's ``M_b``, ``M_s``; the paper's ``p_i`` is `weight` in the code, with ``p_0 = 1`` and
     ``p_i = min(p_{i-1} · p(x_i) / q(x_i), 1)``. Let ``S_i = Σ_x max(p_i · p(x | x_1 … x_i) - q(x | x_1 … x_i), 0)``. Each i is drawn
     as a possible end with probability ``h_i = S_i / (S_i + 1 - p_i)``, the last token γ with ``h_γ = p_γ``. The accepted chain ends
     at the largest drawn i. The next token comes from ``norm(max(p_i · p - q, 0))``, or from p if i is γ. Each row has its own γ.
@@ -92,7 +92,7 @@ class BlockVerification(Verifier):
 
         excess = (weight[:, :-1, None] * p - q).clamp(min=0)
         s = excess.sum(-1)
-        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q; then token i is surely kept.
+        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q; then token i is surely accepted.
         allowed = s + (1 - weight[:, :-1])
         h = torch.where(chain, torch.where(allowed > 0, s / allowed, 1.0), weight[:, :-1])
         h = torch.cat([h, weight[:, -1:]], 1)
@@ -114,7 +114,7 @@ class TreeRejection(Verifier):
     accepts no further child. For draft tokens that were not sampled (one-hot ``q``) the rule equals
     :class:`~decoders.verifiers.Coupled`.
 
-    The loop runs over the rank among siblings, for all parents at once. Each turn reads and writes ``[B, N, V]`` a few times.
+    The loop runs over the rank among siblings, for all parents at once. Each turn reads and writes several ``[B, N, V]`` tensors.
     """
 
     name = "tree_rejection"
@@ -153,12 +153,12 @@ class TreeRejection(Verifier):
 
     @staticmethod
     def left(q: Tensor, tried: Tensor) -> Tensor:
-        """`q` without the tokens already tried, ``[B, N, V]``; zero if no token is left."""
+        """`q` ``[B, N, V]`` without the tokens already tried, scaled to sum to 1; zeros if no token is left."""
         return normalised(q.masked_fill(tried, 0.0), 0.0)
 
 
 class TypicalSettings(Settings):
-    """The threshold of a plausible token."""
+    """The threshold above which the target finds a draft token plausible."""
 
     epsilon: float = Field(
         0.09,
@@ -179,8 +179,8 @@ class TypicalAcceptance(Verifier):
 
     A draft token x is accepted if all draft tokens before x are accepted, and ``p(x) > min(ε, δ·exp(-H(p)))``: p is the target's
     distribution at the position of x, and H(p) its entropy. Few tokens pass if the target is sure, many if the target is unsure. The
-    longest accepted path is kept, of equally long paths the likeliest (as in the authors' code). The next token is drawn from p. The
-    path is not drawn: among plausible tokens the drafter decides, so the output does *not* follow the target's distribution.
+    longest accepted path is committed, of equally long paths the likeliest (as in the authors' code). The next token is drawn from p.
+    The path is not drawn: among plausible tokens the drafter decides, so the output does *not* follow the target's distribution.
 
     In greedy decoding p has all its mass on one token, and the rule is exact. The report still says that the rule is lossy.
     """
@@ -196,7 +196,7 @@ class TypicalAcceptance(Verifier):
         root = index == 0
         threshold = (self.settings.delta * torch.exp(-entropy(p))).clamp(max=self.settings.epsilon)  # [B, N]
         tokens = block.nodes.clamp(min=0)
-        # p of every node's token, given its parent, from the flattened target.
+        # The probability p of every node's token after its parent, looked up in the flattened target.
         probability = p.flatten(1).gather(1, tree.parents * p.shape[2] + tokens)
         plausible = (probability > threshold.gather(1, tree.parents)) & (block.nodes >= 0)
         accepted = tree.candidates & (~tree.ancestors | (plausible | root)[:, None]).all(-1)

@@ -1,8 +1,8 @@
 """The contract of a verifier: from a draft and both models' distributions it computes the outcome distribution of a step.
 
-A verifier draws nothing. It gives the probability that the accepted path ends at each node, and the distribution of the next token
-after each node. The engine draws from these distributions (:func:`decoders.engine.decode.rules.draw`). So a rule is a pure function of
-tensors, and a check can compute whether it keeps the target's distribution (:func:`decoders.testing.check_verifier`).
+A verifier draws nothing. It computes the probability that the accepted path ends at each node, and the distribution of the next token
+after each node. The engine draws from these distributions (:func:`decoders.engine.decode.rules.draw`). So a verifier is a pure function
+of tensors, and a check can compute whether the output follows the target's distribution (:func:`decoders.testing.check_verifier`).
 
 Letters: ``B`` rows, ``N`` nodes of a block, ``V`` vocabulary, ``p`` the target's distribution, ``q`` the draft's.
 """
@@ -25,13 +25,13 @@ from ..tree import TreeTensors, described
 class Block:
     """A draft to verify, with the distributions of both models.
 
-    A node's token may depend only on its ``q``, and whether the node has a token may depend only on the tokens before it: a drafter
-    that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
+    A node's token may depend only on the ``q`` it was drawn from, and whether the node has a token only on the tokens before it: a
+    drafter that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
 
     Attributes:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
         tree: the block's tree.
-        target: ``[B, N, V]`` float32, p: the processed distribution of the target after each node, sums to 1.
+        target: ``[B, N, V]`` float32, p: the target's processed distribution of the token after each node; it sums to 1.
         draft: ``[B, N-1, V]`` float32, q: entry ``i`` is the processed distribution after the parent of node ``i+1``, from which
             the node's token was drawn. Siblings share one ``q`` and are drawn without replacement, in the order of the nodes. A
             draft token that was not sampled has a one-hot ``q``. Entries of ``-1`` nodes are not read.
@@ -48,16 +48,16 @@ class Block:
 
     @property
     def drawn(self) -> Tensor:
-        """``[B, N-1]``: q of each node's token, without the root; 0 for nodes without a draft token."""
+        """``[B, N-1]``: the probability q of the token of each node after the root; 0 for nodes without a draft token."""
         tokens = self.nodes[:, 1:]
         mass = self.draft.gather(2, tokens.clamp(min=0)[..., None])[..., 0]
         return torch.where(tokens >= 0, mass, 0.0)
 
     @property
     def drafted(self) -> Tensor:
-        """``[B, N]`` bool: nodes with a draft token, without the root.
+        """``[B, N]`` bool: whether each node has a draft token; False for the root.
 
-        A token whose ``q`` is 0 cannot have been drawn from ``q``: it counts as no draft token, which keeps every rule exact.
+        False also for a token whose ``q`` is 0, which cannot have been drawn from ``q``: so every rule stays exact.
         """
         # Padded as floats: inductor's C++ code for combined padded masks does not compile (torch 2.13).
         drawn = torch.nn.functional.pad(self.drawn, (1, 0))
@@ -65,7 +65,7 @@ class Block:
 
     @property
     def chain(self) -> Tensor:
-        """``[B, N-1]`` bool: whether node ``i+1`` continues the unbroken chain ``0 … i``. For rules that judge only chains."""
+        """``[B, N-1]`` bool: entry ``i`` is True if nodes ``0 … i+1`` are an unbroken chain. For rules that judge only chains."""
         index = torch.arange(self.nodes.shape[1] - 1, device=self.nodes.device)
         links = self.drafted[:, 1:] & (self.tree.parents[:, 1:] == index)
         return links.long().cumprod(1).bool()
@@ -74,7 +74,7 @@ class Block:
         """``[B, N]``: probability that the accepted path reaches each node.
 
         Args:
-            edges: ``[B, N]``, probability that a path at the parent of each node goes on to the node; the root's entry is not read.
+            edges: ``[B, N]``, probability that a path that reaches a node's parent continues to the node; the root's entry is not read.
         """
         root = torch.arange(edges.shape[1], device=edges.device) == 0
         arrived = torch.where(self.tree.ancestors & ~root, edges[:, None, :], 1.0).prod(-1)
@@ -86,8 +86,8 @@ class Outcomes:
     """The outcome distribution of a step.
 
     Attributes:
-        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Zero for nodes without a
-            draft token and for nodes that are no candidates.
+        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Except for the root,
+            zero for nodes without a draft token and for nodes that are no candidates.
         next: ``[B, N, V]``, distribution of the token after each node if the path ends there: finite everywhere,
             and summing to 1 wherever ``end > 0``.
     """
@@ -121,8 +121,8 @@ class Verifier(Configured, ABC):
         exact: whether the committed tokens follow the target's distribution. A lossy rule is marked in every report.
         trees: whether the rule judges trees. If False, it judges only chains: node ``i+1`` continues node ``i``, and shorter rows end
             in ``-1``.
-        coupled: whether the compiled core decides by the target's own draw, with the same noise as the draft. :meth:`outcomes` then
-            gives the outcome distribution for drafts made without that noise.
+        coupled: whether the engine accepts draft tokens that equal the target's own draw, made with the same noise as the draft, and
+            does not call :meth:`outcomes`. That method then returns the outcome distribution for drafts made without the noise.
     """
 
     name: ClassVar[str]
@@ -143,8 +143,8 @@ class Verifier(Configured, ABC):
 def normalised(mass: Tensor, otherwise: Tensor | float) -> Tensor:
     """`mass` scaled to sum to 1 over the last axis; `otherwise` where the sum is zero.
 
-    If ``q`` equals ``p``, the residual of ``p`` is zero or rounding noise. Such a residual is drawn from with a probability close to
-    zero, but must stay finite.
+    If ``q`` equals ``p``, the residual ``max(p - q, 0)`` is zero or rounding noise. The probability of drawing from such a residual is
+    close to zero, but the residual must stay finite.
     """
     total = mass.sum(-1, keepdim=True)
     # Not `> 0`: compiled code may divide by multiplying with the reciprocal, which overflows for subnormal numbers.

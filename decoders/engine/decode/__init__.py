@@ -1,1 +1,1 @@
-"""Decoding: requests, batches and their steps. It imports the sibling package ``model``, never the other way round."""
+"""Decoding: requests, batches and their steps. This package imports the sibling package ``model``, never the other way round."""

@@ -1,4 +1,6 @@
-"""Admits requests to a batch: each gets a place (a row of the pool of slots), where its prompt is prefilled while other rows decode."""
+"""Admits requests to a batch: each gets a place (a row of the pool of KV cache slots), where its prompt is prefilled while other rows
+decode.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,20 @@ from .prompt_reader import PromptReader, read_chunk
 from .request import Request
 from .session import Session
 
-#: Greatest number of tokens in a pass over several prompts. A longer prompt gets separate passes: it alone keeps the processor busy.
+#: Greatest number of tokens in a pass over several prompts. A longer prompt is prefilled alone: it keeps the processor busy by itself.
 SHARED_PASS = 512
 
 
 @dataclass(eq=False)
 class Seat:
-    """A request and its place in the pool.
+    """A request and its place: its row in the pool, the session that holds the keys and values of all requests of a lane.
 
     Attributes:
         member: the request and its output.
         place: index of the request's row in the pool.
-        plan: how the prompt is prefilled; None before the prefill begins.
-        to_read: chunks of the plan that are not prefilled yet, ``(offset from the plan's start, number of tokens)`` each.
-        chunks: results of passes over the prompt, kept for a strategy that reads prompts. Logits are left out, because they are large.
+        plan: which passes prefill the prompt; None before the prefill begins.
+        to_read: the chunks of the plan that are not prefilled yet, each as ``(offset from the plan's start, number of tokens)``.
+        chunks: results of the passes over the prompt, for a strategy that reads prompts; without logits, because they are large.
         weights: state of the model's weights when the prefill began; None before the prefill begins.
         row: index of the request's row in the batch; None until the prompt is prefilled.
         turns: number of passes over the prompt so far. The seat with the fewest turns is prefilled next. A new seat starts with the
@@ -69,7 +71,7 @@ class Admission:
     Args:
         prompts: the prompt reader of the batch that the requests will join.
         pool: the session whose rows are the places.
-        reserved: number of places at the start of the pool that :meth:`take_place` does not give out.
+        reserved: number of places at the start of the pool that :meth:`take_place` never returns.
 
     Attributes:
         seats: all requests, in order of arrival.
@@ -81,9 +83,10 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """Returns the free place whose kept text shares the longest prefix with the prompt; of several, the least recently used.
+        """Returns the free place whose text, kept from an earlier request, shares the longest prefix with the prompt of `request`.
 
-        The kept text is cut to the shared prefix, so that moving rows does not copy more than the prefix.
+        Of several such places, returns the least recently used. The kept text is cut to the shared prefix, so that moving rows copies
+        only this prefix.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
@@ -107,7 +110,7 @@ class Admission:
         )
 
     def read(self, pause: float) -> None:
-        """Prefills waiting prompts in turns. If rows are being decoded, stops after about `pause` seconds and at least one pass."""
+        """Prefills waiting prompts in turns. If rows are being decoded, stops after about `pause` seconds, but not before one pass."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -132,7 +135,9 @@ class Admission:
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
-        """Takes the prompt piece for the next step. Returns its seat, first slot and number of tokens; None if there is no piece."""
+        """Chooses the piece of a waiting prompt that the next step's pass prefills. Returns its seat, first slot and number of tokens;
+        None if there is no such piece. pause: about how many seconds the piece may take.
+        """
         if (seat := self._next(pause)) is None:
             return None
         assert seat.plan is not None
@@ -141,12 +146,15 @@ class Admission:
         return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Adds `seconds` of a prefill pass to the seat's report. count: number of prompt tokens in the pass, of all seats together."""
+        """Adds the `seconds` of a prefill pass to the seat's report, and updates the measured seconds per prompt token.
+
+        count: number of prompt tokens in the pass, of all seats together.
+        """
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """Plans and returns the seat to prefill next: the waiting seat with the fewest turns; None if no pass is due.
+        """Returns the seat to prefill next (the waiting seat with the fewest turns) after planning its passes; None if no pass is due.
 
         together: whether several prompts may share passes.
         """
@@ -163,15 +171,15 @@ class Admission:
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
-        """`seat`, and the seats whose next chunks can run in the same pass as the next chunk of `seat`."""
+        """Returns `seat` and the seats whose next chunks can run in the same pass as its next chunk."""
         following = seat.to_read[0]
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
-        """`seat`, and the seats whose prompts are prefilled in the same passes as the prompt of `seat`.
+        """Returns `seat` and the seats whose prompts are prefilled in the same passes.
 
-        The lengths of these prompts differ from the length of `seat`'s prompt by a factor of at most two. Prompts that share more than
-        half of their text are prefilled one after the other, so that the common part is computed once and copied.
+        Their prompts are at most twice and at least half as long as the prompt of `seat`. Prompts that share more than half of their
+        text are prefilled one after the other, so that the common part is computed once and copied.
         """
         own, prompt = seat.prefix, seat.prompt
         if seat.member.request.multimodal is not None:
@@ -187,7 +195,7 @@ class Admission:
         return self._beside(seat, fits, lambda other: len(other.prompt))
 
     def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
-        """`seat` and the waiting seats in adjacent places for which `fits` is True, in the order of places.
+        """Returns `seat` and the waiting seats in adjacent places for which `fits` returns True, in the order of places.
 
         tokens: returns the number of tokens that a seat adds to a pass. Several seats together add at most :data:`SHARED_PASS` tokens.
         """
@@ -207,7 +215,7 @@ class Admission:
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
         """Writes prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
 
-        Returns whether a pass over images ran. An exception in that pass ends only its request.
+        Returns whether a pass over images ran. An exception in this pass is stored in its request's output, and ends only the request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:
@@ -240,8 +248,8 @@ class Admission:
         return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a prefill pass. For a strategy that reads prompts, the function also adds the pass's results to
-        `seat.chunks`. If the prompt has images, :meth:`_start_reading` has already added the results.
+        """Returns the function that runs a prefill pass. For a strategy that reads prompts, it also appends the pass's results to
+        `seat.chunks`; if the prompt has images, :meth:`_start_reading` has already appended the results.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill
@@ -253,7 +261,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """Per place: the pool, the place's index, and the text in the place. The place of `seat` has the text of an earlier request."""
+        """Returns for each place the pool, the place's index, and its text; in the place of `seat` it is an earlier request's text."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:
@@ -261,7 +269,7 @@ class Admission:
         return [(self.pool, place, text) for place, text in enumerate(texts)]
 
     def held(self, seat: Seat) -> KeptText:
-        """The text whose keys and values are in a seat's slots; empty if the weights have changed since the prefill began."""
+        """The text whose keys and values are in a seat's slots; empty before the prefill, or if the weights have changed since."""
         if seat.weights is not None and seat.weights is not self.pool.target.weights:
             return NOTHING
         if seat.row is not None:

@@ -43,20 +43,21 @@ class Batch:
     (:mod:`~decoders.engine.decode.lane`) requests with one row each join and leave.
 
     Attributes:
-        request: a request that stands for all members: it has their common settings, and its prompts are the texts of all rows.
-        members: per request, its output and the index of its first row, in the order of rows. Padding rows have no member.
+        request: a request that stands for all requests of the batch: it has their common settings, and its prompts are all rows' texts.
+        members: per request, its output and the index of its first row, in the order of rows. Padding rows belong to no member.
         capacity: greatest number of rows that the batch can have.
         shared: whether requests join and leave; errors and reports are then per request.
-        width: number of rows in a step. If sizes are static, some rows may be padding. Padding rows count as ended.
+        width: number of rows in a step. If sizes of tensors are static (the device records steps), some rows may be padding. Padding
+            rows are marked as ended.
         verifier: decides which draft tokens are accepted; None: the built-in rule.
         report: the report on all steps.
         session: holds the rows' tokens, keys and values.
         longest: greatest number of tokens that a row can have, prompt included.
-        noise_keys: ``[B]`` int64, the noise key of each row.
+        noise_keys: ``[B]`` int64, the key of each row's sampling noise.
         guide: tracks the rows' positions in their grammars; None if no row has a grammar.
         core: runs the forward pass over a block, verifies the block, and commits the accepted tokens.
-        pending: number of committed tokens that the next step runs in front of the root: the end of the prompts, or tokens that were
-            accepted on a later branch of a tree and run once more (:mod:`~decoders.engine.model.invariance`).
+        pending: number of tokens that the next step runs in front of the root (the last committed token): the end of the prompts, or
+            tokens that were accepted on a later branch of a tree and run once more (:mod:`~decoders.engine.model.invariance`).
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
@@ -65,7 +66,7 @@ class Batch:
 
     Args:
         request: the first or only request.
-        capacity: greatest number of rows, for a batch that requests join and leave; None for the batch of one call.
+        capacity: greatest number of rows, if requests join and leave the batch; None for the batch of one call.
     """
 
     session: Session
@@ -121,7 +122,10 @@ class Batch:
         return [ended for member, _ in self.members for ended in member.finished]
 
     def known(self, outcome: Outcome | None = None) -> HostRows:
-        """The rows as lists, without reading the device. outcome: a step's outcome, if the outputs lack its tokens."""
+        """Returns the rows' lengths and tokens as lists, without reading the device.
+
+        outcome: the last step's outcome, if the members' outputs lack its tokens yet.
+        """
         count = self.row_count
         padding = self.width - count
         new = [[] for _ in range(count)] if outcome is None else outcome.written
@@ -132,7 +136,7 @@ class Batch:
         prompts = [len(member.request.prompts[row]) for member, row in rows]
 
         def tokens_from(first: int) -> list[list[int]]:
-            # Since `lengths` was computed, the members' outputs may have got the tokens of `new` and of later steps.
+            # After `lengths` was computed, the tokens of `new` and of later steps may have been added to the members' outputs.
             texts = [member.tokens_from(row, first) for member, row in rows]
             own = [
                 (text + tokens[max(first - begin, 0) :])[: max(begin + len(tokens) - first, 0)]
@@ -172,7 +176,7 @@ class Batch:
         self.fit_blocks()
 
     def _guide(self, sources: Sequence[int]) -> Guide | None:
-        """The guide of the rows; None if no row has a grammar. Rows that stay in the batch keep their positions in their grammars."""
+        """Returns the guide of the rows; None if no row has a grammar. Rows that stay in the batch keep their positions in grammars."""
         request, target = self.request, self.target
         if not request.plan.masked:
             return None
@@ -185,11 +189,13 @@ class Batch:
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def fit_blocks(self) -> None:
-        """Sets the padding of blocks for the next pass, compiled or not. Call it before `start`: node budgets depend on the padding."""
+        """Sets how blocks are padded, which depends on whether the next pass is compiled. Call it before the strategy's `start`: node
+        budgets depend on the padding.
+        """
         self.forward_pass.fit(self.blocks, self.row_count)
 
     def block_of(self, draft: Draft) -> NodeBlock:
-        """Checks the draft's trees, and returns the draft padded to a block."""
+        """Checks the draft's trees, and returns the draft as a padded block of nodes, with enough slots reserved for it."""
         draft_tokens, tree = self.blocks.of(draft)
         if self.target.ranks.size > 1:
             self.target.ranks.check_draft(draft, self.lengths)
@@ -197,7 +203,7 @@ class Batch:
             waits = draft.on_host or not self.target.static
             self.may_err = self.may_err or not waits
             check_tree(draft.topology, self.rows, self.culprit, wait=waits)
-        # Recorded steps get room for the longest row at once, because the host does not read lengths between replays.
+        # For recorded steps, slots for the longest row are reserved at once: the host does not read lengths between replays.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
@@ -208,7 +214,7 @@ class Batch:
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """`block` with the grammars' masks after each node, and without the draft tokens that the grammars forbid."""
+        """Returns `block` with the grammars' masks after each node and, unless a verifier judges it, without forbidden tokens."""
         self.where = "forward pass and verification"
         if self.guide is None:
             return block
@@ -223,7 +229,9 @@ class Batch:
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
     def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome:
-        """Returns which tokens were accepted. This is the only place of a step where the host waits for the device."""
+        """Reads from the device which tokens were accepted, and returns the outcome. Usually only this part of a step waits for the
+        device.
+        """
         self.raise_faults(wait=False)
         traced = [(member, first) for member, first in self.members if member.request.runtime.trace]
         summary, new, paths = out.read(self.session.lists, paths=draft.drafters is not None or bool(traced))
@@ -258,7 +266,7 @@ class Batch:
                     self._cut(first + row, outcome, out)
 
     def _cut(self, row: int, outcome: Outcome, out: StepOutput) -> None:
-        """Ends a row, and takes the tokens of this step back from the row."""
+        """Ends a row, and removes the tokens of this step from it."""
         self.rows.length[row] -= outcome.emitted[row]
         self.rows.finished[row] = True
         outcome.emitted[row], outcome.accepted[row], outcome.ended[row] = 0, 0, 1
@@ -282,10 +290,10 @@ class Batch:
             self.guide.commit(out, self.rows.finished, outcome)
 
     def deliver(self, out: StepOutput | None, outcome: Outcome) -> None:
-        """Adds a step to the outputs of the requests, and calls their streamers and observers.
+        """Adds a step's results to the outputs of the requests, and calls their streamers and observers.
 
         Args:
-            out: read only for logits, scores and paths; None after a replay of the whole step.
+            out: the step's output, used only for logits, scores and paths; None after a replay of the whole step.
         """
         self.where = "streamer"
         if self.shared:
@@ -299,7 +307,7 @@ class Batch:
 
     @contextmanager
     def _callback_of(self, member: RequestOutput) -> Iterator[None]:
-        """Surrounds a callback of `member`. In a shared batch an exception of the callback ends only that request."""
+        """A context for a callback of `member`. In a shared batch an exception of the callback ends only this request."""
         try:
             yield
         except Exception as error:
@@ -309,13 +317,13 @@ class Batch:
             member.error = member.error or error
 
     def raise_faults(self, wait: bool) -> None:
-        """Raises faults of strategies and verifiers that the device has noted. Without `wait`, does nothing if sizes are static."""
+        """Raises faults of strategies and verifiers that are noted on the device. Without `wait`, does nothing if sizes are static."""
         if not self.may_err or (self.target.static and not wait):
             return
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the prompt tokens left to the first step now, for a draft model that shares the target's slots."""
+        """Prefills the prompt tokens that were left to the first step; called for a draft model that shares the target's slots."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]

@@ -36,8 +36,9 @@ from .sessions import Sessions
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Number of timed steps per size.
 REPEATS = 5
-#: Numbers of nodes to measure within a call, once per number of rows and tier. They are few, because the call waits. On devices that
-#: record steps, many nodes may cost as much as one, and node budgets end at twice the largest measured size: 33 is measured, too.
+#: Numbers of nodes to measure within a call, once per number of rows and tier (compiled or not). They are few, because the call waits.
+#: On devices that record steps, many nodes may cost as much as one, and a node budget is at most twice the largest measured number: so
+#: 33 is measured, too.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
@@ -97,7 +98,10 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
-        """Ratios of observed to expected seconds at `rows` and about `context`, by tier (True: compiled). `StepCosts` updates them."""
+        """Ratios of observed to expected seconds for `rows` rows and about `context` tokens, by tier (True: compiled).
+
+        `StepCosts` updates the returned dict.
+        """
         return self._ratios.setdefault((rows, context.bit_length() // 2), {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
@@ -119,8 +123,8 @@ class Calibrator:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
             compile: a call's setting, which decides the tier; "auto" means the tier in which a call would run now.
             seconds: time limit. At least two numbers of nodes are measured; then measuring stops when the time is up.
-            anew: whether to measure everything again. Otherwise a call waits for the result, so only a few numbers of nodes are
-                measured, only for numbers of rows without measurements at any context.
+            anew: whether to measure everything again. Otherwise only a few numbers of nodes are measured, because a call waits for the
+                result, and only for numbers of rows that were not measured at any context.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)
@@ -170,12 +174,12 @@ def measure(
     forward_pass: ForwardPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
     repeats: int,
 ) -> list[CostPoint]:  # fmt: skip
-    """Measures the steps of a greedy call. Returns a point per size, with the median seconds of a step.
+    """Measures the steps of a greedy call. Returns a point per size (number of nodes after padding), with the median seconds of a step.
 
     Measuring stops when ``ranks.clock`` of the target reaches `end`, but not before two sizes are measured. Seconds of compilation are
     added to `end`. Sizes take turns, so that a temporarily slower machine does not distort a single size. In each turn only the second
-    step counts, because the first step finds data of another size in the processor's caches. The slots keep whatever keys and values
-    they have, because a step's time does not depend on them.
+    step is timed, because the first step finds data of another size in the processor's caches. The slots are not filled with a text's
+    keys and values, because a step's time does not depend on their contents.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock
@@ -217,7 +221,7 @@ def measure(
             needed = 2 * (repeats - 1) * sum(first for first, *_ in times.values())
             if index >= 2 and clock() + needed > end:
                 break
-            first = sum(seconds(size) for _ in range(runs))  # in these steps the size is compiled and recorded
+            first = sum(seconds(size) for _ in range(runs))  # in these steps the pass is compiled and recorded
             passes = forward_pass.compiled_passes
             times[size] = [seconds(size)]
             end += max(first - times[size][0], 0.0)

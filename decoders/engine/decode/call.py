@@ -34,7 +34,7 @@ from .sampling import sampling_of
 from .step import Stopwatch, step
 from .verify import Outcome
 
-#: Number of slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; longer texts get more.
+#: Number of slots that a call reserves behind its prompts at first: few texts reach ``max_new_tokens``. For longer texts it adds more.
 SLOTS_AHEAD = 2048
 
 
@@ -45,7 +45,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
     """
     called = time.perf_counter()
     try:
-        with engine.decoding(request.side), ExitStack() as stack:  # the stack gives sessions back in any case
+        with engine.decoding(request.side), ExitStack() as stack:  # the stack releases sessions, also after errors
             waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request)
@@ -98,7 +98,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
-    # A strategy that reads prompts gets every prompt token: equal calls then draft alike, and the strategy's own cache has no holes.
+    # For a strategy that reads prompts, nothing is reused: equal calls then draft alike, and the strategy's own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
@@ -152,7 +152,7 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 
 
 def agreed(request: Request, ranks: Ranks) -> Request:
-    """Checks that all processes that share a model got the same request. Returns `request`; with several processes, compilation is off.
+    """Checks that all processes that share a model got the same request. Returns `request`, without compilation if there are several.
 
     Raises:
         RanksError: the processes were given different requests.
@@ -182,15 +182,15 @@ def recordable(proposer: Proposer) -> bool:
 
 
 def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
-    """The draft counts of `drafters`, and of the models that draft for `drafters`."""
+    """The :class:`DraftCounts` of `drafters`, and of the models that draft for these drafters."""
     return [each.counts for drafter in drafters for each in drafter.chain]
 
 
 class StepRecording:
     """Runs the steps of a batch. The first steps run unrecorded; later steps replay a recorded step.
 
-    When more parts of the step are compiled, the step is recorded again. Within a call, parts that could change tokens do not switch
-    between uncompiled and compiled.
+    Once more parts of the step have been compiled, the step is recorded again. Parts whose results round differently when compiled, and
+    so could change tokens, do not switch within a call.
 
     Args:
         proposer: a :func:`recordable` proposer, whose batch has made no step yet.
@@ -230,7 +230,10 @@ class StepRecording:
                 step(self.proposer, self.batch, self.clock)
 
     def _earlier(self, key: tuple) -> Recording | None:
-        """Returns an earlier call's recording, with this call's state copied to its tensors; None if no recording fits."""
+        """Returns an earlier call's recording after copying this call's state to the recording's tensors.
+
+        Returns None if no recording fits, or if `key` was looked up before.
+        """
         if key in self._seen:
             return None
         self._seen.add(key)
@@ -266,11 +269,11 @@ class StepRecording:
 
     @property
     def _key(self) -> tuple:
-        """What a recorded step depends on besides the tensors that it reads, including which of its parts are compiled."""
+        """Everything that a recorded step depends on besides the values in its tensors, such as which of its parts are compiled."""
         return *self._depends_on, self.proposer.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
-        """Replays steps until all rows have ended or another part is compiled. All its time counts as ``timings.core``."""
+        """Replays steps until all rows have ended or another part is compiled. The whole time is added to ``timings.core``."""
         assert recorded.capacity is not None
         batch, report = self.batch, self.batch.report
         begun, first = time.perf_counter(), report.steps

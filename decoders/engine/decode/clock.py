@@ -17,7 +17,7 @@ class StepClock(Clock):
     """Times the steps of a batch.
 
     Attributes:
-        piece_seconds: the prompt piece's share (by its number of tokens) of the core seconds of the last step with a piece.
+        piece_seconds: seconds that the last prompt piece (:attr:`Batch.next_piece`) took: its share, by tokens, of the step's core.
     """
 
     def __init__(self, proposer: Proposer) -> None:
@@ -93,14 +93,14 @@ class StepClock(Clock):
                 member.report.waiting = self.report.waiting
 
     def _seconds(self) -> tuple[float, float]:
-        """Seconds since the step began, without compilation, and the CPU seconds of this thread since then."""
+        """Returns the seconds since the step began, without compilation, and this thread's CPU seconds in the same time."""
         wall, computing = (
             now - began for now, began in zip((time.perf_counter(), time.thread_time()), self._began, strict=True)
         )
         return wall - (self.timings.compile - self._compile_seconds), computing
 
     def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
-        """Adds the `core` seconds of the step to the report, and passes them to the cost models."""
+        """Adds the `core` seconds of the step to the report, without a prompt piece's share, and passes them to the cost models."""
         batch, timings = self.batch, self.timings
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
         if block.piece is not None:  # the pass also ran a prompt piece: the seconds do not show what nodes cost

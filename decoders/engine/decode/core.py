@@ -1,5 +1,5 @@
-"""The core, a step's part on the device: forward over a block of nodes, verify, commit. Uncompiled until compiling or recording
-pays.
+"""The core, the part of a step that runs on the device: forward pass over a block of nodes, verification, commit. It runs uncompiled
+until compiling or recording pays.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class StepOutput:
         chosen: see :class:`~decoders.engine.decode.verify.Verified`.
         path: see :class:`~decoders.engine.decode.verify.Acceptance`.
         new: ``[B, N]`` int64, the step's new tokens of each row, in order.
-        summary: ``[4, B]`` int64, per row: new tokens, accepted draft tokens, draft tokens, and whether the row has ended.
+        summary: ``[4, B]`` int64, per row: numbers of new, accepted and verified draft tokens, and whether the row has ended.
         logits: ``[B, N, V]``.
         scores: ``[B, N, V]``, the processed scores, if the plan keeps them.
         hidden: ``[B, N, H]``.
         layers: ``[B, N, T, H]``, hidden states of the T layers that the strategy reads; None if the strategy reads none.
-        for_host: everything that the host reads, in one tensor; set by :meth:`packed`.
+        for_host: all values that the host reads, in one 1-D tensor; None before :meth:`packed`.
     """
 
     nodes: Tensor
@@ -64,7 +64,7 @@ class StepOutput:
         )  # fmt: skip
 
     def observed(self, sequences: Sequences, known: HostStep | None = None) -> Step:
-        """This step for the strategy's `observe`. sequences: the rows with the step's tokens; known: results that the host has read."""
+        """This step, as passed to a strategy's `observe`. sequences: rows with the step's tokens; known: results read by the host."""
         emitted, accepted, _, _ = self.summary.unbind(0)
         return Step(
             self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers,
@@ -72,7 +72,7 @@ class StepOutput:
         )  # fmt: skip
 
     def packed(self) -> StepOutput:
-        """This output, with everything that the host reads in one tensor, so that one copy fetches it."""
+        """This output with all values that the host reads in one tensor (:attr:`for_host`), so that one copy fetches them."""
         parts = self.summary, self.new, self.path
         for_host = torch.cat([part.flatten() for part in parts])
         split = for_host.split([part.numel() for part in parts])
@@ -80,7 +80,9 @@ class StepOutput:
         return replace(self, summary=summary, new=new, path=path, for_host=for_host)
 
     def read(self, lists: Callable[..., tuple[list, ...]], paths: bool = False) -> tuple[list, list, list]:
-        """Returns :attr:`summary`, :attr:`new` and, with `paths`, :attr:`path` as lists. lists: converts tensors to lists."""
+        """Returns :attr:`summary`, :attr:`new` and :attr:`path` as lists; without `paths`, the last may be empty. lists: makes lists of
+        tensors.
+        """
         if self.for_host is None:
             summary, new, *path = lists(self.summary, self.new, *([self.path] if paths else []))
             return summary, new, path[0] if path else []
@@ -139,7 +141,8 @@ class Core:
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
     ) -> StepOutput:  # fmt: skip
-        """Appends the accepted path's tokens to the rows. Moves the path's keys and values behind the text, unless they are `in_place`.
+        """Appends the accepted path's tokens to the rows. Moves the path's keys and values behind the text, unless they are there
+        already (`in_place`).
 
         Recurrent states are not advanced here, because stopping criteria may still cut the rows.
         """
@@ -174,14 +177,14 @@ def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
 
 
 class StepFunctions(Beside):
-    """The functions that draw tokens and accept a path. The tiers of a pass decide which of them run compiled."""
+    """The functions that draw tokens and accept a path. The :class:`Tiers` of a forward pass decide which of them run compiled."""
 
     def __init__(self) -> None:
         self.forget()
 
     @staticmethod
     def of(forward_pass: ForwardPass) -> StepFunctions:
-        """The functions for a forward pass. They are created once per pass."""
+        """The functions for the steps of `forward_pass`; created once and stored in its tiers."""
         tiers = forward_pass.tiers
         if not isinstance(tiers.beside, StepFunctions):
             tiers.beside = StepFunctions()

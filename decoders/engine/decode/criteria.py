@@ -26,7 +26,8 @@ class Criteria:
     """Stopping criteria, called on the host after every token.
 
     Attributes:
-        ask: takes ``(ids [B, P + t], scores)``, returns which rows stop, ``[B]`` bool. scores: ``[B, V]`` per token; None if not kept.
+        ask: called with the token ids ``[B, P + t]`` of prompts and ``t`` new tokens, and with the scores ``[B, V]`` of each new token
+            (None if not kept). Returns which rows stop, ``[B]`` bool.
         by_row: whether every criterion judges each row by itself and has no state, so that rows may have different lengths.
         ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, rows go on until all are stopped.
         names: the criteria's names, for error messages.
@@ -43,7 +44,7 @@ class CriteriaRun:
 
     Args:
         padded_rows: the rows in transformers' layout, which criteria read.
-        scores: the processed scores per row and token; None unless scores are kept.
+        scores: per row, the processed scores of each generated token; None unless scores are kept.
         ranks: the processes that share the model. The criteria of the first process decide for all, since criteria may read a clock.
     """
 
@@ -71,7 +72,7 @@ class CriteriaRun:
         out.summary[:, : self.batch] = figures.to(out.summary.device)
 
     def _ask_each_row(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """Per row, the number of new tokens to keep, and whether the row has ended."""
+        """Returns for each active row the number of new tokens to keep, and whether the row has ended."""
         ends = {}
         for row in active:
             done, tokens, count = len(self.padded_rows.generated[row]), tuple(outcome.new[row]), 0
@@ -83,7 +84,7 @@ class CriteriaRun:
         return ends
 
     def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """:meth:`_ask_each_row` for criteria that judge whole batches. Unended rows keep equally many new tokens."""
+        """Like :meth:`_ask_each_row`, for criteria that judge whole batches. Rows that have not ended keep equally many new tokens."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → number of its new tokens
         going = [emitted[row] for row in active if row not in ended]
@@ -106,8 +107,8 @@ class CriteriaRun:
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Returns which rows must stop, ``[B]`` bool. If rows end together, it may be ``[B, B]``, because transformers broadcasts the
-        ``[B, 1]`` of a criterion. The rows then end once every entry has been true.
+        """Returns which rows must stop, ``[B]`` bool. If rows end together, the result may be ``[B, B]``, because transformers
+        broadcasts a criterion's ``[B, 1]``. In this case the rows end once every entry has been true.
         """
         stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
@@ -159,7 +160,7 @@ Processors = Sequence[Callable[[Tensor, Tensor], Tensor]]
 
 
 def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` ``[B, V]`` float32 after all `processors`. An exception of a processor gets a note.
+    """Returns `scores` ``[B, V]`` float32 after all `processors`. An exception of a processor gets a note.
 
     Raises:
         UnsupportedError: a processor returned something other than scores of the same shape.
@@ -239,7 +240,7 @@ def choose_along_path(
 def _scores_behind(
     ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
 ) -> Tensor:  # fmt: skip
-    """The processed `logits` ``[B, V]`` after the texts `ids` ``[B, T]``.
+    """Returns `logits` ``[B, V]``, which follow the texts `ids` ``[B, T]``, after all processors; the grammar's bans stay.
 
     Raises:
         InputError: the processors leave no token to draw in an `active` row.

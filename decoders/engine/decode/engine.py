@@ -123,7 +123,7 @@ class Engine:
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
-        """Seconds of packing the model, compiling kernels, and checks; zeros if all this was before `begun` (``perf_counter()``)."""
+        """Returns the seconds of packing the model, of compiling kernels and of checks; zeros if they began before the time `begun`."""
         started, *seconds = self._prepared
         making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
         return making, kernels, checking
@@ -142,12 +142,12 @@ class Engine:
         return WeightState.of(model) == self.target.weights
 
     def active(self) -> AbstractContextManager:
-        """Makes the model's device the current device, because kernels, streams and graphs are created for the current device."""
+        """A context in which the model's device is current, because kernels, streams and graphs are created for the current device."""
         return devices.current(self.target.device)
 
     @contextmanager
     def decoding(self, side: int = 0) -> Iterator[None]:
-        """Gives one call, or one step of a scheduler's lane, exclusive use of the model; other calls wait.
+        """A context in which one call, or one step of a scheduler's lane, has exclusive use of the model; other calls wait.
 
         Args:
             side: which rotary table the call's texts need, see :meth:`Target.side_of`.
@@ -168,8 +168,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Queues this call's work on the device behind the last call's work. The last call may have used another stream, on which a
-        superfluous last step may still be running.
+        """Lets this call's work on the device wait for the last call's work, which may have used another stream: its superfluous last
+        step may still be running there.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)
@@ -230,7 +230,7 @@ class Engine:
         """The forward pass for calls with `strategy`; it also returns the hidden states of the layers that the strategy reads, if any.
 
         Raises:
-            SettingsError: the model lacks one of these layers. UnsupportedError: the model's decoder layers were not found.
+            SettingsError: the model lacks a layer that is read. UnsupportedError: the model's decoder layers were not found.
         """
         if not strategy.reads_layers:
             return self.forward_pass
@@ -278,7 +278,7 @@ class Engine:
 
     @property
     def functions_ready(self) -> int:
-        """Number of compiled functions of strategies. A function counts once per kind of arguments."""
+        """Number of compiled variants of strategies' functions: one per function and kind of arguments."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
@@ -307,7 +307,7 @@ class Engine:
         return self._modules[module]
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
-        """Returns a strategy's tensor function, compiled if `compile` says so. It is compiled once for all calls on this engine."""
+        """Returns a strategy's tensor function, compiled once for all calls on this engine if `compile` and the device allow it."""
         if not compile or not devices.compiles(self.target.device):
             return function
         tiered = self._functions.pop(function, None)
@@ -331,7 +331,7 @@ def _pass_of(target: Target) -> ForwardPass:
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
-    """Counts later compilations of `compiled` in `report`. waited_for: whether a call waits for the compilations."""
+    """Lets later compilations of `compiled` add their number and seconds to `report`. waited_for: whether the call waits for them."""
 
     def book(seconds: float) -> None:
         if waited_for:

@@ -77,7 +77,10 @@ def kind_of(request: Any) -> StepKind:
 
 
 def inputs_of(request: Any) -> list[object]:
-    """The fields and settings with :attr:`Use.INPUT`: the prompts, and a dict of values whose ``repr`` all processes share."""
+    """Returns the values of the fields and settings with :attr:`Use.INPUT`: each prompt's ids, then a dict of all other values.
+
+    The dict's ``repr`` is equal in all processes that get the same request.
+    """
     values = dict(_used(request, Use.INPUT)) | {"grammars": [grammar is None for grammar in request.grammars]}
     tensors = values.pop("prompts")
     return [*tensors, values]
@@ -128,5 +131,5 @@ def _alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_alike, one, other))
     try:
         return bool(one == other)
-    except Exception:  # values whose comparison gives no single bool, such as tensors, count as different
+    except Exception:  # values whose comparison returns no single bool, such as tensors, count as different
         return False

@@ -35,8 +35,8 @@ FIRST_SLOTS = 256
 class Lane:
     """Requests that share their steps, because they have the same strategy, sampling plan and verifier.
 
-    In float32 a request gets the same tokens as in a separate call of ``generate``: noise depends on its seed and positions, and
-    parameters, stop tokens, grammar and budget are per row. Other requests change its timing, not its tokens.
+    In float32 a request gets the same tokens as in a separate call of ``generate``: noise depends on the request's seed and positions,
+    and parameters, stop tokens, grammar and budget are per row. Other requests change the request's timing, not its tokens.
 
     Args:
         engine: the model's engine.
@@ -46,7 +46,7 @@ class Lane:
 
     Attributes:
         admission: finds places for new requests and prefills their prompts.
-        batch: the requests whose prompts are prefilled.
+        batch: the requests whose prompts have been prefilled, and which are being decoded.
         proposer: the strategy that drafts for the batch.
         prompts: reads prompts with images or sounds.
         rows: the requests in the batch, in the order of its rows; requests that have left are removed before the next step.
@@ -63,7 +63,7 @@ class Lane:
         self.proposer = Proposer(batch, self.stack)
         self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
         static = engine.target.static
-        # The batch may be padded to a bucket of rows. Places are reserved for the batch, so that padding rows overwrite no kept texts.
+        # The batch may be padded with rows. Places are reserved for the whole batch, so that padding rows overwrite no kept texts.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
@@ -81,12 +81,12 @@ class Lane:
 
     @property
     def free(self) -> int:
-        """The number of requests that the lane can still take."""
+        """The number of requests that can still join the lane."""
         return self.capacity - len(self.seats)
 
     @property
     def outdated(self) -> bool:
-        """Whether more code was compiled since the lane's requests began. These requests keep their tier; others need a new lane."""
+        """Whether more code has been compiled since the lane's requests began. They go on as before; new requests need a new lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
@@ -125,7 +125,7 @@ class Lane:
                 self.batch.forward_pass.tiers.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
                 self.batch.forward_pass.tiers.compile_both()
-            # This is decided once per step: either separate passes prefill prompts, or the step's own pass does.
+            # Decided once per step: either separate passes prefill prompts, or the step's own pass prefills a piece.
             mixes = self.admission.mixes
             if not mixes:
                 self.admission.read(pause)
@@ -159,7 +159,7 @@ class Lane:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Holds the model's lock for a step of the lane: calls wait for the step, and the lane waits for calls."""
+        """A context that holds the model's lock for a step of the lane: calls wait for the step, and the lane waits for calls."""
         batch = self.batch
         with (
             self.engine.decoding(self.template.side),
@@ -168,13 +168,13 @@ class Lane:
             yield
 
     def _join(self) -> None:
-        """Adds the requests whose prompts are prefilled to the batch, in free rows if there are any."""
+        """Adds to the batch the requests whose prompts have been prefilled, in free rows if there are any."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
         if rows != self.rows:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
-        """Runs a step of the batch. If possible, the pass also prefills a prompt piece of about `pause` seconds. None: no piece."""
+        """Runs a step of the batch. Unless `pause` is None, the pass also prefills a waiting prompt for about `pause` seconds."""
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
@@ -258,13 +258,13 @@ class Lane:
             seat.place = places.get(seat.place, seat.place)
 
     def _slots_used(self, seat: Seat) -> int:
-        """The number of used slots in a seat's place. Before the prefill begins, these slots hold an earlier text."""
+        """The number of used slots in a seat's place. Before the prefill begins, they hold an earlier request's text."""
         if seat.row is not None:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
     def _show_prompts(self, anew: bool) -> None:
-        """Passes the prompts of new rows to the strategy. If the strategy has started `anew`, passes the texts of all rows."""
+        """Passes the prompts of new rows to the strategy. anew: whether the strategy was started again and needs all rows' texts."""
         batch = self.batch
         if anew:
             self.prompts.read(batch.lengths, [0] * batch.width)
@@ -277,14 +277,14 @@ class Lane:
 
 
 def in_place(seats: list[Seat]) -> list[Seat]:
-    """`seats` in an order that moves few of them: a seat whose place is below ``len(seats)`` keeps its place."""
+    """Returns `seats` in an order that moves few seats: a seat whose place is below ``len(seats)`` stays in its place."""
     by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
     return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
-    """Expands the chunk of row `row` to all rows; other rows get no valid token. lengths: ``[B]``, number of tokens per row."""
+    """Expands the chunk of one row to all rows; tokens of the other rows are invalid. lengths: ``[B]``, number of tokens per row."""
     rows = len(lengths)
     if rows == 1:
         return chunk

@@ -36,7 +36,7 @@ class TokenLogprobs:
 
 
 class RequestOutput:
-    """The output of a request so far. No other object on the host keeps the tokens.
+    """The output of a request so far. It holds the only list of the request's tokens on the host.
 
     Attributes:
         report: the report on the request; for a request that does not share steps, it is also the batch's report.
@@ -44,7 +44,7 @@ class RequestOutput:
         lengths: number of tokens per row, prompt included.
         finished: whether each row has ended.
         drafters: per row and generated token, the name of the strategy that drafted the token; "" for a token that was not drafted.
-        logprobs, logits, scores: per row and token, if requested.
+        logprobs, logits, scores: per row and generated token; empty lists unless they are requested.
         padded_rows: the rows in transformers' layout.
         criteria: the stopping criteria that run on the host; None if there are none.
         error: an exception of a callback or a grammar in a shared batch; it ends only this request.
@@ -87,7 +87,7 @@ class RequestOutput:
         return [prompt.tolist() for prompt in self.request.prompts]
 
     def tokens_from(self, row: int, first: int) -> list[int]:
-        """The prompt and generated tokens of a row, from index `first` on. The prompts are read from the device at most once."""
+        """The tokens of a row, prompt included, from index `first` on. The prompts are read from the device at most once."""
         prompt = len(self.request.prompts[row])
         if first >= prompt:
             return self.generated[row][first - prompt :]
@@ -99,11 +99,11 @@ class RequestOutput:
         return torch.cat([prompt, torch.tensor(self.generated[row], dtype=torch.int64, device=prompt.device)])
 
     def book(self, outcome: Outcome, out: StepOutput | None, first: int) -> list[list[int]]:
-        """Adds a step to the output, and returns the new tokens of every row.
+        """Adds a step's results to the output, and returns the new tokens of every row.
 
         Args:
             outcome: the step's outcome for this request's rows.
-            out: the output of the step for all rows; read only for logits and scores.
+            out: the step's output for all rows of the batch, used for logits, scores and logprobs; None after a replay of a whole step.
             first: index of this request's first row in the batch.
         """
         request, report = self.request, self.report
@@ -141,7 +141,8 @@ class RequestOutput:
         """Adds the draft tree of a step to the report.
 
         Args:
-            tokens, paths, outcome: verified draft tokens, accepted nodes and outcome of all rows, before criteria cut them.
+            tokens, paths, outcome: for all rows of the batch, verified draft tokens, accepted nodes and the outcome before stopping
+                criteria cut it.
             first: index of this request's first row in the batch.
         """
         count = draft.tokens.shape[1]

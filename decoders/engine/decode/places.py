@@ -12,14 +12,14 @@ from .session import Session
 def take_over(
     session: Session, prompts: Mapping[int, KeptText], held: Sequence[tuple[Session, int, KeptText]]
 ) -> list[int]:
-    """For each row's prompt, finds the text in `held` with the longest common prefix, and copies the keys and values of this prefix.
+    """For each prompt, finds the text in `held` with the longest common prefix, and copies this prefix's keys and values to the row.
 
     Args:
         prompts: the prompts by row of `session`.
         held: the texts to copy from: a session, the index of a row in that session, and the text in the row.
 
     Returns:
-        per row, the number of first tokens whose keys and values are in place now.
+        per prompt, the number of first tokens whose keys and values are in its row now.
     """
     index = PrefixIndex([text for *_, text in held])
     reused, moves = [], []
@@ -31,7 +31,7 @@ def take_over(
             holder, source_row, _ = held[place]
             moves.append((row, holder.stored.buffers, source_row, reused[-1]))
     own, written = session.stored.buffers, {row for row, *_ in moves}
-    # A row that will be overwritten may be the source of another row. The contents of such sources are copied aside first.
+    # A row that will be overwritten may be the source of another row. Then its contents are copied aside first.
     sources = [
         (source.of_row(place, count), 0) if source is own and place in written else (source, place)
         for _, source, place, count in moves

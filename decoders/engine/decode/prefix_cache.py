@@ -35,7 +35,7 @@ class KeptText:
         return self.salt, self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: KeptText) -> int:
-        """How many of this text's first tokens `prompt` shares and can reuse."""
+        """Returns how many of this text's first tokens `prompt` begins with and can reuse."""
         n = min(len(self.tokens), len(prompt.tokens))
         if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
@@ -57,7 +57,7 @@ NOTHING = KeptText(torch.empty(0, dtype=torch.int64, device="cpu"))
 class PrefixIndex:
     """Finds the text that shares the longest prefix with a prompt.
 
-    In sorted order, that text comes directly before or after the prompt. So n prompts take O(n log n) comparisons.
+    In sorted order, this text comes directly before or after the prompt's place. So n prompts and n texts take O(n log n) comparisons.
     """
 
     def __init__(self, texts: list[KeptText]) -> None:
@@ -67,7 +67,7 @@ class PrefixIndex:
         self._any_whole = any(text.whole for text in texts)
 
     def longest(self, prompt: KeptText) -> tuple[int, int]:
-        """The number of shared tokens, and the index of the text that shares them; ``(0, 0)`` if there is none."""
+        """Returns the number of tokens that the best text shares with `prompt`, and the text's index; ``(0, 0)`` without texts."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
         if self._any_whole:  # the neighbours may not be reusable, although a shorter whole text may be
@@ -83,7 +83,7 @@ class PrefillPlan:
         starts: per row, the first slot that is prefilled. All rows prefill the same number of tokens, so a row that reuses more tokens
             than others computes some of them again.
         chunks: ``(offset from starts, number of tokens)``; each is a pass over all rows.
-        left: number of tokens in front of each row's last token that are not prefilled, but run in the first step.
+        left: number of tokens directly before each row's last token that the first step runs instead of a prefill pass.
     """
 
     starts: list[int]
@@ -102,16 +102,16 @@ class PrefillPlan:
         """
         chunk = chunk or PREFILL_CHUNK
         ends, multiple = [length - 1 for length in lengths], target.multiple
-        # These recurrent layers would read a second chunk token by token, so the prompt is one chunk.
+        # Recurrent layers that cannot continue a text with several tokens would read a second chunk token by token: so use one chunk.
         if not target.continues:
             chunk = max(chunk, *ends)
-        # Passes below the least size would run uncompiled in a compiled call: with other bits. Recurrent states must stop at a text's
-        # end.
+        # Passes with fewer tokens than LEAST_NODES would run uncompiled in a compiled call, and round differently. But recurrent states
+        # must stop at a text's end.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A chunk may reach beyond the end of a row's prompt; steps overwrite these slots before they read them. If sizes of blocks are
-        # multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may have
-        # the bits of another tier, so its last `multiple` tokens are computed again.
+        # A chunk may reach beyond the end of a row's prompt; steps overwrite the slots there before they read them. If sizes of blocks
+        # are multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may
+        # have the bits of another tier (compiled or not), so its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

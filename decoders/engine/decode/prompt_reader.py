@@ -27,7 +27,7 @@ class PromptReader:
 
         Args:
             lengths: number of tokens per row.
-            reusable: per row, number of first tokens whose keys and values are in place.
+            reusable: per row, number of first tokens whose keys and values are already in the row's slots.
             leave_last_chunk: whether to leave the end of the prompts to the first step. It must be False if steps are recorded.
         """
         batch = self.batch
@@ -54,7 +54,7 @@ class PromptReader:
         batch.report.reused = [0 if row in read else count for row, count in enumerate(reused[: batch.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
-        """Whether all tokens that are still to be prefilled are text. lengths, reusable: see :meth:`read`."""
+        """Whether the keys and values of all images are in place: only text is left to prefill. lengths, reusable: see :meth:`read`."""
         target, starts = self.batch.target, reusable
         if not target.recurrent:  # rows prefill equally many tokens, so some reusable tokens may be computed again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
@@ -63,8 +63,8 @@ class PromptReader:
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
         """Reads the prompts whose images are not in the cache yet, and returns their rows.
 
-        If `inputs` divides the images among the prompts, prompts are read one by one. The division is a guess. If it is wrong, the
-        model raises an exception, and all prompts are read together.
+        If `inputs` divides the images among the prompts (``inputs.alone``), prompts are read one by one. The division is a guess: if it
+        is wrong, the model raises an exception, and all prompts are read together.
         """
         read: set[int] = set()
         try:
@@ -135,7 +135,7 @@ def read_chunk(
 
 
 def _places(lengths: Tensor, tokens: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions ``[B, N]`` of `tokens`, from `begin` ``[B]`` on, and whether the text has a next token, ``[B, N]`` bool."""
+    """The positions ``[B, N]`` of `tokens`, from `begin` ``[B]`` on, and whether a token of the text follows each, ``[B, N]`` bool."""
     positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, positions < lengths[:, None] - 1
 

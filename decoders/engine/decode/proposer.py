@@ -51,7 +51,7 @@ class Proposer:
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
             self.worth = DraftWorth(self.resources.step_costs, None if shared else ends, strategy.grade_rates)
         self.skipped = self.arranged = self._started = False
-        self._verified: int | None = None  # number of the draft's nodes that are verified, if the draft's end was cut
+        self._verified: int | None = None  # number of verified nodes, root included, if the draft's end was cut
 
     @property
     def drafters(self) -> list[ModelDrafter]:
@@ -87,7 +87,7 @@ class Proposer:
         return True
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
-        """Shows a chunk of the prompts to the strategy. latest: the largest slot at which a row's chunk begins."""
+        """Passes a chunk of the prompts to the strategy's `prefill`. latest: the largest slot at which a row's chunk begins."""
         self.batch.where = "prefill"
         for module in self.resources.modules:  # the chunk may reach beyond the prompts, and needs slots there, too
             module.reserve(latest + chunk.tokens.shape[1])
@@ -116,7 +116,7 @@ class Proposer:
         return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
-        """Divides the seconds of a replayed step equally among the step's models. After enough seconds a model is worth compiling."""
+        """Divides the seconds of a replayed step equally among the step's models: after enough seconds a model is worth compiling."""
         share = seconds / (1 + len(self.drafters))
         self.batch.forward_pass.tiers.book_replay(share, self.batch.width)
         for drafter in self.drafters:
@@ -139,7 +139,7 @@ class Proposer:
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, batch.blocks.rows)
         batch.fit_blocks()
-        # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be a multiple, too, so not 1.
+        # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be one, too, so it cannot be 1.
         if batch.pending:
             batch.blocks.single = False
         if batch.verifier is not None:  # the verifier judges the scores on the device
@@ -153,7 +153,7 @@ class Proposer:
 
     @property
     def _shows_lists(self) -> bool:
-        """Whether the strategy also gets the rows as lists on the host: not if it promises to stay on the device, or is recorded."""
+        """Whether the strategy also gets the rows as lists on the host: not if it is declared to stay on the device, or is recorded."""
         return not self.batch.request.strategy.on_device and not recorded()
 
     def _without_placeholders(self, draft: Draft) -> Draft:

@@ -43,7 +43,7 @@ class RecordedCore(Core):
         self.recordings, self.copy = recordings, copy
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """:meth:`Core.forward_verify_commit`; the output has everything that the host reads in one tensor."""
+        """Like :meth:`Core.forward_verify_commit`, but returns a packed output: all values that the host reads are in one tensor."""
         if self.rule.on_device:
             plain = super().forward_verify_commit
             key = "step", self.plan, self.target.layers, draft.in_place
@@ -61,7 +61,7 @@ class RecordedCore(Core):
     def _replayed(
         self, key: tuple, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows
     ) -> Any:  # fmt: skip
-        """``function(block, rows)``, or a replay of it. key: what `function` depends on besides the model and its arguments."""
+        """Returns ``function(block, rows)``, or a replay's results. key: what `function` depends on besides model and arguments."""
         if block.text.length or block.piece is not None or block.root is not None:
             return function(block, rows)
 

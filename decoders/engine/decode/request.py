@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class DraftModels(Protocol):
-    """Gives access to the draft models that a call may use. The caller names a draft model by the loaded model or its path."""
+    """Provides the draft models that a call may use. A draft model is named by the loaded model or by its path."""
 
     def engine_of(self, model: PreTrainedModel | str) -> Engine:
-        """The engine of `model`, a draft model with the target's vocabulary."""
+        """Returns the engine of `model`, a draft model with the target's vocabulary."""
 
     def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
         """See :attr:`decoders.context.Context.vocabulary_of`."""
@@ -51,7 +51,7 @@ class Models:
         model: the target model, as the user passed it.
         tokenizer: the target's tokenizer; None if the caller gave none.
         assistant_model: the draft model that the caller passed; None if the caller passed none.
-        draft_models: gives the engines of the draft models that the strategy may open.
+        draft_models: returns the engines of the draft models that the strategy may open.
     """
 
     model: PreTrainedModel
@@ -92,12 +92,12 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call returns besides tokens, and the observers of its steps.
+    """What a call returns besides tokens, and who observes its steps.
 
     Attributes:
         logits: whether the logits of every generated token are returned.
-        top_logprobs: number of likeliest tokens whose log probabilities are kept beside the generated token's; None: keep none.
-        on_step: called after every step with the new tokens and all generated tokens of every row, and with which rows have ended.
+        top_logprobs: how many likeliest tokens' log-probabilities are returned besides the generated token's; None: none are returned.
+        on_step: called after every step with every row's new tokens, all its generated tokens, and whether it has ended.
         observers: called when the call starts, after every step, and when the call ends.
     """
 
@@ -115,7 +115,7 @@ class Request:
         models: the models that the strategy may use.
         strategy: proposes drafts.
         resolve: creates a strategy from a registry name and settings, for strategies that are composed of others.
-        origin: distribution and version of the strategy, for notes on errors.
+        origin: the distribution that provides the strategy, and its version, for notes on errors.
         verifier: accepts draft tokens. With processors on the host it must be the coupled verifier.
         runtime: settings of the loop.
         prompts: per row, 1-D int64 without padding; -1 at a position without a token id, whose key and value come from `given`.
@@ -193,7 +193,7 @@ class Request:
 
     @property
     def memory_salt(self) -> str:
-        """The salt of the strategy's memories; "" if rows do not learn from each other: such memories hold no texts."""
+        """The salt of the strategy's memories; "" if its rows do not learn from each other, because its memories then hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
 
 

@@ -25,7 +25,7 @@ class CallResources:
     Attributes:
         drafters: the open draft models.
         modules: the open drafting networks that are not language models.
-        costs: costs of a step; None until the strategy or the loop asks for them.
+        costs: estimates the costs of a step; None until the strategy or the loop needs them.
 
     Args:
         stack: the batch's stack. When it is closed, all resources are closed.
@@ -81,7 +81,10 @@ class CallResources:
         return max(self.batch.longest if self.batch.target.static else max(self.batch.lengths), self.batch.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
-        """Rebatches open draft models and modules, and returns the strategy's new context. sources: see :meth:`Batch.arrange`."""
+        """Adapts open draft models and modules to the batch's new rows, and returns the strategy's new context.
+
+        sources: see :meth:`Batch.arrange`.
+        """
         context = self.context()
         for drafter in list(self.drafters):
             drafter.rebatch(sources, context)

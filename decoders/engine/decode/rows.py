@@ -1,4 +1,4 @@
-"""The rows of a call on the device: tokens, lengths, and slots of keys and values. And checks of the hooks that get these tensors."""
+"""The rows of a call on the device (tokens, lengths, KV cache), and checks of the strategy's hooks that get their tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fault(IntFlag):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call on the device. Steps update these tensors in place.
+    """The rows of a call on the device. Steps update the tensors in place.
 
     Attributes:
         tokens: ``[B, L]`` int64, a token for each of the ``L`` cache slots.
@@ -41,7 +41,7 @@ class Rows:
         faults: ``[B]`` int64, flags of :class:`Fault`.
         buffers: the KV cache.
         sampling: noise keys, and parameters of the plan.
-        range: ``[L]`` int64, 0 … L-1. A pass gets the first entries as its `view`; attention looks at ``len(view)`` slots.
+        range: ``[L]`` int64, 0 … L-1. A pass gets the first entries as its `view`; attention reads only the first ``len(view)`` slots.
     """
 
     tokens: Tensor
@@ -99,7 +99,7 @@ class Rows:
         )
 
     def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
-        """The text that ends with each of the `nodes` ``[B, N]`` of a block. view: see :attr:`range`."""
+        """For each of the `nodes` ``[B, N]`` of a block, the text that ends with it. view: see :attr:`range`."""
         padding = self.sampling.padding
         assert padding is not None
         tokens = self.tokens[:, : len(view)]
@@ -115,7 +115,7 @@ def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
-    """The shapes of the tensors in `sampling`. Recorded steps read them, so each combination of shapes has its own recordings."""
+    """The shapes of the tensors in `sampling`. Recorded steps read the tensors, so there are recordings per combination of shapes."""
     return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 

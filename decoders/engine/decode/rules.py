@@ -1,4 +1,4 @@
-"""Rules that accept draft tokens, besides `CoupledRule`: `VerifierRule` asks a verifier, `HostRule` runs processors on the host."""
+"""Rules that accept draft tokens, besides `CoupledRule`: `VerifierRule` calls a verifier, `HostRule` runs processors on the host."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class VerifierRule:
 
         Args:
             drawn_from: ``[B, N-1, V]``, the scores that the draft tokens were drawn from; None if they were not drawn.
-            siblings: greatest number of children of a node; None if the host does not know it.
+            siblings: greatest number of children of a node; None if it is unknown on the host.
         """
         plan, tree = self.plan, block.tree
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
@@ -109,7 +109,7 @@ class VerifierRule:
 
 @dataclass(frozen=True)
 class HostRule:
-    """Verifies with logits processors that need the host. For each request it follows the target's choices from node to node.
+    """Verifies with logits processors that run on the host: follows the target's choices from node to node, for each request.
 
     Attributes:
         plan: the sampling plan, which all members share.
@@ -196,7 +196,7 @@ def _is_outcomes(mass: Tensor) -> Tensor:
 
 
 def _salt(keys: Tensor, value: int) -> Tensor:
-    """`value` as the position of every row, ``[B, 1]``."""
+    """``[B, 1]``: `value` for every row, as a position for the noise."""
     return torch.full_like(keys, value)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""The tensors that the sampling plan of one or several requests reads."""
+"""Builds the tensors that the operations of a sampling plan use, for one request or several."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tenso
     count = round_up(max(len(operation) for own in lists for operation in own), 8)
 
     def filled(own: OperationSequences) -> tuple[list, list]:
-        """The sequences and biases of each operation, sorted by last token and padded to `count` entries. Padding entries have bias 0,
-        so they add nothing to any score.
+        """For each operation, its sequences and their biases, sorted by last token and padded to the same number. Padding entries have
+        bias 0, so they add nothing to any score.
         """
         tokens, biases = [], []
         for operation in own:

@@ -30,9 +30,9 @@ class Session:
         rows: the rows that are decoded.
         batch: number of all rows.
         blocks: turns drafts into blocks.
-        recordings: recordings of passes and steps on these tensors; None if the device records nothing.
-        texts: per row that no request uses, the text in its slots.
-        used: per row, when its text was kept, counted by the session's owner.
+        recordings: recordings of passes and steps on the rows' tensors; None if the device records nothing.
+        texts: per row, the text in its slots that later requests can reuse; empty while a request uses the row.
+        used: per row, a number that is larger the later its text was kept; set by the session's owner.
         shared: by number of layers, the session of a draft model made of the target's first layers (:class:`SharedSlots`).
     """
 
@@ -79,7 +79,7 @@ class Session:
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """Copies `sampling` to tensors that all calls with these shapes share, and returns them: recorded steps read these tensors."""
+        """Copies `sampling` to the session's own tensors of the same shapes, which recorded steps read, and returns these tensors."""
         own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
@@ -121,7 +121,7 @@ class Session:
             self.grow(slots_for(2 * length, static))
 
     def grow(self, slots: int) -> None:
-        """Gives every row room for `slots` tokens. Drops recordings, because they use the old tensors."""
+        """Enlarges every row to `slots` slots. Drops recordings, because they use the old tensors."""
         with room_for(self.batch, slots):
             self.stored = self.stored.enlarged(slots)
         count = len(self.rows.tokens)
@@ -147,9 +147,9 @@ class Session:
 
         Args:
             lengths: number of tokens per prompt.
-            reused: per row, number of first tokens whose keys and values are in place.
+            reused: per prompt, number of first tokens whose keys and values are in place.
             chunk: greatest number of tokens per row and pass; None for the default.
-            run: runs a pass; takes the arguments of :meth:`Target.prefill`.
+            run: runs a pass; called with the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
             leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for chunk and block.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise rows with recurrent states are prefilled
@@ -170,7 +170,7 @@ class Session:
         return plan.starts, plan.left
 
     def read_rows(self, first: int, starts: Sequence[int], done: int, count: int, run: Callable[..., None]) -> None:
-        """Runs one pass over `count` tokens of each text in ``len(starts)`` rows; `first` is the first of these rows.
+        """Runs one pass over `count` tokens in each of ``len(starts)`` adjacent rows; `first` is the index of the first row.
 
         Args:
             starts: see :attr:`PrefillPlan.starts`; the pass begins `done` tokens later.
@@ -192,7 +192,7 @@ class Session:
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of row ``i`` as its text. The texts get the salts of `prompts`."""
+        """Keeps the first `lengths[i]` tokens of row ``i`` as the row's text, with the salt and image end of ``prompts[i]``."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):
@@ -200,7 +200,7 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the recurrent state has read more or less of it.
+        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if a recurrent state has not stopped at its end.
 
         prompt: the kept text gets the prompt's salt and image end (:attr:`KeptText.least`).
         """

@@ -20,7 +20,7 @@ from .session import Session
 
 #: Greatest number of free sessions that are kept.
 KEPT_SESSIONS = 2
-#: Greatest number of free sessions that are kept if steps are recorded. It is greater: recordings are dropped with their session.
+#: Greatest number of free sessions that are kept if steps are recorded; more, because a session's recordings are dropped with it.
 KEPT_RECORDING_SESSIONS = 4
 #: The text of padding rows.
 PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -61,13 +61,13 @@ class Sessions:
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
         shared: bool = False, prefixes: Sequence[KeptText] = (), shifts: Sequence[int] = (),
     ) -> Iterator[OpenSession]:  # fmt: skip
-        """Opens a session whose first rows hold `prompts`, with room for `slots` tokens per row. Frees the session afterwards.
+        """A context with a session whose first rows hold `prompts`, with `slots` slots or more per row. Afterwards the session is free.
 
         After :meth:`Session.keep`, later calls can reuse this call's texts.
 
         Args:
-            reuse: whether prefixes of earlier texts are taken over.
-            shared: whether rows read the tensors of `sampling` themselves, not the session's copies.
+            reuse: whether keys and values of prefixes that kept texts share with the prompts are reused.
+            shared: whether steps use the tensors of `sampling` themselves, not the session's copies.
             prefixes: the prompts to compare with kept texts, if tokens alone do not identify a prompt (salts, images).
             shifts: the prompts' shifts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).
         """
@@ -119,10 +119,10 @@ class Sessions:
         self._free.clear()
 
     def _take(self, texts: list[KeptText], slots: int) -> Session:
-        """A free session of the batch's size, or a new session.
+        """Returns a free session with as many rows as `texts`, or a new session.
 
-        A free session is preferred if it has no texts, or if the prompts continue its texts. A free session with other texts keeps
-        these texts if a new session may be allocated.
+        A free session is preferred if it has no texts, or if the prompts continue its texts. A free session with other texts is taken
+        only if no new session may be allocated.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
         continued = [_continued(session, texts) for session in fitting]

@@ -18,10 +18,10 @@ from .verify import Outcome
 
 
 def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
-    """One step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
+    """Runs one step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
 
     Args:
-        clock: is told when each part of the step is over.
+        clock: its methods are called when the parts of the step are over.
         recording: whether a device records the step. The host then reads nothing, and the caller that replays the step delivers its
             tokens.
     """
@@ -101,7 +101,7 @@ class Verifies(Protocol):
 
 
 class Clock:
-    """Is told when a step begins and when each of its parts is over. This base class does nothing."""
+    """Has a method for the beginning of a step, and one for the end of each of its parts. This base class does nothing."""
 
     def begun(self) -> None: ...
     def proposed(self) -> None: ...
@@ -117,14 +117,14 @@ UNTIMED = Clock()
 
 
 class Stopwatch:
-    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already counts them."""
+    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already includes them."""
 
     def __init__(self, timings: Timings) -> None:
         self._timings = timings
         self._begun, self._compiled = time.perf_counter(), timings.compile
 
     def next(self) -> float:
-        """Seconds since the last call of this method, or since creation."""
+        """Returns the seconds since the last call of this method, at first since the stopwatch was created."""
         begun, compiled = self._begun, self._compiled
         self._begun, self._compiled = time.perf_counter(), self._timings.compile
         return self._begun - begun - (self._compiled - compiled)

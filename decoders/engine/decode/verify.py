@@ -1,4 +1,4 @@
-"""Finds the path of a block that the target's own choices accept, and appends the path's tokens to the rows."""
+"""Finds the longest path in a block whose tokens are the target's own choices, and appends the path's tokens to the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...sampling.prefixes import Prefixes
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, mix64
 from ...tree import TreeTensors
 
-#: Takes the place of a token if no token could be drawn.
+#: Stands for the token after a node if no token could be drawn.
 NOTHING_LEFT = -3
 
 
@@ -32,13 +32,13 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Verified:
-    """The decision of a rule about a block.
+    """What a rule (:class:`~decoders.engine.decode.core.Rule`) decides about a block.
 
     Attributes:
         chosen: ``[B, N]`` int64, the target's token after each node.
         scores: ``[B, N, V]``, the processed scores; None unless the plan keeps them.
         acceptance: the accepted path; None if it is the path whose tokens match `chosen`.
-        most: ``[B]`` int64, the most tokens that each row may commit; None for no limit.
+        most: ``[B]`` int64, greatest number of tokens that each row may commit; None for no limit.
     """
 
     chosen: Tensor
@@ -57,7 +57,7 @@ class Outcome:
         drafted: number of verified draft tokens.
         ended: whether the row has ended, 0 or 1.
         new: the new tokens in order; only the first `emitted` are valid.
-        drafters: the strategy that drafted each accepted token, if several strategies drafted; else empty.
+        drafters: name of the strategy that drafted each accepted token, if several strategies drafted; else an empty list.
     """
 
     emitted: list[int]
@@ -83,7 +83,7 @@ class Outcome:
         return Outcome(*(figures[first : first + count] for figures in vars(self).values()))
 
     def put(self, first: int, part: Outcome) -> None:
-        """Replaces the outcome of the rows from `first` on by `part`."""
+        """Writes `part` over the outcome of the same number of rows, from row `first` on."""
         for name, figures in vars(part).items():
             getattr(self, name)[first : first + len(figures)] = figures
 
@@ -132,7 +132,7 @@ def draw_tokens(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The target's token after each node, ``[B, N]`` int64, and the processed scores if the plan keeps them.
+    """Draws the target's token after each node. Returns the tokens ``[B, N]`` int64, and the processed scores if the plan keeps them.
 
     Args:
         logits: ``[B, N, V]``.

@@ -22,13 +22,13 @@ from ..rows import Rows
 class DraftCore(Core):
     """The passes of a draft model, whose tokens another model verifies.
 
-    A block starts with each row's ``U`` pending tokens: its last committed tokens before the root, whose keys and values may be missing
-    from their slots. The last token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. Running
-    these tokens again costs next to nothing, and no keys and values have to be moved. With the target's own slots
+    A block starts with each row's ``U`` pending tokens: the last committed tokens before the root, whose keys and values may be missing
+    from their slots. The last token of a fully accepted draft was never run, and keys and values of accepted tree nodes are in other
+    slots. Running these tokens again costs next to nothing, and saves moving keys and values. With the target's own slots
     (:mod:`.shared_slots`) no keys and values are missing; a block below the least size is then padded behind its root.
 
     Args:
-        vocab: size of the target's vocabulary. Tokens of the draft model beyond it are padding and never proposed.
+        vocab: size of the target's vocabulary. Token ids of the draft model beyond this size are padding and never proposed.
         children: ``C``, how many continuations :meth:`root`, :meth:`expand` and :meth:`advance` return per node.
 
     If rows have grammars, every pass gets a grammar mask for each node that is continued.
@@ -45,7 +45,10 @@ class DraftCore(Core):
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
     def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
-        """Draws the next token of every row and appends it. pending: ``[U]``; only its length counts. ``C`` and ``Q`` are 1."""
+        """Draws the next token of every row, and appends it to the row. pending: ``[U]``; only its length is used.
+
+        In the returned expansion, ``Q`` and ``C`` are 1.
+        """
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
         left = self._process(result.logits, rows, positions, masks, self._text(rows, view))
@@ -76,7 +79,7 @@ class DraftCore(Core):
         return self.commit(own, tree, rows, cut, verified), expansion
 
     def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
-        """Returns the first level of a tree: continuations of every row's last token. ``Q`` is 1."""
+        """Returns the first level of a tree: continuations of every row's last token, so ``Q`` is 1. pending: see :meth:`extend`."""
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
         return self._expanded(result.logits, rows, positions, masks, self._text(rows, view))
@@ -86,7 +89,8 @@ class DraftCore(Core):
     ) -> Expansion:
         """Returns a further level of a tree: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`.
 
-        Earlier passes have run the tree's other nodes. Their tokens are not at hand, so operations that read the text are left out.
+        Earlier passes have run the tree's other nodes. The tokens of these nodes are not at hand, so operations that read the text are
+        left out.
         """
         result = self.forward_pass(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
@@ -124,7 +128,7 @@ class DraftCore(Core):
         return torch.nn.functional.pad(scores, (0, self.padding), value=float("-inf")) if self.padding else scores
 
     def _read(self, rows: Rows, view: Tensor, pending: Tensor) -> ForwardResult:
-        """Runs the pending tokens and the last token of every row; returns the last token's results ``[B, 1, …]``."""
+        """Runs a pass over every row's pending tokens and last token; returns the results of the last token, ``[B, 1, …]``."""
         nodes, root = self._tail(rows, pending), pending.shape[0]
         if root + 1 < LEAST_NODES:
             size = node_bucket(root + 1, self.target.static, self.target.multiple)
@@ -137,6 +141,6 @@ class DraftCore(Core):
 
     @staticmethod
     def _tail(rows: Rows, pending: Tensor) -> Tensor:
-        """``[B, U+1]``: every row's last tokens. In a row with fewer tokens, its first token fills the entries before its start."""
+        """``[B, U+1]``: every row's last ``U+1`` tokens. If a row has fewer tokens, copies of its first token come before them."""
         slots = rows.length[:, None] - 1 - pending.shape[0] + torch.arange(pending.shape[0] + 1, device=pending.device)
         return rows.tokens.gather(1, slots.clamp(min=0))

@@ -1,7 +1,7 @@
-"""Counts of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
+"""Figures of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
 
 Accepted tokens are counted on the device, passes on the host. While a step is recorded, Python runs and the device does nothing; in
-replays the device runs without Python. So the counts on the host must be told of recordings and replays.
+replays the device runs without Python. So the host's numbers are corrected after recordings and replays.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from ...model.buckets import node_bucket
 
 #: Least number of tokens that a pass runs before the root: each smaller number would need another graph.
 MIN_PENDING = 2
-#: Number of entries in a stage's histogram of tokens per pass; the last entry also counts passes with more tokens.
+#: Number of entries in the histogram of new tokens per step; the last entry also counts steps with more tokens.
 LONGEST = 64
 
 
 class DraftCounts:
-    """Passes, tokens and seconds of a draft model.
+    """Passes, tokens and seconds of a draft model. If another strategy drafts for it, the two are a *stage*.
 
     Args:
         model: the draft model's name.
         level: how many tokens are pending after a fully accepted draft.
-        static: whether passes have one of a few sizes.
+        static: whether the number of tokens in a pass is rounded up to one of a few sizes.
         shared: whether the draft model uses the slots of the model that verifies its drafts, so that no tokens are ever pending.
 
     Attributes:
         drafter: name of the strategy that drafts for the draft model; None without one.
         pending: committed tokens that the draft model still has to run, in the row with most of them.
-        tally: ``[3 + LONGEST]`` int64: new, accepted and drafted tokens of its stage; then a histogram of new tokens per pass.
+        tally: ``[3 + LONGEST]`` int64: numbers of new, accepted and drafted tokens in the stage's steps (in which the draft model
+            verifies); then a histogram of new tokens per step.
         passes: number of forward passes.
         forward_seconds: seconds of the forward passes.
         stage_seconds: seconds of the strategy that drafts for the draft model.
@@ -47,7 +48,7 @@ class DraftCounts:
         self.forward_seconds = self.stage_seconds = 0.0
 
     def range(self, reach: int) -> Tensor:
-        """``[U]`` int64, 0 … U-1, with an entry for each pending token and maybe more. No row has more than `reach` tokens."""
+        """``[U]`` int64, 0 … U-1: ``U`` is the number of pending tokens, rounded up. reach: greatest number of tokens in a row."""
         pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)
         if self.static and pending:  # pending tokens and the last token form a block
             pending = node_bucket(pending + 1) - 1
@@ -56,7 +57,7 @@ class DraftCounts:
         return self._ranges[pending]
 
     def accepted(self, summary: Tensor) -> None:
-        """Counts a step of the stage. summary: see :class:`~decoders.engine.decode.core.StepOutput`."""
+        """Adds a step of the stage to :attr:`tally`. summary: see :class:`~decoders.engine.decode.core.StepOutput`."""
         emitted = summary[0]
         self.tally[:3] += summary[:3].sum(1)
         self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
@@ -73,13 +74,16 @@ class DraftCounts:
             self.pending = pending
 
     def replayed(self, like: DraftCounts, steps: int) -> None:
-        """Counts `steps` replays of a recorded step. like: the counts of the drafter that was recorded."""
+        """Adds the passes of `steps` replays of a recorded step. like: the figures of the drafter that was recorded."""
         self.passes += steps * like._per_step
         if steps:
             self.pending = like.pending
 
     def report(self, weights: str, stages: list[Stage]) -> Stage:
-        """Returns the stage's report. It waits for the device, so call it after the last step."""
+        """Returns the report on the draft model. It waits for the device, so call it after the last step.
+
+        stages: the reports on the draft models that draft for this model.
+        """
         tokens, accepted, drafted, *lengths = self.tally.tolist()
         while lengths and not lengths[-1]:
             lengths.pop()

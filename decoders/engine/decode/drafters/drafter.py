@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter(Drafter):
-    """A draft model with its own rows and KV cache, in a session of its own engine. A round is its work from `begin` to `observe`.
+    """A draft model with rows and KV cache in a session of its own engine. A round is the model's work from `begin` to `observe`.
 
     Args:
         batch: the target's batch.
@@ -51,7 +51,7 @@ class ModelDrafter(Drafter):
         seldom: whether the strategy may never use this model; the prompts are then prefilled when it first drafts.
 
     Attributes:
-        proposed: number of nodes of the block that is verified next, without padding; the batch or stage that verifies it sets it.
+        proposed: number of nodes in the next block to verify, without padding; set by the proposer or stage, None before the first.
         reach: greatest number of committed tokens that a row may have now.
         counts: pending tokens, passes, tokens and seconds.
         inner: the draft models of the strategy that drafts for this model, if any (:mod:`.staged`).
@@ -114,7 +114,7 @@ class ModelDrafter(Drafter):
             self._read_prompts()
 
     def _read_prompts(self) -> None:
-        """Prefills the prompts; later calls do nothing."""
+        """Prefills the prompts, unless this was done before."""
         if self._unread is None:
             return
         opened, request, self._unread = self._unread, self.batch.request, None
@@ -124,7 +124,7 @@ class ModelDrafter(Drafter):
         self.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in request.prompts])
 
     def rebatch(self, rows: Sequence[int], context: Context) -> None:
-        """Follows the batch after rows have joined or left: reorders its rows, and prefills the committed text of each new row.
+        """Follows the batch after rows have joined or left: reorders this model's rows, and prefills the text of each new row.
 
         Args:
             rows: the former index of each row, -1 for a new row.
@@ -265,7 +265,8 @@ class ModelDrafter(Drafter):
             self.fall_behind(int(step.emitted.max()) if host_reads(step.emitted) else step.nodes.shape[1])
             return
         self._drafting = False
-        # If the number of nodes differs, the draft was merged with others or cut by a node budget: accepted nodes are in other slots.
+        # If the block has another number of nodes than this model's draft, the draft was merged with others or cut by a node budget:
+        # accepted nodes are in other slots.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
@@ -276,13 +277,13 @@ class ModelDrafter(Drafter):
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
-        """Adds to the number of pending tokens. tokens: number of committed tokens that this model did not draft."""
+        """Adds `tokens`, a number of committed tokens that this model did not draft, to the pending tokens of the :attr:`chain`."""
         for drafter in self.chain:
             drafter.counts.pending += tokens
 
     @property
     def room(self) -> int:
-        """Greatest number of a row's committed tokens after which a round with the deepest tree so far still fits in the slots."""
+        """Greatest number of committed tokens with which a row still has slots for a round with the largest tree so far."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
@@ -295,13 +296,13 @@ class ModelDrafter(Drafter):
 
     @property
     def tiers(self) -> tuple:
-        """Which parts of a round run compiled now; a recorded step depends on it."""
+        """Which parts of a round run compiled now. A recorded step is replayed only while these tiers stay the same."""
         with self._running():
             own = self.engine.forward_pass.tiers.tier(len(self.rows.length), self.core.plan)
         return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
 
     def book_replay(self, seconds: float) -> None:
-        """Books the seconds of a replayed step that may contain passes of this model."""
+        """Adds the seconds of a replayed step to the time that decides when this model is worth compiling."""
         with self._running():
             self.engine.forward_pass.tiers.book_replay(seconds, len(self.rows.length))
 
@@ -317,13 +318,13 @@ class ModelDrafter(Drafter):
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """Sets this call's rotary table (side), tier and report during a pass, because other calls use the model with other values."""
+        """A context with this call's rotary table (side), tier and report, because other calls use the model with other values."""
         target = self.engine.target
         target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
-        """Runs `method` of :class:`DraftCore`, or replays its recording for these sizes."""
+        """Runs `method` of :class:`DraftCore` on the rows, `view` and `given`, or replays its recording for their sizes."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
@@ -349,7 +350,7 @@ class ModelDrafter(Drafter):
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
-        """The view and the sequences for a block of `nodes` nodes behind the tokens drafted so far in this round."""
+        """:meth:`Session.view` for a block of `nodes` nodes behind the tokens drafted so far in this round: its view and sequences."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.longest + nodes

@@ -79,7 +79,7 @@ class ModuleTwin:
         self._functions: dict[tuple, Callable] = {}
 
     def function(self, options: tuple[tuple[str, Any], ...]) -> Callable:
-        """One pass as a plain tensor function, the same object for the same `options`."""
+        """The module's pass as a plain tensor function, with `options` as keywords; the same object for equal `options`."""
         if options not in self._functions:
             self._functions[options] = self._pass(options)
         return self._functions[options]
@@ -141,7 +141,7 @@ class ModuleTwin:
 
     @torch.no_grad()
     def _run(self, example: tuple[Tensor, ...], probe: LayoutProbe, shape: attention.MaskShape) -> None:
-        """Runs one node with `probe` as the cache."""
+        """Runs the module on one node, with `probe` as its cache and `shape` as the shape of its masks."""
         place = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         mask = torch.zeros(1, len(self.kinds), 1, 1, dtype=self.dtype, device=self.device)
         attention.tell_shape(mask, shape)

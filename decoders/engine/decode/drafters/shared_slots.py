@@ -1,4 +1,4 @@
-"""Rows of a draft model that is the first layers of the target: it reads and writes keys and values in the target's own slots."""
+"""Rows of a draft model that consists of the target's first layers: it reads and writes keys and values in the target's own slots."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..session import Session
 
 
 class SharedSlots(Session):
-    """A session with its own tokens and lengths per row. Its keys and values belong to the first layers in another session.
+    """A session with its own tokens and lengths per row, and with the keys and values of the first layers in the target's session.
 
-    The keys and values of committed tokens are already there, because the target has computed them with the same weights. Drafting
-    writes slots only from the root on. The target's pass over the block overwrites these slots; nothing reads slots behind it.
+    The keys and values of committed tokens are there already, because the target has computed them with the same weights. Drafting
+    writes only to slots from the root on. The target's pass over the block overwrites them; nothing reads slots behind the block.
 
     Args:
         target: the draft model: the first layers of the owner's model.

@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The loop's own step verifies that strategy's drafts, with this model as target."""
+"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts, with the draft model as the target."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ class StagedDrafter(ModelDrafter):
 
 
 class DraftStage:
-    """The proposer and the batch of a draft model's steps, for :func:`~decoders.engine.decode.step.step`.
+    """Serves as proposer and batch in steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
 
     Attributes:
         state: the strategy's state.
-        started: whether the strategy was started and not finished since.
+        started: whether the strategy has been started and not finished yet.
         expansion: continuations of the nodes of the last block.
     """
 
@@ -145,7 +145,7 @@ class DraftStage:
         return self
 
     def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """Runs :meth:`DraftCore.advance`, with the pending tokens in front of the block, and keeps the expansion of its nodes."""
+        """Runs :meth:`DraftCore.advance` on the pending tokens and the block, and stores the expansion of the block's nodes."""
         pending = self.drafter.counts.range(self.drafter.reach)
         out, self.expansion = self.drafter.run(
             "advance", block.view, block.draft_tokens, block.tree, pending, block.masks
@@ -192,7 +192,7 @@ class StageClock(Clock):
 def context_draft(
     batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
-    """``Context.draft`` for the strategy that gets `context` and drafts for `above`. It adds opened draft models to `opened`."""
+    """The function ``Context.draft`` for the strategy that gets `context` and drafts for `above`; it adds drafters to `opened`."""
 
     def draft(
         model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None, seldom: bool = False,

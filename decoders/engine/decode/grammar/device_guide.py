@@ -1,4 +1,4 @@
-"""The guide on the device, for grammars that have tables. It never waits for the device, so whole steps can be recorded."""
+"""The guide on the device: tracks rows' positions in grammars with tables. It never waits for the device, so steps can be recorded."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ DEAD = 0
 
 @dataclass(frozen=True)
 class DeviceAutomaton:
-    """The grammars of a call as one transition table. A position is the index of a state's first entry.
+    """The grammars of a call as one transition table. A position is the index of a state's first entry in the table.
 
     Attributes:
-        entries: 1-D int64; for every state its number, then the next position for each column.
+        entries: 1-D int64; for every state its number, then the next position for each column. Tokens that lead from every state to the
+            same next state share a column.
         free: position of rows without a grammar: every column leads back to it.
         first: ``[B]`` int64, position of each row's empty text.
         columns: ``[G, V]`` int64, column of each token in each of the ``G`` grammars, as an offset from a state's position.
         grammar: ``[B]`` int64, index of each row's grammar in `columns`.
         mask_of: ``[S]`` int64, for each of the ``S`` states the index of its mask in `masks`.
-        masks: ``[R, W]`` int32, ``R`` packed masks of ``W`` words. The masks of the dead and the free state allow all tokens.
+        masks: ``[R, W]`` int32, ``R`` packed masks of ``W`` words. Mask 0, of the dead and the free state, allows all tokens.
         tables: the grammars and their tables, in the order of their states, which come after the dead and the free state.
     """
 
@@ -52,7 +53,7 @@ class DeviceAutomaton:
 
     @staticmethod
     def of(grammars: Sequence[Tabulated | None], vocabulary: int, device: torch.device) -> DeviceAutomaton | None:
-        """The transition table of the rows' grammars; None if a grammar's table would be too large."""
+        """Builds the transition table of the rows' grammars; None if a grammar's table would be too large."""
         distinct = list({id(g): g for g in grammars if g is not None}.values())
         tables = [(grammar, TokenTable.of(grammar, device)) for grammar in distinct]
         tabulated = [(grammar, table) for grammar, table in tables if table is not None]
@@ -86,12 +87,12 @@ class DeviceAutomaton:
         return DeviceAutomaton(entry, free, first, stacked, grammar_of, mask, words, tabulated)
 
     def column(self, tokens: Tensor) -> Tensor:
-        """Columns of `tokens` ``[B, n]``. For negative tokens the column is arbitrary."""
+        """``[B, n]``: the columns of `tokens` ``[B, n]`` in their rows' grammars. For negative tokens the column is arbitrary."""
         return self.columns[self.grammar[:, None], tokens.clamp(min=0)]
 
     @cached_property
     def forced(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``room``, ``byte`` and ``canonical`` of every state, for :func:`~decoders.engine.decode.grammar.history.spell`."""
+        """The arguments `room`, `byte` and `canonical` of :func:`~decoders.engine.decode.grammar.history.spell`."""
         nothing = torch.tensor([[0, -1, -1]] * 2, device="cpu")
         parts = [table.forced(grammar) for grammar, table in self.tables]
         room, byte, canonical = torch.cat([nothing, *parts]).to(self.entries.device).unbind(1)
@@ -102,7 +103,8 @@ class DeviceGuide(Guide):
     """The guide of rows whose grammars have tables.
 
     Attributes:
-        positions: ``[B]`` int64, updated in place: :data:`DEAD` after an illegal token, ``free`` for rows that have ended.
+        positions: ``[B]`` int64, the rows' positions, updated in place: :data:`DEAD` after an illegal token,
+            :attr:`DeviceAutomaton.free` in rows that have ended or have no grammar.
     """
 
     on_device = True
@@ -122,7 +124,7 @@ class DeviceGuide(Guide):
         device: torch.device,
         compile: Callable[[Callable], Callable] = lambda function: function,
     ) -> DeviceGuide | None:
-        """A guide of rows without any text yet; None if a grammar has no table, or its table is too large.
+        """A guide for rows without any text yet; None if a grammar has no table, or its table is too large.
 
         compile: compiles :func:`~decoders.engine.decode.grammar.history.spell`.
         """
@@ -218,7 +220,7 @@ class DeviceGuide(Guide):
             _ = self.automaton.forced
 
     def _roots(self, nodes: int) -> Tensor:
-        """``[B, nodes]``: each row's position at node 0, :data:`DEAD` at all other nodes; ``free`` at all nodes without a grammar."""
+        """``[B, nodes]``: each row's position at node 0, and :data:`DEAD` at all other nodes; in rows at ``free``, all are ``free``."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 
@@ -233,7 +235,7 @@ def guide_of(
 ) -> Guide:  # fmt: skip
     """A guide on the device if steps can be recorded there and all grammars have tables, else a guide on the host.
 
-    static: whether sizes are static; by default, what is usual for `device`.
+    static: whether sizes of tensors are static, so that steps can be recorded; None for what is usual on `device`.
     """
     static = devices.static_shapes(device) if static is None else static
     possible = static and devices.has_64_bits(device)

@@ -1,7 +1,7 @@
 """The contract of guides, which track each row's position in its grammar and mask the tokens after each node of a block.
 
 The host guide (:mod:`~decoders.engine.decode.grammar.host_guide`) supports any grammar. The device guide
-(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables.
+(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables (of the transitions of an automaton).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a sto
 
 
 class Guide(ABC):
-    """The rows' positions in their grammars, for one model of a call: the target, or a draft model that drafts ahead of the target.
+    """Tracks the rows' positions in their grammars, for one model of a call: the target, or a draft model that is ahead of it.
 
     Attributes:
         on_device: whether no method waits for the device, so that a whole step can be recorded.
@@ -33,7 +33,7 @@ class Guide(ABC):
 
     @abstractmethod
     def ahead(self) -> Guide:
-        """A new guide for a draft model that drafts ahead of this guide's rows."""
+        """Returns a new guide for a draft model that drafts for this guide's model, with the same grammars."""
 
     @abstractmethod
     def follow(self) -> None:
@@ -43,20 +43,20 @@ class Guide(ABC):
     def block(
         self, draft_tokens: Tensor, shape: Topology | TreeTensors, depth: int | None = None
     ) -> tuple[Tensor, Masks]:
-        """Masks of the tokens that may follow every node of a block.
+        """Finds the illegal draft tokens of a block, and computes the masks of the tokens that may follow each node.
 
         Args:
-            draft_tokens: ``[B, N-1]`` int64.
+            draft_tokens: ``[B, N-1]`` int64, the tokens of all nodes but the root; -1 for no draft token.
             shape: the tree; it may have fewer nodes than the block.
             depth: upper bound of the tree's depth, if known. The device guide processes this many levels; the host guide ignores it.
 
         Returns:
-            the draft tokens, with -1 for tokens that are illegal after their parent, and masks for ``N`` nodes.
+            the draft tokens, with -1 for tokens that are illegal after their parent, and the masks after ``N`` nodes.
         """
 
     @abstractmethod
     def end(self) -> Masks:
-        """The masks after every row's last token; ``N`` is 1. The last tokens become the roots of trees that :meth:`expand` extends."""
+        """The masks after every row's last token (so ``N`` is 1), which becomes the root of the tree that :meth:`expand` extends."""
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
@@ -70,19 +70,19 @@ class Guide(ABC):
 
     @abstractmethod
     def append(self, tokens: Tensor) -> None:
-        """Appends `tokens` ``[B]``, one to every row."""
+        """Advances every row over its token in `tokens` ``[B]``."""
 
     @abstractmethod
     def accept(self, out: StepOutput) -> None:
-        """Advances the rows over the new tokens of a step, which verified the last block."""
+        """Advances the rows over the new tokens of the step that verified the block last passed to :meth:`block`."""
 
     @abstractmethod
     def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
-        """:meth:`accept` for tokens that are committed. Forgets the positions of draft nodes.
+        """Like :meth:`accept`, for tokens that are committed. Drops the positions of draft nodes.
 
         Args:
             ended: ``[B]`` bool, the rows that have ended.
-            outcome: the step as read by the host; None if the host has not read it.
+            outcome: the step's results as read by the host; None if the host has not read them.
 
         Raises:
             GrammarError: a row has left its grammar. For a guide on the device, :meth:`check` raises the error.
@@ -99,9 +99,9 @@ class Guide(ABC):
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
 
-        The bytes are split into tokens in the way that the row has split the same text before
-        (:mod:`~decoders.engine.decode.grammar.history`). Bytes without such a history are split by the tokenizer; the last bytes are
-        left out if the tokenizer might join them with the bytes that follow.
+        The bytes are split into tokens as the row has split the same text before (:mod:`~decoders.engine.decode.grammar.history`).
+        Bytes that are new in the row are split by the tokenizer; the last bytes are left out if the tokenizer might join them with the
+        bytes that follow.
 
         sequences: the committed rows, as :meth:`Strategy.propose` gets them.
         """

@@ -1,7 +1,8 @@
 """Tokenization history: learns how rows split text into tokens, to propose tokens for the bytes that a grammar forces.
 
-Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to repeat its splits. The
-proposed token is the row's latest that followed the same token, else its latest that began with the same byte, else the tokenizer's.
+Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to repeat its splits. So
+the token that last followed the same token in the row is proposed, else the row's last token with the same first byte, else the
+tokenizer's token.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from ....constraints import Policy, Vocabulary
 from ....strategy import Sequences
 
-#: How many of a row's last tokens are read before every proposal. They are more than a step appends, because what was learnt from
-#: rejected tokens of a draft model must be overridden. The first proposal reads the whole text.
+#: How many of a row's last tokens are read before every proposal; the first proposal reads the whole text. This is more than a step
+#: appends, so that committed tokens override what was learnt from a draft model's rejected tokens.
 WINDOW = 64
 
 
@@ -39,7 +40,7 @@ class HostHistory:
         self.last = int(tokens[length - 1])
 
     def spell(self, forced: bytes, vocabulary: Vocabulary, policy: Policy, limit: int) -> list[int]:
-        """Splits the bytes `forced` into at most `limit` tokens."""
+        """Returns at most `limit` tokens for the first of the bytes `forced`."""
         run: list[int] = []
         before, canonical = self.last, list[int]()  # the rest of the tokenizer's own split
         while forced and len(run) < limit:
@@ -73,7 +74,7 @@ class DeviceHistory:
             without text.
         sizes: ``[V]`` int64, number of bytes of each token.
         leads: ``[V]`` int64, first byte of each token; 256 for a token without text.
-        time: 0-D int64, number of tokens that were read.
+        time: 0-D int64, number of slots of each row that were read so far, which orders tokens in time.
     """
 
     def __init__(self, rows: int, vocabulary: Vocabulary, device: torch.device) -> None:
@@ -87,7 +88,7 @@ class DeviceHistory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The history, and the vocabulary's sizes and first bytes."""
+        """The tensors of the history, and the sizes and first bytes of the vocabulary's tokens."""
         return self.after, self.begun, self.time, self.sizes, self.leads
 
     def read(self, sequences: Sequences) -> None:

@@ -1,4 +1,4 @@
-"""The grammar of a row on the host: its position is a state number or the state of a matcher, its masks are rows of a table."""
+"""A row's grammar on the host. A position in it is a state number, or the tokens after the committed text; masks are table rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OPEN = 1 << 25
 
 
 class MaskTable:
-    """The packed masks of a call. Row 0 allows all tokens; then come the masks of tabulated grammars, then the masks of a step.
+    """The packed masks of a call. Row 0 allows all tokens; then come the masks of grammars with tables, then the masks of a step.
 
-    The table also numbers the mappings of drawn to written tokens (:class:`~decoders.sampling.processors.Replacements`).
+    It also numbers the mappings from drawn tokens to written tokens (:class:`~decoders.sampling.processors.Replacements`).
     """
 
     _NEVER = torch.iinfo(torch.int64).max
@@ -40,14 +40,14 @@ class MaskTable:
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
-        """Adds rows for the whole call, and returns the index of the first. Do not call it between :meth:`new` and :meth:`clear`."""
+        """Adds `masks` as rows for the whole call, and returns the first row. Do not call it between :meth:`new` and :meth:`clear`."""
         first = len(self.words)
         self.words = torch.cat([self.words, masks])
         self.used = self.fixed = len(self.words)
         return first
 
     def new(self) -> int:
-        """The index of a new row to write a mask to. The row is valid until :meth:`clear`."""
+        """Adds a row to write a mask to, and returns its index. The row is valid until :meth:`clear`."""
         if self.used == len(self.words):
             more = self.words.new_full((max(len(self.words) - self.fixed, 16), self.words.shape[1]), -1)
             self.words = torch.cat([self.words, more])
@@ -55,7 +55,7 @@ class MaskTable:
         return self.used - 1
 
     def empty(self, row: int) -> bool:
-        """Whether a mask allows no token."""
+        """Whether the mask in `row` allows no token."""
         if row in self._open_rows:
             return False
         whole, rest = divmod(self.vocabulary, 32)
@@ -70,7 +70,7 @@ class MaskTable:
         self.used = self.fixed
 
     def kind(self, replaced: Mapping[int, int]) -> int:
-        """The number of the mapping `replaced` of drawn to written tokens; 0 if it is empty. The mapping must not change later."""
+        """Returns a number for `replaced`, a mapping from drawn to written tokens that must not change later; 0 if it is empty."""
         if not replaced:
             return 0
         if id(replaced) not in self._kinds:
@@ -98,7 +98,7 @@ class MaskTable:
         return self._last[1]
 
     def unpacked(self, rows: list[list[int]]) -> Tensor | None:
-        """``[B, N, V]`` bool on the call's device, the masks in `rows` (``B`` lists of ``N``); on the CPU None if all are free."""
+        """``[B, N, V]`` bool on the call's device, the masks in `rows` (``B`` lists of ``N``); None on the CPU if all rows are 0."""
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
         if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
@@ -142,14 +142,14 @@ class Text(ABC):
 
     @abstractmethod
     def mask(self, position: Any) -> int:
-        """The row of the mask table with the mask after `position`."""
+        """The table row with the mask of the tokens that may follow `position`."""
 
     def kind(self, position: Any) -> int:
-        """The number of the mapping of drawn to written tokens at `position` (:meth:`MaskTable.kind`); 0 for no mapping."""
+        """The number of the mapping from drawn to written tokens at `position` (:meth:`MaskTable.kind`); 0 for no mapping."""
         return 0
 
     def settle(self, position: Any) -> Any:
-        """Is told that the text up to `position` is committed. Returns the new value of the position."""
+        """Is called when the text up to `position` is committed. Returns the value that stands for this position from now on."""
         return position
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Text(ABC):
         """The bytes that must come next."""
 
     def forced_tokens(self, position: Any, limit: int) -> list[int] | None:
-        """The tokens that must come next, at most `limit`; None if only :meth:`forced_bytes` knows what must come next."""
+        """The tokens that must come next, at most `limit`; None if the grammar provides only :meth:`forced_bytes`."""
         return None
 
 
@@ -178,7 +178,7 @@ class FreeText(Text):
 
 
 class TabulatedText(Text):
-    """A tabulated grammar. Its positions are states of its automaton. shift: the table row of its first mask."""
+    """A grammar with tables. A position is a state of its automaton. shift: the mask table's row with the grammar's first mask."""
 
     def __init__(self, grammar: Tabulated, shift: int) -> None:
         self.grammar: Tabulated = grammar
@@ -199,13 +199,13 @@ class TabulatedText(Text):
 
 
 class MatchedText(Text):
-    """A grammar with a matcher. A position is the tuple of the tokens after the committed text."""
+    """A grammar that a matcher checks token by token. A position is the tuple of the tokens after the committed text."""
 
     def __init__(self, grammar: CompiledGrammar, table: MaskTable) -> None:
         self.grammar, self.matcher, self.table = grammar, grammar.start(), table
         self.position: tuple[int, ...] = ()
         self.known: dict[tuple[int, ...], int] = {}  # by position, the row of its mask in the table
-        self.kinds: dict[tuple[int, ...], int] = {}  # by position, the kind of its replacements, if it has any
+        self.kinds: dict[tuple[int, ...], int] = {}  # by position, the number of its mapping (`kind`), if any
 
     begin = ()
 
