@@ -141,7 +141,7 @@ def demo(
     compile = seconds >= COMPILES_FROM if compile is None else compile
     methods = b.transformers_methods(target, assistant, names=baselines)
     methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
-    how = "with compiling, which a later run need not repeat" if compile else "uncompiled: --compile asks for more"
+    how = "with compiling, which a later run need not repeat" if compile else "uncompiled"
     progress.print(f"The table takes up to {seconds:g} s (--seconds), or one round of two methods, {how}.", style="dim")
     began = time.monotonic()
     deadline = began + seconds

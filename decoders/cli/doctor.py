@@ -191,9 +191,7 @@ def settings() -> Iterator[Finding]:
 def enabling() -> Iterator[Finding]:
     """A note that explains transformers' error for a model that was not enabled."""
     unused = "The following `model_kwargs` are not used by the model: ['strategy']"
-    yield Finding(
-        "enable", "note", f'should generate(strategy=…) say "{unused}", call decoders.enable(model) before it'
-    )
+    yield Finding("enable", "note", f'if generate(strategy=…) says "{unused}", decoders.enable(model) was not called')
 
 
 def demo_models() -> Iterator[Finding]:

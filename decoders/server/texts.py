@@ -126,8 +126,7 @@ class Job:
         reports = self._reports
         if len(self.choices) != 1 or not reports or not reports[0].drafted:
             return {}
-        lengths, drafted = reports[0].accepted_lengths, reports[0].drafted
-        accepted = sum(n * count for n, count in enumerate(lengths))
+        lengths, drafted, accepted = reports[0].accepted_lengths, reports[0].drafted, reports[0].accepted
         speculation = {
             "mean_acceptance_length": reports[0].mean_accepted_length,
             "draft_acceptance_rate": accepted / drafted,

@@ -1,4 +1,4 @@
-"""Chooses the decoder layers that are fused: their products also compute residuals, norms, rotary positions and writes to the cache.
+"""Chooses the decoder layers that are fused: their products also compute residuals, norms and rotary positions.
 
 A pass over a few tokens shows what a layer computes: which module reads another module's result, and that a residual is the sum of two
 results, bit for bit. Then the fused layer runs on trial. If its result differs from the layer's own result, the layer stays unfused.

@@ -262,13 +262,15 @@ def test_what_a_layer_looks_at_is_read_where_it_is_and_strides_do_not_matter(var
 
 
 @each_variant
-@pytest.mark.parametrize("wrong", ["numbers", "order"])
+@pytest.mark.parametrize("wrong", ["numbers", "order", "int8"])
 def test_a_wrong_attention_is_refused(variant: str, wrong: str) -> None:
     right = kernels(variant)
 
     def odd(query: Tensor, *rest: Any) -> Tensor:
         out = right.slot_attention(query, *rest)
-        return out * (1.1 if wrong == "numbers" else 1 + query.shape[2] * 2**-8)
+        if wrong == "order":
+            return out * (1 + query.shape[2] * 2**-8)
+        return out * (1.1 if wrong == "numbers" or rest[0].dtype == torch.int8 else 1)
 
     broken = replace(right, slot_attention=odd)
     assert "attention" in str(cpu.check(broken))

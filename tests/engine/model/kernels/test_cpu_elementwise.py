@@ -151,6 +151,9 @@ def test_an_int8_cache_has_the_bits_of_torch(variant: str, dtype: torch.dtype, f
         expected, expected_scale = quantize_slots(states)
         assert torch.equal(own[row, :, slots].transpose(1, 2), expected)
         assert torch.equal(scale[row, :, slots].transpose(1, 2), expected_scale)
+    new[1, 0, 2, 3] = float("nan")
+    cpu.loaded(variant).write_to_cache(*levels, slots, new, new, *scales)
+    assert scales[:, row, :, slots].isnan().sum() == 2, "a scale of each buffer"
     with pytest.raises(RuntimeError, match="a scale for every head and slot"):
         cpu.loaded(variant).write_to_cache(*levels, slots, new, new, *scales[:, :, :, :5])
 

@@ -7,6 +7,7 @@ machine compiles it into the cache folder in 10 to 20 seconds. If there is no co
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -246,15 +247,15 @@ def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
     kernels.write_to_cache(keys, values, slots, key, heads[:, 2:], None, None)
     if not (torch.equal(keys.gather(2, place), key) and torch.equal(values.gather(2, place), heads[:, 2:])):
         return f"a wrong write of {name} to the cache"
-    levels, scales = (torch.zeros_like(keys[..., :size], dtype=of) for size, of in ((10, torch.int8), (1, dtype)))
-    kernels.write_to_cache(levels, levels, slots, heads[:, 2:], heads[:, 2:], scales, scales)
-    if (
-        not ((levels * scales.double()).gather(2, place) - heads[:, 2:])
-        .abs()
-        .le(0.6 * scales.gather(2, place[..., :1]))
-        .all()
-    ):
-        return f"a wrong write of {name} to an int8 cache"
+    states = heads[:, 1:2], heads[:, 2:]
+    levels, scales = (
+        torch.zeros(2, 2, 1, 4, size, dtype=of, device="cpu") for size, of in ((10, torch.int8), (1, dtype))
+    )
+    kernels.write_to_cache(*levels, slots, *states, *scales)
+    for own, scale, state in zip(levels, scales, states, strict=True):
+        error = (own * scale.double()).gather(2, place) - state
+        if not (error.abs() <= 0.9 / 127 * state.abs().amax(-1, keepdim=True)).all():
+            return f"a wrong write of {name} to an int8 cache"
     return None
 
 
@@ -269,15 +270,23 @@ def _check_attention(kernels: Kernels) -> str | None:
     mask = torch.tensor(rows, device="cpu")[None, None]
     chain = torch.tensor([[(2 << node) - 1, node, committed] for node in range(4)], device="cpu")[None, None]
     slots = [*range(committed), *(committed + node for node in paths[-1])]
-    for dtype in TYPES:
+    for dtype, int8 in itertools.product(TYPES, (False, True)):
+        width, name = 48 if int8 else 36, f"{str(dtype).removeprefix('torch.')}{' over an int8 cache' if int8 else ''}"
         query, key, value = (
             torch.randn(1, *size, generator=generator, device="cpu").to(dtype)
-            for size in ((6, len(parents), 36), (2, 90, 36), (2, 90, 20))
+            for size in ((6, len(parents), width), (2, 90, width), (2, 90, 20))
         )
-        wide = [tensor.double().repeat_interleave(3, 1) for tensor in (key, value)]
+        scales, wide = [], [key.double(), value.double()]
+        if int8:
+            scales = [tensor.abs().amax(-1, keepdim=True) / 127 for tensor in (key, value)]
+            key, value = (
+                (t / s).round().clamp(-127, 127).to(torch.int8) for t, s in zip((key, value), scales, strict=True)
+            )
+            wide = [key.double() * scales[0], value.double() * scales[1]]
+        wide = [tensor.repeat_interleave(3, 1) for tensor in wide]
         for reach, cap in ((0, 0.0), (window, softcap)):
-            options = None, None, None, reach, 0, 0.3, cap
-            ours, name = kernels.slot_attention(query, key, value, mask, *options), str(dtype).removeprefix("torch.")
+            options = reach, 0, 0.3, cap
+            ours = kernels.slot_attention(query, key, value, mask, None, *(scales or (None, None)), *options)
             for node, path in enumerate(paths):
                 seen = [*range(committed), *(committed + other for other in path)][-reach:]
                 scores = (query[:, :, node, None].double() * wide[0][:, :, seen]).sum(-1) * 0.3
@@ -288,8 +297,9 @@ def _check_attention(kernels: Kernels) -> str | None:
                     <= max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max()
                 ):
                     return f"a wrong attention in {name}"
-            one = query[:, :, paths[-1]], key[:, :, slots], value[:, :, slots]
-            if not torch.equal(kernels.slot_attention(*one, chain, *options), ours[:, paths[-1]]):
+            one = query[:, :, paths[-1]], key[:, :, slots], value[:, :, slots], chain, None
+            own = [scale[:, :, slots] for scale in scales] or (None, None)
+            if not torch.equal(kernels.slot_attention(*one, *own, *options), ours[:, paths[-1]]):
                 return f"a wrong attention in {name}: a branch has other bits than a chain"
     return None
 

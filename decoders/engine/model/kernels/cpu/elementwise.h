@@ -187,10 +187,15 @@ void quantize_slots(const Heads& states, const int64_t* slots, const Heads& leve
         const T* from = states.at<T>(row, head, node);
         int8_t* to = levels.at<int8_t>(row, head, slot);
         float largest = 0;
-        for (long i = 0; i < states.width; i++) largest = std::max(largest, std::abs(widen(from[i])));
-        const float scale = rounded<T>(std::max(largest / 127, least));
+        bool numbers = true;
+        for (long i = 0; i < states.width; i++) {
+            const float size = std::abs(widen(from[i]));
+            largest = std::max(largest, size);
+            numbers &= size == size;
+        }
+        const float scale = numbers ? rounded<T>(std::max(largest / 127, least)) : NAN;
         narrow(scale, *scales.at<T>(row, head, slot));
-        for (long i = 0; i < states.width; i++) to[i] = int8_t(std::clamp(std::nearbyint(widen(from[i]) / scale), -127.0f, 127.0f));
+        for (long i = 0; i < states.width; i++) to[i] = numbers ? int8_t(std::clamp(std::nearbyint(widen(from[i]) / scale), -127.0f, 127.0f)) : 0;
     });
 }
 
