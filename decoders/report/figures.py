@@ -16,10 +16,10 @@ class Timings:
         pack: preparing the model in the first call, and quantizing its weights again after they changed.
         kernels: compiling this package's CUDA kernels in parallel before the first call, or reading them from Triton's cache.
         check: comparing the model with a plain forward pass before its first call.
-        start: allocating buffers, and the strategy's ``start``, which prepares a draft model and reads the prompt with it.
+        start: allocating buffers, and the strategy's ``start``, which may prepare a draft model and read the prompt with it.
         prefill: reading the prompt, and the core of a first step that reads the prompt's end.
         propose: the strategy's ``propose``.
-        mask: advancing the grammars of the rows.
+        mask: computing the grammars' masks, and advancing the grammars over new tokens.
         core: forward, verify and commit.
         observe: the strategy's ``observe``.
         host: the rest of the steps: stopping criteria, streamers, observers, the report.

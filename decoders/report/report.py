@@ -179,7 +179,7 @@ class Report:
         return sum(self.new_tokens) / seconds if seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures except `written`, and the figures that the properties derive, ready for ``json.dumps``."""
+        """All attributes except `written` and all properties except `busy_line`, as a dict for ``json.dumps``."""
         figures = asdict(replace(self, written=None))
         del figures["written"]
         return figures | {
@@ -302,7 +302,7 @@ def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, eq=False)
 class ObservedCall:
-    """One call of ``generate``, or one request of a scheduler. An observer's methods receive the same object for a call.
+    """One call of ``generate``, or one request of a scheduler. All methods of an observer receive the same object for one call.
 
     Attributes:
         model: the model that decodes.

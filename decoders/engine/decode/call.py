@@ -34,7 +34,7 @@ from .sampling import sampling_of
 from .step import Stopwatch, step
 from .verify import Outcome
 
-#: Number of slots that a call reserves behind its prompts at first: few texts reach ``max_new_tokens``. For longer texts it adds more.
+#: Number of slots that a call first reserves behind its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
 SLOTS_AHEAD = 2048
 
 
@@ -152,7 +152,7 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 
 
 def agreed(request: Request, ranks: Ranks) -> Request:
-    """Checks that all processes that share a model got the same request. Returns `request`, without compilation if there are several.
+    """Checks that all processes that share a model got the same request. With several processes, returns a copy without compilation.
 
     Raises:
         RanksError: the processes were given different requests.
@@ -189,11 +189,11 @@ def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
 class StepRecording:
     """Runs the steps of a batch. The first steps run unrecorded; later steps replay a recorded step.
 
-    Once more parts of the step have been compiled, the step is recorded again. Parts whose results round differently when compiled, and
-    so could change tokens, do not switch within a call.
+    When further parts of the step have been compiled, the step is recorded again. Parts whose results round differently when compiled,
+    and so could change tokens, do not switch to compiled code within a call.
 
     Args:
-        proposer: a :func:`recordable` proposer, whose batch has made no step yet.
+        proposer: a :func:`recordable` proposer, whose batch has run no step yet.
         clock: times the steps that are not replayed.
     """
 
@@ -240,7 +240,9 @@ class StepRecording:
         return self.recordings.reuse(key, RecordedCapacity(self.batch.width, 0, self.batch.longest), self.inputs.root)
 
     def _new(self, key: tuple) -> Recording | None:
-        """Records the step for this and later calls. Returns None if too few steps with this key have run, or if recording fails."""
+        """Records the step for this and later calls. Returns None if too few steps with `key` have run, if recording fails, or if a
+        part of the step is compiled during the recording.
+        """
         if self._plain[key] < WARM_UP_STEPS:
             return None
         batch, proposer, nodes = self.batch, self.proposer, self.batch.report.nodes

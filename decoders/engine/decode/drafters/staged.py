@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StagedDrafter(ModelDrafter):
-    """A draft model with a strategy that drafts for it. The prompts are prefilled when it is created.
+    """A draft model with a strategy that drafts for it. Creating it prefills the prompts.
 
     Args:
         strategy: drafts for the draft model. All other arguments: see :class:`ModelDrafter`.
@@ -174,7 +174,7 @@ class DraftStage:
 
 
 class StageClock(Clock):
-    """Counts the seconds of the stage's strategy; :meth:`ModelDrafter.run` counts the seconds of the draft model."""
+    """Times the stage's strategy; :meth:`ModelDrafter.run` times the draft model."""
 
     def __init__(self, drafter: StagedDrafter) -> None:
         self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.batch.report.timings)

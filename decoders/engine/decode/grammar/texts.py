@@ -1,4 +1,4 @@
-"""A row's grammar on the host. A position in it is a state number, or the tokens after the committed text; masks are table rows."""
+"""A row's grammar on the host. A position is a state number, or the tokens after the committed text; masks are rows of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....common.devices import pins
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 from ....sampling.processors import Replacements
 
-#: The row that allows all tokens in every mask table.
+#: The row of every mask table whose mask allows all tokens.
 FREE = 0
 #: Greatest number of bytes of unpacked masks that are kept during a call.
 OPEN = 1 << 25
@@ -40,7 +40,7 @@ class MaskTable:
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
-        """Adds `masks` as rows for the whole call, and returns the first row. Do not call it between :meth:`new` and :meth:`clear`."""
+        """Adds `masks` as rows for the whole call, returns the first index. Do not call it between :meth:`new` and :meth:`clear`."""
         first = len(self.words)
         self.words = torch.cat([self.words, masks])
         self.used = self.fixed = len(self.words)
@@ -89,7 +89,7 @@ class MaskTable:
         return self._kinds[id(replaced)][0]
 
     def replacements(self, kinds: list[list[int]]) -> Replacements | None:
-        """Which drawn tokens to replace after each node, by the nodes' numbers from :meth:`kind` (``B`` lists of ``N``); or None."""
+        """The tokens to replace after each node, from the nodes' numbers by :meth:`kind` (``B`` lists of ``N``); None for none."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
         if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds
