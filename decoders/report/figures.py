@@ -78,7 +78,7 @@ class Stage:
         model: name or path.
         drafter: strategy that drafts for the draft model; None if it decodes token by token.
         passes: number of forward passes of the draft model, without its prefill.
-        tokens: number of tokens that it wrote with its drafter's help, all rows.
+        tokens: number of tokens that the draft model wrote with its drafter's help, all rows.
         drafted, accepted: numbers of the drafter's tokens that the draft model verified and accepted.
         accepted_lengths: histogram; entry ``n`` counts passes (of each row) that wrote ``n + 1`` tokens.
         forward_seconds: seconds of its forward passes.

@@ -49,7 +49,7 @@ class Report:
         rows: batch size.
         prompt_tokens, new_tokens: numbers of prompt tokens and of new tokens, per row.
         steps: number of forward passes of the target that commit tokens.
-        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt. Their core counts as ``timings.prefill``.
+        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` includes their core.
         drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
         accepted_lengths: histogram; entry ``n`` counts steps (of each row) that committed ``n + 1`` tokens.
         nodes: size of the largest verified block.
@@ -124,7 +124,7 @@ class Report:
 
     @property
     def busy(self) -> bool:
-        """Whether the steps waited for processors for more than half of their time: then speeds cannot be compared."""
+        """Whether the steps waited for processors for more than half of their time; if so, speeds cannot be compared."""
         return self.waiting > BUSY and self.steps >= FEW_STEPS
 
     @property

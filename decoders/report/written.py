@@ -110,8 +110,8 @@ class Tree:
 
     Attributes:
         step: the step to draw.
-        texts: the texts of its nodes.
-        own: the text of the target's token after the path.
+        texts: the texts of the step's nodes.
+        own: the text of the target's token after the path; "" if there is no such token.
     """
 
     step: TracedStep

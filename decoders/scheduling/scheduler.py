@@ -346,7 +346,7 @@ class Scheduler:
 
 
 def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
-    """The thread's function. It drops its reference to the scheduler after every wait and turn, so that an unused one can be freed."""
+    """The thread's function. It drops its reference to the scheduler after every turn, so that an unused scheduler can be freed."""
     error: BaseException | None = None
     try:
         try:

@@ -122,7 +122,7 @@ class Verifier(Configured, ABC):
         trees: whether the rule judges trees. If False, it judges only chains: node ``i+1`` continues node ``i``, and shorter rows end
             in ``-1``.
         coupled: whether the engine accepts draft tokens that equal the target's own draw, made with the same noise as the draft, and
-            does not call :meth:`outcomes`. That method then returns the outcome distribution for drafts made without the noise.
+            does not call :meth:`outcomes`, which then serves comparisons: it returns the distribution for drafts without the noise.
     """
 
     name: ClassVar[str]

@@ -46,7 +46,7 @@ class Batch:
         request: a request that stands for all requests of the batch, with their common settings, and all rows' texts as prompts.
         members: per request, its output and the index of its first row, in the order of rows. Padding rows belong to no member.
         capacity: greatest number of rows that the batch can have.
-        shared: whether requests join and leave; errors and reports are then per request.
+        shared: whether requests join and leave. If so, errors and reports are per request.
         width: number of rows in a step. If sizes of tensors are static (the device records steps), some rows may be padding. Padding
             rows are marked as ended.
         verifier: decides which draft tokens are accepted; None: the built-in rule.

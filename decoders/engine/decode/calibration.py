@@ -122,7 +122,7 @@ class Calibrator:
         Args:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
             compile: a call's setting, which decides the tier (compiled or not); "auto" means the tier in which a call would run now.
-            seconds: time limit. At least two numbers of nodes are measured; then measuring stops when the time is up.
+            seconds: time limit. Measuring stops when the time is up, but not before two numbers of nodes are measured.
             anew: whether to measure everything again. Otherwise only a few numbers of nodes are measured, because a call waits for the
                 result, and only for numbers of rows that were not measured at any context.
         """

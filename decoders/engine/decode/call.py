@@ -98,7 +98,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
-    # For a strategy that reads prompts, nothing is reused: equal calls then draft alike, and the strategy's own cache has no holes.
+    # For a strategy that reads prompts, nothing is reused, so that equal calls draft alike and its own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]

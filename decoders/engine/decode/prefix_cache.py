@@ -109,7 +109,7 @@ class PrefillPlan:
         # must stop at a text's end.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A chunk may reach beyond the end of a row's prompt; steps overwrite the slots there before they read them. If sizes of blocks
+        # A chunk may reach beyond the end of a row's prompt; steps overwrite such slots before they read them. If sizes of blocks
         # are multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may
         # hold the bits of another tier (compiled or not), so its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0

@@ -200,7 +200,7 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the row's recurrent state is not at its end.
+        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the row has a recurrent state of another length.
 
         prompt: its `salt` and `least` are copied to the kept text.
         """

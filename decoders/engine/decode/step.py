@@ -22,8 +22,8 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
 
     Args:
         clock: its methods are called when the parts of the step are over.
-        recording: whether a device records the step. The host then reads nothing, and the caller that replays the step delivers its
-            tokens.
+        recording: whether a device records the step. If so, the host reads nothing, and the caller that replays the step
+            delivers its tokens.
     """
     clock = clock or UNTIMED
     clock.begun()

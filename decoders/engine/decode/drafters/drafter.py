@@ -43,7 +43,7 @@ class ModelDrafter(Drafter):
     Args:
         batch: the target's batch.
         above: the model that verifies this model's drafts: the target's batch, or another draft model.
-        stack: is closed when the strategy ends, and then closes everything that this drafter opened.
+        stack: closes everything that this drafter opened, when the strategy ends.
         context: the context of the strategy that drafts with this model.
         model: the draft model, or a path to load it from.
         ahead: greatest number of nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.

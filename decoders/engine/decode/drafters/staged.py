@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts, with the draft model as the target."""
+"""A draft model with a strategy that drafts for it. The loop's own step verifies the strategy's drafts; the draft model is its target."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class DeviceGuide(Guide):
         device: torch.device,
         compile: Callable[[Callable], Callable] = lambda function: function,
     ) -> DeviceGuide | None:
-        """A guide for rows without any text yet; None if a grammar has no table, or its table is too large.
+        """A guide for rows without any text yet; None if a grammar has no table, or a table is too large.
 
         compile: compiles :func:`~decoders.engine.decode.grammar.history.spell`.
         """

@@ -22,7 +22,7 @@ OPEN = 1 << 25
 
 
 class MaskTable:
-    """The packed masks of a call. Row 0 allows all tokens; then come the masks of grammars with tables, then the masks of a step.
+    """The packed masks of a call. Row 0 allows all tokens; then come the masks of grammars with tables, then masks for one step.
 
     It also numbers the mappings from drawn tokens to written tokens (:class:`~decoders.sampling.processors.Replacements`).
     """
