@@ -79,7 +79,7 @@ class Topology:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether every path from the root is the first nodes of the block, as in a chain, so that accepting a path moves no slots."""
+        """Whether every path from the root consists of the block's first nodes (a chain), so that accepting a path moves no slots."""
         return all(parent in (NO_PARENT, node) for node, parent in enumerate(self.parents[1:]))
 
     def path_to(self, node: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ SHARED_PASS = 512
 
 @dataclass(eq=False)
 class Seat:
-    """A request of a lane and its place: a row in the pool, which is the session with the keys and values of all the lane's requests.
+    """A request of a lane, and its place: a row of the pool (the session that stores the keys and values of all the lane's requests).
 
     Attributes:
         member: the request and its output.
@@ -261,7 +261,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """Returns ``(pool, place, text in its slots)`` for each place; for the place of `seat` it is the text of an earlier request."""
+        """Returns ``(pool, place, text in its slots)`` for each place; for the place of `seat` the text is an earlier request's."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:

@@ -152,7 +152,9 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 
 
 def agreed(request: Request, ranks: Ranks) -> Request:
-    """Checks that all processes that share a model got the same request. With several processes, returns a copy without compilation.
+    """Checks that all processes that share a model got the same request.
+
+    Returns `request`; if several processes share the model, a copy without compilation.
 
     Raises:
         RanksError: the processes were given different requests.

@@ -36,9 +36,9 @@ class StepOutput:
         path: see :class:`~decoders.engine.decode.verify.Acceptance`.
         new: ``[B, N]`` int64, the step's new tokens of each row, in order.
         summary: ``[4, B]`` int64, per row: numbers of new tokens, of accepted and of verified draft tokens; whether the row has ended.
-        logits: ``[B, N, V]``.
+        logits: ``[B, N, V]``, the target's logits after each node.
         scores: ``[B, N, V]``, the processed scores; None unless the plan keeps them.
-        hidden: ``[B, N, H]``.
+        hidden: ``[B, N, H]``, the input of the output head.
         layers: ``[B, N, T, H]``, hidden states of the T layers that the strategy reads; None if the strategy reads none.
         for_host: all values that the host reads, in one 1-D tensor; None unless the output is :meth:`packed`.
     """

@@ -41,8 +41,8 @@ class Lane:
     Args:
         engine: the model's engine.
         request: the first request; it defines what all requests have in common.
-        capacity: greatest number of requests at a time. It becomes 1 for a strategy that reads prompts if it has no `rebatch`, or if
-            prompts have images: it would have to read running requests' texts again when another request joins or leaves.
+        capacity: greatest number of requests at a time. It becomes 1 for a strategy that reads prompts but has no `rebatch`, or
+            reads prompts with images: it would have to read running requests' texts again when another request joins or leaves.
 
     Attributes:
         admission: finds places for new requests and prefills their prompts.

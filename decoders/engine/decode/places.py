@@ -12,7 +12,7 @@ from .session import Session
 def take_over(
     session: Session, prompts: Mapping[int, KeptText], held: Sequence[tuple[Session, int, KeptText]]
 ) -> list[int]:
-    """For each prompt, finds the text in `held` with the longest common prefix, and copies the prefix's keys and values to the row.
+    """Copies to each prompt's row the keys and values of the longest prefix that the prompt shares with a text in `held`.
 
     Args:
         prompts: the prompts by row of `session`.

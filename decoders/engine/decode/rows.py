@@ -115,7 +115,7 @@ def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
-    """The shapes of the tensors in `sampling`. Recorded steps read the tensors, so each combination of shapes is recorded by itself."""
+    """The shapes of the tensors in `sampling`. Recorded steps read the tensors, so each combination of shapes needs a recording."""
     return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 

@@ -32,8 +32,8 @@ class Session:
         blocks: turns drafts into blocks.
         recordings: recordings of passes and steps on the rows' tensors; None if the device records nothing.
         texts: per row, the text in its slots that later requests can reuse; empty while a request uses the row.
-        used: per row, a number that is greater for a text kept later; set by the session's owner.
-        shared: by number of layers, the session of a draft model that is so many of the target's first layers (:class:`SharedSlots`).
+        used: per row, a number that tells when its text was kept: greater is later. The session's owner sets it.
+        shared: by ``n``, the session of the draft model that consists of the target's first ``n`` layers (:class:`SharedSlots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
@@ -200,7 +200,7 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the row has a recurrent state of another length.
+        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the row's recurrent state has read more or less.
 
         prompt: its `salt` and `least` are copied to the kept text.
         """

@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         model: the draft model, or a path to load it from.
         ahead: greatest number of nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
-        seldom: whether the strategy may never use this model. If so, the first round prefills the prompts, else the creation does.
+        seldom: whether the strategy may never use this model. If so, the first round prefills the prompts, not ``__init__``.
 
     Attributes:
         proposed: number of nodes of the draft to verify next, without padding; set by proposer or stage; None before the first draft.

@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The loop's own step verifies the strategy's drafts; the draft model is its target."""
+"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts; its target is the draft model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class StagedDrafter(ModelDrafter):
 
 
 class DraftStage:
-    """Serves as proposer and batch in steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
+    """Proposer and batch of the steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
 
     Attributes:
         state: the strategy's state.

@@ -29,7 +29,7 @@ class HostHistory:
         self.last: int | None = None  # the row's last token; None before the first `read`
 
     def read(self, tokens: Tensor, length: int, vocabulary: Vocabulary) -> None:
-        """Learns from the row's text, ``tokens[:length]``; after the first call only from its last tokens."""
+        """Learns from the row's text, ``tokens[:length]``; after the first call only from the last :data:`WINDOW` tokens."""
         begin = 0 if self.last is None else max(length - WINDOW - 1, 0)
         for before, token in pairwise(tokens[begin:length].tolist()):
             if min(before, token) < 0:  # -1 stands for a position without a token id

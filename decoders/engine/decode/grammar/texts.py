@@ -89,7 +89,7 @@ class MaskTable:
         return self._kinds[id(replaced)][0]
 
     def replacements(self, kinds: list[list[int]]) -> Replacements | None:
-        """The tokens to replace after each node, from the nodes' numbers by :meth:`kind` (``B`` lists of ``N``); None for none."""
+        """The replacements after each node, or None if there are none. kinds: the nodes' :meth:`kind` numbers, ``B`` lists of ``N``."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
         if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds
