@@ -193,7 +193,7 @@ class Request:
 
     @property
     def memory_salt(self) -> str:
-        """The salt of the strategy's memories; "" if its rows do not learn from each other (`rows_apart`): they then hold no texts."""
+        """The salt of the strategy's memories; "" for a strategy with `rows_apart`, because its memories hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
 
 
