@@ -16,10 +16,10 @@ class Timings:
         pack: preparing the model in the first call, and quantizing its weights again after they changed.
         kernels: compiling this package's CUDA kernels in parallel before the first call, or reading them from Triton's cache.
         check: comparing the model with a plain forward pass before its first call.
-        start: allocating buffers, and the strategy's ``start``, which prepares a draft model and reads the prompt with it.
+        start: allocating buffers, and the strategy's ``start``, which may prepare a draft model and read the prompt with it.
         prefill: reading the prompt, and the core of a first step that reads the prompt's end.
         propose: the strategy's ``propose``.
-        mask: advancing the grammars of the rows.
+        mask: computing the grammars' masks, and advancing the grammars over new tokens.
         core: forward, verify and commit.
         observe: the strategy's ``observe``.
         host: the rest of the steps: stopping criteria, streamers, observers, the report.
@@ -78,7 +78,7 @@ class Stage:
         model: name or path.
         drafter: strategy that drafts for the draft model; None if it decodes token by token.
         passes: number of forward passes of the draft model, without its prefill.
-        tokens: number of tokens that it wrote with its drafter's help, all rows.
+        tokens: number of tokens that the draft model wrote with its drafter's help, all rows.
         drafted, accepted: numbers of the drafter's tokens that the draft model verified and accepted.
         accepted_lengths: histogram; entry ``n`` counts passes (of each row) that wrote ``n + 1`` tokens.
         forward_seconds: seconds of its forward passes.

@@ -49,7 +49,7 @@ class Report:
         rows: batch size.
         prompt_tokens, new_tokens: numbers of prompt tokens and of new tokens, per row.
         steps: number of forward passes of the target that commit tokens.
-        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt. Their core counts as ``timings.prefill``.
+        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` includes their core.
         drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
         accepted_lengths: histogram; entry ``n`` counts steps (of each row) that committed ``n + 1`` tokens.
         nodes: size of the largest verified block.
@@ -124,7 +124,7 @@ class Report:
 
     @property
     def busy(self) -> bool:
-        """Whether the steps waited for processors for more than half of their time: then speeds cannot be compared."""
+        """Whether the steps waited for processors for more than half of their time; if so, speeds cannot be compared."""
         return self.waiting > BUSY and self.steps >= FEW_STEPS
 
     @property
@@ -179,7 +179,7 @@ class Report:
         return sum(self.new_tokens) / seconds if seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures except `written`, and the figures that the properties derive, ready for ``json.dumps``."""
+        """All attributes except `written` and all properties except `busy_line`, as a dict for ``json.dumps``."""
         figures = asdict(replace(self, written=None))
         del figures["written"]
         return figures | {
@@ -302,7 +302,7 @@ def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, eq=False)
 class ObservedCall:
-    """One call of ``generate``, or one request of a scheduler. An observer's methods receive the same object for a call.
+    """One call of ``generate``, or one request of a scheduler. All methods of an observer receive the same object for one call.
 
     Attributes:
         model: the model that decodes.

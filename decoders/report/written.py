@@ -63,7 +63,7 @@ class Written:
         return vars(self) | {"tokenizer": None, "_texts": texts, "_pieces": pieces}
 
     def text_of(self, token: int) -> str:
-        """The text of a token."""
+        """The text of a token, escaped as in a ``repr``; its id without a tokenizer."""
         if self._texts is not None and token in self._texts:
             return self._texts[token]
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
@@ -110,8 +110,8 @@ class Tree:
 
     Attributes:
         step: the step to draw.
-        texts: the texts of its nodes.
-        own: the text of the target's token after the path.
+        texts: the texts of the step's nodes.
+        own: the text of the target's token after the path; "" if there is no such token.
     """
 
     step: TracedStep
@@ -194,7 +194,7 @@ class Tree:
 
 
 def bars(histogram: Sequence[int]) -> str:
-    """A small SVG: the number of steps by their number of tokens."""
+    """A bar chart as SVG: how many steps committed 1, 2, … tokens. "" for an empty histogram."""
     if not histogram:
         return ""
     most, wide, drawn = max(histogram), 26, ""

@@ -1,4 +1,4 @@
-"""Checks the arguments that a scheduler and its requests have in addition to those of ``generate``."""
+"""Checks the arguments that a scheduler and its requests take in addition to those of ``generate``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedE
 
 _PROMPT = "the prompt is the first argument of submit(), and its token ids are all of it"
 _CACHE = "a scheduler keeps the caches of texts itself; generate(strategy=…) takes a cache"
-#: Arguments of ``generate`` that requests do not have, each with what to do instead.
+#: Arguments of ``generate`` that requests do not take, each with what to do instead.
 SAID_OTHERWISE = {
     "input_ids": _PROMPT,
     "inputs": _PROMPT,
@@ -48,7 +48,7 @@ def check_pause(value: Any) -> None:
 
 
 def check_turn(priority: Any, deadline: Any) -> None:
-    """Raises SettingsError unless priority and deadline are valid."""
+    """Raises SettingsError unless `priority` is a number, and `deadline` a number or None."""
     if not _is_number(priority):
         raise SettingsError(f"priority must be a number (higher ones go first, 0 is the default), not {priority!r}")
     if deadline is not None and not _is_number(deadline):
@@ -56,7 +56,7 @@ def check_turn(priority: Any, deadline: Any) -> None:
 
 
 def check_salt(value: Any) -> None:
-    """Raises SettingsError unless `value` is a text."""
+    """Raises SettingsError unless `value` is a ``str``."""
     if not isinstance(value, str):
         raise SettingsError(f'cache_salt must be a text ("" is the default), not {value!r}')
 

@@ -93,9 +93,9 @@ class Generation:
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
-        """Calls `function` with this generation when the request is done.
+        """Calls `function` with this generation when the request is done, or at once if it is done already.
 
-        The decoding thread makes the call, so `function` must be quick. An exception in `function` is logged by the logger
+        Usually the decoding thread makes the call, so `function` must be quick. An exception in `function` is logged by the logger
         ``decoders``; other requests continue.
         """
         with self._changed:
@@ -210,7 +210,7 @@ class Generation:
                 seen = len(tokens)
 
     async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
-        """Yields, when there are new tokens, all new tokens so far and whether the request has ended. At its end raises its error."""
+        """Whenever tokens arrive, yields all new tokens and whether the request has ended. Raises the request's error at the end."""
         news = asyncio.Event()
         try:
             with self.telling(news.set):
@@ -340,7 +340,7 @@ def _nothing(generation: Generation) -> None: ...
 
 
 def _cut(tokens: list[int], seen: int, done: bool, pieces: TextPieces | None) -> Iterator[Any]:
-    """Yields the tokens after the first `seen`, as ids or, with `pieces`, as a piece of text."""
+    """Yields ``tokens[seen:]``: the ids one by one or, with `pieces`, their text as one piece."""
     if pieces is None:
         yield from tokens[seen:]
     elif piece := pieces.next(tokens, done):

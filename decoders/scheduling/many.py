@@ -30,7 +30,7 @@ class Completion:
     """The result of one prompt.
 
     Attributes:
-        index: the prompt's number among the prompts, from 0.
+        index: the prompt's position in the iterable, from 0.
         prompt: the prompt as given.
         tokens: new token ids.
         text: new text, None without a tokenizer.

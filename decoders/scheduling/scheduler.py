@@ -47,8 +47,8 @@ class Scheduler:
     lengths, seeds, sampling values, stop tokens, grammars and budgets. Requests that cannot share steps take turns, step by step.
     Calls of ``generate`` on the same model take turns with the scheduler, too.
 
-    Use it as a context manager, or :meth:`close` it. It belongs to the process that created it: in a forked child it is closed and
-    its requests have ended, so create a new scheduler there.
+    Use it as a context manager, or :meth:`close` it. A scheduler belongs to the process that created it: in a forked child it is closed
+    and its requests have ended, so create another scheduler in the child.
 
     Args:
         model: the model; the scheduler enables it if it is not enabled yet.
@@ -116,7 +116,7 @@ class Scheduler:
             priority: requests with a higher priority go first; ties are served in order of arrival.
             deadline: seconds from now after which an unfinished request ends with a DeadlineError; None for no deadline.
             wait: whether to wait for room in a full queue.
-            top_logprobs: how many likeliest tokens' log-probabilities to return besides each new token's own, in
+            top_logprobs: number of likeliest tokens whose log-probabilities to return besides each new token's own, in
                 :attr:`Generation.logprobs`; 0 or more; None for no log-probabilities.
             cache_salt: requests with different salts share nothing that reveals their texts: neither keys and values of common
                 prompt beginnings, nor what strategies learn from texts.
@@ -346,7 +346,7 @@ class Scheduler:
 
 
 def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
-    """The thread's function. It holds the scheduler for one wait and turn at a time, so that an unused scheduler can be freed."""
+    """The thread's function. It drops its reference to the scheduler after every turn, so that an unused scheduler can be freed."""
     error: BaseException | None = None
     try:
         try:

@@ -79,7 +79,7 @@ class Topology:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether every path from the root consists of the block's first nodes, as in a chain. Accepting a path then moves no slots."""
+        """Whether every path from the root consists of the block's first nodes (a chain), so that accepting a path moves no slots."""
         return all(parent in (NO_PARENT, node) for node, parent in enumerate(self.parents[1:]))
 
     def path_to(self, node: int) -> tuple[int, ...]:
@@ -122,8 +122,8 @@ class Topology:
         """Builds a tree from Medusa's notation: each node is a path, the ranks (0 = best) of the draft tokens from the root to it.
 
         Returns:
-            the topology, with nodes sorted by depth; and ``(level, rank)`` for every node after the root: it holds the draft token with
-            this rank among the draft tokens of its level.
+            the topology, with nodes sorted by depth; and ``(level, rank)`` for every node after the root: the node holds the draft
+            token with this rank among the draft tokens of its level; the root's children are on level 0.
         """
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
         index = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}

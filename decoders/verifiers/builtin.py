@@ -92,7 +92,7 @@ class BlockVerification(Verifier):
 
         excess = (weight[:, :-1, None] * p - q).clamp(min=0)
         s = excess.sum(-1)
-        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q; then token i is surely accepted.
+        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q, when token i is surely accepted.
         allowed = s + (1 - weight[:, :-1])
         h = torch.where(chain, torch.where(allowed > 0, s / allowed, 1.0), weight[:, :-1])
         h = torch.cat([h, weight[:, -1:]], 1)

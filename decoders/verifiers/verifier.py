@@ -25,8 +25,8 @@ from ..tree import TreeTensors, described
 class Block:
     """A draft to verify, with the distributions of both models.
 
-    A node's token may depend only on the ``q`` it was drawn from, and whether the node has a token only on the tokens before it: a
-    drafter that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
+    A node's token may depend only on the ``q`` from which it was drawn. Whether a node has a token may depend only on the tokens before
+    the node: a drafter that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
 
     Attributes:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
@@ -122,7 +122,7 @@ class Verifier(Configured, ABC):
         trees: whether the rule judges trees. If False, it judges only chains: node ``i+1`` continues node ``i``, and shorter rows end
             in ``-1``.
         coupled: whether the engine accepts draft tokens that equal the target's own draw, made with the same noise as the draft, and
-            does not call :meth:`outcomes`. That method then returns the outcome distribution for drafts made without the noise.
+            does not call :meth:`outcomes`, which then serves comparisons: it returns the distribution for drafts without the noise.
     """
 
     name: ClassVar[str]

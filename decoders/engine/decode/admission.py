@@ -29,18 +29,18 @@ SHARED_PASS = 512
 
 @dataclass(eq=False)
 class Seat:
-    """A request and its place: its row in the pool, the session that holds the keys and values of all requests of a lane.
+    """A request of a lane, and its place: a row of the pool (the session that stores the keys and values of all the lane's requests).
 
     Attributes:
         member: the request and its output.
         place: index of the request's row in the pool.
         plan: which passes prefill the prompt; None before the prefill begins.
         to_read: the chunks of the plan that are not prefilled yet, each as ``(offset from the plan's start, number of tokens)``.
-        chunks: results of the passes over the prompt, for a strategy that reads prompts; without logits, because they are large.
+        chunks: results of the passes over the prompt, for a strategy that reads prompts. Logits are left out, because they are large.
         weights: state of the model's weights when the prefill began; None before the prefill begins.
         row: index of the request's row in the batch; None until the prompt is prefilled.
-        turns: number of passes over the prompt so far. The seat with the fewest turns is prefilled next. A new seat starts with the
-            fewest turns of all waiting seats, so that it does not get several passes in a row.
+        turns: number of passes over the prompt so far. The seat with the fewest turns is prefilled next. A new seat starts at the
+            smallest `turns` of the waiting seats, so that it does not get several passes in a row.
     """
 
     member: RequestOutput
@@ -66,7 +66,7 @@ class Seat:
 
 
 class Admission:
-    """Finds places in the pool for requests and prefills their prompts.
+    """Finds a place in the pool for each request, and prefills its prompt.
 
     Args:
         prompts: the prompt reader of the batch that the requests will join.
@@ -136,7 +136,7 @@ class Admission:
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
         """Chooses the piece of a waiting prompt that the next step's pass prefills. Returns its seat, first slot and number of tokens;
-        None if there is no such piece. pause: about how many seconds the piece may take.
+        None if no piece is due. pause: about how many seconds the piece may take.
         """
         if (seat := self._next(pause)) is None:
             return None
@@ -195,9 +195,9 @@ class Admission:
         return self._beside(seat, fits, lambda other: len(other.prompt))
 
     def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
-        """Returns `seat` and the waiting seats in adjacent places for which `fits` returns True, in the order of places.
+        """Returns `seat` and the waiting seats that are in adjacent places and for which `fits` is True, in the order of places.
 
-        tokens: returns the number of tokens that a seat adds to a pass. Several seats together add at most :data:`SHARED_PASS` tokens.
+        tokens: returns the number of tokens that a seat adds to a pass. All seats of a pass add at most :data:`SHARED_PASS` tokens.
         """
         target = self.pool.target
         if target.recurrent or target.static or self.batch.request.strategy.reads_prompt:
@@ -213,9 +213,9 @@ class Admission:
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
-        """Writes prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
+        """Writes the seats' prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
 
-        Returns whether a pass over images ran. An exception in this pass is stored in its request's output, and ends only the request.
+        Returns whether a pass over images ran. An exception in this pass is stored in its request's output, and ends only this request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:
@@ -261,7 +261,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """Returns for each place the pool, the place's index, and its text; in the place of `seat` it is an earlier request's text."""
+        """Returns ``(pool, place, text in its slots)`` for each place; for the place of `seat` the text is an earlier request's."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:

@@ -43,10 +43,10 @@ class Batch:
     (:mod:`~decoders.engine.decode.lane`) requests with one row each join and leave.
 
     Attributes:
-        request: a request that stands for all requests of the batch: it has their common settings, and its prompts are all rows' texts.
+        request: a request that stands for all requests of the batch, with their common settings, and all rows' texts as prompts.
         members: per request, its output and the index of its first row, in the order of rows. Padding rows belong to no member.
         capacity: greatest number of rows that the batch can have.
-        shared: whether requests join and leave; errors and reports are then per request.
+        shared: whether requests join and leave. If so, errors and reports are per request.
         width: number of rows in a step. If sizes of tensors are static (the device records steps), some rows may be padding. Padding
             rows are marked as ended.
         verifier: decides which draft tokens are accepted; None: the built-in rule.
@@ -124,7 +124,7 @@ class Batch:
     def known(self, outcome: Outcome | None = None) -> HostRows:
         """Returns the rows' lengths and tokens as lists, without reading the device.
 
-        outcome: the last step's outcome, if the members' outputs lack its tokens yet.
+        outcome: the last step's outcome, if its tokens are not in the members' outputs yet.
         """
         count = self.row_count
         padding = self.width - count
@@ -214,7 +214,7 @@ class Batch:
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """Returns `block` with the grammars' masks after each node and, unless a verifier judges it, without forbidden tokens."""
+        """Returns `block` with the grammars' masks after each node, and without forbidden tokens unless a verifier judges the draft."""
         self.where = "forward pass and verification"
         if self.guide is None:
             return block
@@ -250,7 +250,7 @@ class Batch:
 
     def check_drawn(self, outcome: Outcome, out: StepOutput | None = None) -> None:
         """Raises InputError if logits processors left a row no token to draw. In a shared batch the error ends only the row's request,
-        and the row gets no tokens from this step. out: the step's output; a shared batch needs it to cut the row.
+        and the row loses the tokens of this step. out: the step's output; None after a replay of the whole step.
         """
         for member, first in self.members if self.request.plan.reads_text else ():
             for row, tokens in enumerate(outcome.part(first, member.rows).written):
@@ -273,7 +273,7 @@ class Batch:
         out.summary[:, row] = torch.tensor([0, 0, outcome.drafted[row], 1], device=out.summary.device)
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None:
-        """Cuts each row's new tokens after the token at which a stopping criterion of its request ends it."""
+        """Cuts each row's new tokens after the token at which one of its request's stopping criteria ends the row."""
         for member, first in self.members:
             if member.criteria is not None:
                 self.where = "stopping criteria"
@@ -283,7 +283,7 @@ class Batch:
                     outcome.put(first, part)
 
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Advances recurrent states and grammars over the committed tokens. Runs after :meth:`stop`: a state cannot be rolled back."""
+        """Advances recurrent states and grammars over the committed tokens. Runs after :meth:`stop`: states cannot be rolled back."""
         if (states := self.rows.buffers.states) is not None:
             states.commit(out.path, out.summary[0], self.rows.length)
         if self.guide is not None:

@@ -121,8 +121,8 @@ class Calibrator:
 
         Args:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
-            compile: a call's setting, which decides the tier; "auto" means the tier in which a call would run now.
-            seconds: time limit. At least two numbers of nodes are measured; then measuring stops when the time is up.
+            compile: a call's setting, which decides the tier (compiled or not); "auto" means the tier in which a call would run now.
+            seconds: time limit. Measuring stops when the time is up, but not before two numbers of nodes are measured.
             anew: whether to measure everything again. Otherwise only a few numbers of nodes are measured, because a call waits for the
                 result, and only for numbers of rows that were not measured at any context.
         """
@@ -176,10 +176,10 @@ def measure(
 ) -> list[CostPoint]:  # fmt: skip
     """Measures the steps of a greedy call. Returns a point per size (number of nodes after padding), with the median seconds of a step.
 
-    Measuring stops when ``ranks.clock`` of the target reaches `end`, but not before two sizes are measured. Seconds of compilation are
-    added to `end`. Sizes take turns, so that a temporarily slower machine does not distort a single size. In each turn only the second
-    step is timed, because the first step finds data of another size in the processor's caches. The slots are not filled with a text's
-    keys and values, because a step's time does not depend on their contents.
+    Measuring stops when ``target.ranks.clock()`` reaches `end`, but not before two sizes are measured. Seconds of compilation are
+    added to `end`. Sizes take turns, so that a machine that is slow for a while does not distort only one size. In each turn only the
+    second step is timed, because the first step finds data of another size in the processor's caches. The slots are not filled with a
+    text's keys and values, because a step's time does not depend on their contents.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock

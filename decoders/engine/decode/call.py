@@ -34,7 +34,7 @@ from .sampling import sampling_of
 from .step import Stopwatch, step
 from .verify import Outcome
 
-#: Number of slots that a call reserves behind its prompts at first: few texts reach ``max_new_tokens``. For longer texts it adds more.
+#: Number of slots that a call first reserves behind its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
 SLOTS_AHEAD = 2048
 
 
@@ -98,7 +98,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
-    # For a strategy that reads prompts, nothing is reused: equal calls then draft alike, and the strategy's own cache has no holes.
+    # For a strategy that reads prompts, nothing is reused, so that equal calls draft alike and its own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
@@ -152,7 +152,9 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 
 
 def agreed(request: Request, ranks: Ranks) -> Request:
-    """Checks that all processes that share a model got the same request. Returns `request`, without compilation if there are several.
+    """Checks that all processes that share a model got the same request.
+
+    Returns `request`; if several processes share the model, a copy without compilation.
 
     Raises:
         RanksError: the processes were given different requests.
@@ -189,11 +191,11 @@ def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
 class StepRecording:
     """Runs the steps of a batch. The first steps run unrecorded; later steps replay a recorded step.
 
-    Once more parts of the step have been compiled, the step is recorded again. Parts whose results round differently when compiled, and
-    so could change tokens, do not switch within a call.
+    When further parts of the step have been compiled, the step is recorded again. Parts whose results round differently when compiled,
+    and so could change tokens, do not switch to compiled code within a call.
 
     Args:
-        proposer: a :func:`recordable` proposer, whose batch has made no step yet.
+        proposer: a :func:`recordable` proposer, whose batch has run no step yet.
         clock: times the steps that are not replayed.
     """
 
@@ -240,7 +242,9 @@ class StepRecording:
         return self.recordings.reuse(key, RecordedCapacity(self.batch.width, 0, self.batch.longest), self.inputs.root)
 
     def _new(self, key: tuple) -> Recording | None:
-        """Records the step for this and later calls. Returns None if too few steps with this key have run, or if recording fails."""
+        """Records the step for this and later calls. Returns None if too few steps with `key` have run, if recording fails, or if a
+        part of the step is compiled during the recording.
+        """
         if self._plain[key] < WARM_UP_STEPS:
             return None
         batch, proposer, nodes = self.batch, self.proposer, self.batch.report.nodes

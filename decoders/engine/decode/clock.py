@@ -100,7 +100,7 @@ class StepClock(Clock):
         return wall - (self.timings.compile - self._compile_seconds), computing
 
     def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
-        """Adds the `core` seconds of the step to the report, without a prompt piece's share, and passes them to the cost models."""
+        """Adds the step's `core` seconds to the report, without a prompt piece's share. Cost models only learn if there is no piece."""
         batch, timings = self.batch, self.timings
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
         if block.piece is not None:  # the pass also ran a prompt piece: the seconds do not show what nodes cost

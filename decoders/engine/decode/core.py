@@ -35,12 +35,12 @@ class StepOutput:
         chosen: see :class:`~decoders.engine.decode.verify.Verified`.
         path: see :class:`~decoders.engine.decode.verify.Acceptance`.
         new: ``[B, N]`` int64, the step's new tokens of each row, in order.
-        summary: ``[4, B]`` int64, per row: numbers of new, accepted and verified draft tokens, and whether the row has ended.
-        logits: ``[B, N, V]``.
-        scores: ``[B, N, V]``, the processed scores, if the plan keeps them.
-        hidden: ``[B, N, H]``.
+        summary: ``[4, B]`` int64, per row: numbers of new tokens, of accepted and of verified draft tokens; whether the row has ended.
+        logits: ``[B, N, V]``, the target's logits after each node.
+        scores: ``[B, N, V]``, the processed scores; None unless the plan keeps them.
+        hidden: ``[B, N, H]``, the input of the output head.
         layers: ``[B, N, T, H]``, hidden states of the T layers that the strategy reads; None if the strategy reads none.
-        for_host: all values that the host reads, in one 1-D tensor; None before :meth:`packed`.
+        for_host: all values that the host reads, in one 1-D tensor; None unless the output is :meth:`packed`.
     """
 
     nodes: Tensor
@@ -64,7 +64,7 @@ class StepOutput:
         )  # fmt: skip
 
     def observed(self, sequences: Sequences, known: HostStep | None = None) -> Step:
-        """This step, as passed to a strategy's `observe`. sequences: rows with the step's tokens; known: results read by the host."""
+        """This step, as passed to a strategy's `observe`. sequences: rows with the step's tokens; known: what the host has read."""
         emitted, accepted, _, _ = self.summary.unbind(0)
         return Step(
             self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers,
@@ -72,7 +72,7 @@ class StepOutput:
         )  # fmt: skip
 
     def packed(self) -> StepOutput:
-        """This output with all values that the host reads in one tensor (:attr:`for_host`), so that one copy fetches them."""
+        """This output, with the values for the host together in one tensor (:attr:`for_host`), so that one transfer fetches them."""
         parts = self.summary, self.new, self.path
         for_host = torch.cat([part.flatten() for part in parts])
         split = for_host.split([part.numel() for part in parts])
@@ -80,8 +80,8 @@ class StepOutput:
         return replace(self, summary=summary, new=new, path=path, for_host=for_host)
 
     def read(self, lists: Callable[..., tuple[list, ...]], paths: bool = False) -> tuple[list, list, list]:
-        """Returns :attr:`summary`, :attr:`new` and :attr:`path` as lists; without `paths`, the last may be empty. lists: makes lists of
-        tensors.
+        """Returns :attr:`summary`, :attr:`new` and :attr:`path` as lists; without `paths`, the last list may be empty. lists: converts
+        tensors to lists.
         """
         if self.for_host is None:
             summary, new, *path = lists(self.summary, self.new, *([self.path] if paths else []))
@@ -164,7 +164,7 @@ class Core:
 
 
 def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
-    """Returns the block's nodes ``[B, N]``, and the input of the pass over the nodes and the text in front of the root."""
+    """Returns the tokens of the block's nodes ``[B, N]``, and the input of the pass over these nodes and the text before the root."""
     base = rows.length - 1
     nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
     tokens, begin, tree = nodes, base, block.tree

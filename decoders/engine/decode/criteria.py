@@ -108,7 +108,7 @@ class CriteriaRun:
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
         """Returns which rows must stop, ``[B]`` bool. If rows end together, the result may be ``[B, B]``, because transformers
-        broadcasts a criterion's ``[B, 1]``. In this case the rows end once every entry has been true.
+        broadcasts a criterion's ``[B, 1]``. In this case the rows end once every entry has been true in some call.
         """
         stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
@@ -120,7 +120,7 @@ class CriteriaRun:
         )
 
     def _scores(self, out: StepOutput, active: list[int], count: int) -> tuple[Tensor, ...] | None:
-        """The scores ``[B, V]`` of each of the first `count` new tokens, with zeros for ended rows; None unless scores are kept."""
+        """The scores ``[B, V]`` of each of the first `count` generated tokens, zeros in ended rows; None unless scores are kept."""
         if self.scores is None or out.scores is None:
             return None
         steps = []
@@ -195,8 +195,8 @@ def choose_along_path(
         scores: ``[B, N, V]``, a buffer for the processed scores of nodes on the path; None if scores are not kept.
 
     Returns:
-        the token after each node, ``[B, N]`` int64, with :data:`NOT_REACHED` for nodes off the path; and the number of tokens that
-        each row may commit, ``[B]`` int64.
+        the target's token after each node, ``[B, N]`` int64, with :data:`NOT_REACHED` for nodes off the path; and the number of tokens
+        that each row may commit, ``[B]`` int64.
     """
     batch = len(nodes)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
@@ -240,7 +240,7 @@ def choose_along_path(
 def _scores_behind(
     ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
 ) -> Tensor:  # fmt: skip
-    """Returns `logits` ``[B, V]``, which follow the texts `ids` ``[B, T]``, after all processors; the grammar's bans stay.
+    """Applies all processors to the `logits` ``[B, V]`` after the texts `ids` ``[B, T]``, and returns scores; the grammar's bans stay.
 
     Raises:
         InputError: the processors leave no token to draw in an `active` row.

@@ -39,15 +39,15 @@ from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
 
-#: Greatest number of compiled functions of strategies that an engine keeps.
+#: Greatest number of strategies' compiled functions that an engine keeps.
 KEPT_FUNCTIONS = 64
 #: Limits on the memories that strategies keep between calls: their number, and the sum of ``nbytes`` (0 if an object has none).
 KEPT_MEMORIES = 16
 KEPT_MEMORY_BYTES = 256 << 20
 
-#: Key of a memory: the strategy's class, the strategy with its settings, and the memory's name with the salt, if any.
+#: Key of a strategy's memory: the name of its class, its ``repr`` with the settings, and the memory's name with the salt, if any.
 MemoryKey = tuple[str, str, str]
-#: The key of the texts that the user gave. Every strategy reads these texts, whatever its settings and salts.
+#: The key of the texts that the user gave. Strategies read these texts whatever their settings and the call's salts.
 TEXTS: MemoryKey = ("", "", "texts")
 
 
@@ -69,7 +69,7 @@ class Engine:
         self, model: PreTrainedModel, attention: Attention = "auto", lock: CallLock | None = None,
         precision: Precision = Precision(),
     ) -> None:  # fmt: skip
-        self.lock = lock or CallLock()  # a streamer or processor may call generate again
+        self.lock = lock or CallLock()  # re-entrant: a streamer or processor may call generate
         self.attention, self.precision = attention, precision
         started = time.perf_counter()
         with torch.autocast(model.device.type, enabled=False):
@@ -123,7 +123,7 @@ class Engine:
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
-        """Returns the seconds of packing the model, of compiling kernels and of checks; zeros if they began before the time `begun`."""
+        """Returns the seconds of packing the model, of compiling kernels and of checks; zeros if the work began before `begun`."""
         started, *seconds = self._prepared
         making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
         return making, kernels, checking
@@ -168,8 +168,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Lets this call's work on the device wait for the last call's work, which may have used another stream: its superfluous last
-        step may still be running there.
+        """Lets this call's work on the device wait for the last call's work, which may have used another stream: a superfluous last
+        step of that call may still be running.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)

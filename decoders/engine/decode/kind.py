@@ -1,4 +1,4 @@
-"""The kind of a request's steps: what the steps depend on besides tensors. Every field and setting is classified here.
+"""The kind of a request's steps: what the steps depend on besides tensors. Each field and setting of requests is classified here.
 
 Recordings are looked up by kind, requests share steps if their kinds agree, and processes that share a model compare kinds.
 """
@@ -98,7 +98,7 @@ def _part(value: Any) -> object:
 
 
 class Made:
-    """Wraps a strategy or a verifier. ``==`` compares all its attributes, and the attributes of the strategies that it contains.
+    """Wraps a strategy or a verifier: ``==`` compares all attributes of the wrapped objects, and of the strategies inside them.
 
     Comparing the ``repr`` of strategies is not enough, because a ``repr`` shows only the settings.
     """

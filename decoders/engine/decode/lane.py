@@ -35,20 +35,20 @@ FIRST_SLOTS = 256
 class Lane:
     """Requests that share their steps, because they have the same strategy, sampling plan and verifier.
 
-    In float32 a request gets the same tokens as in a separate call of ``generate``: noise depends on the request's seed and positions,
-    and parameters, stop tokens, grammar and budget are per row. Other requests change the request's timing, not its tokens.
+    In float32 a request gets the same tokens as in a separate call of ``generate``: noise depends only on the request's seed and
+    on positions; parameters, stop tokens, grammars and budgets are per row. Other requests change the request's timing, not its tokens.
 
     Args:
         engine: the model's engine.
         request: the first request; it defines what all requests have in common.
-        capacity: greatest number of requests at a time. It becomes 1 if the strategy reads prompts, and either cannot rebatch or gets
-            prompts with images. Such a strategy cannot read the texts of running requests again when another request joins or leaves.
+        capacity: greatest number of requests at a time. It becomes 1 for a strategy that reads prompts but has no `rebatch`, or
+            reads prompts with images: it would have to read running requests' texts again when another request joins or leaves.
 
     Attributes:
         admission: finds places for new requests and prefills their prompts.
         batch: the requests whose prompts have been prefilled, and which are being decoded.
         proposer: the strategy that drafts for the batch.
-        prompts: reads prompts with images or sounds.
+        prompts: reads images and sounds, and passes prompts to a strategy that was started again.
         rows: the requests in the batch, in the order of its rows; requests that have left are removed before the next step.
     """
 
@@ -86,7 +86,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more code has been compiled since the lane's requests began. They go on as before; new requests need a new lane."""
+        """Whether more code has been compiled since the lane's requests began. They go on without it; new requests need a new lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
@@ -140,7 +140,9 @@ class Lane:
             self._take_out([seat for seat in self.seats if seat.member is member])
 
     def close(self, cause: Exception | None = None) -> None:
-        """Frees the lane. If `cause` is an out-of-memory error, also drops the model's unused sessions and its recordings.
+        """Ends the lane's requests and strategy, and frees its buffers.
+
+        If `cause` is an out-of-memory error, also drops the model's unused sessions and its recordings.
 
         An exception of the strategy's `finish` becomes a note on `cause`; without a `cause` it becomes a warning.
         """
@@ -174,7 +176,7 @@ class Lane:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
-        """Runs a step of the batch. Unless `pause` is None, the pass also prefills a waiting prompt for about `pause` seconds."""
+        """Runs a step of the batch. Unless `pause` is None, the pass also prefills a prompt piece for about `pause` seconds."""
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
@@ -284,7 +286,7 @@ def in_place(seats: list[Seat]) -> list[Seat]:
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
-    """Expands the chunk of one row to all rows; tokens of the other rows are invalid. lengths: ``[B]``, number of tokens per row."""
+    """Expands the chunk of one row to all rows; other rows' tokens are marked invalid. lengths: ``[B]``, number of tokens per row."""
     rows = len(lengths)
     if rows == 1:
         return chunk

@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def warn_of_format(target: Target) -> None:
-    """Warns of 16-bit weights on a CPU for which this package has no kernels, because torch multiplies them slowly by several rows."""
+    """Warns of 16-bit weights on a CPU for which this package has no kernels: torch multiplies several rows slowly by such weights."""
     if target.device.type != "cpu" or target.precision.weights is not None or target.dtype.itemsize != 2:
         return
     if (choice := cpu.chosen()).kernels is None:
@@ -24,7 +24,7 @@ def warn_of_format(target: Target) -> None:
 
 
 def warn_of_load(report: Report) -> None:
-    """Warns if other processes use the processor's cores."""
+    """Warns if the steps in `report` often waited for cores that other processes used."""
     if report.busy:
         consequence = "That slows transformers more than this loop, so compare no speeds now: close other programs"
         _once("load", f"{report.busy_line}. {consequence}")

@@ -1,4 +1,4 @@
-"""The output of a request so far: its tokens and its report, and the observers and streamer that get them."""
+"""The output of a request so far: its tokens and its report, and the observers and streamer that receive them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .verify import Outcome
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a token by the model's own logits, before temperature, filters, penalties and grammar.
+    """The log-probability of a token from the model's own logits, before temperature, filters, penalties and grammar.
 
     Attributes:
         token: the token's id.
@@ -141,8 +141,8 @@ class RequestOutput:
         """Adds the draft tree of a step to the report.
 
         Args:
-            tokens, paths, outcome: for all rows of the batch, verified draft tokens, accepted nodes and the outcome before stopping
-                criteria cut it.
+            tokens, paths, outcome: for all rows of the batch: verified draft tokens, accepted nodes, and the outcome that stopping
+                criteria have not cut yet.
             first: index of this request's first row in the batch.
         """
         count = draft.tokens.shape[1]
@@ -171,7 +171,7 @@ class RequestOutput:
             self._tell_observers("end", lambda: (self.report, error or self.error))
 
     def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
-        """Calls a method of every observer. Exceptions of observers become warnings."""
+        """Calls a method of every observer with the call and what `told` returns. Exceptions of observers become warnings."""
         for observer in self.request.returned.observers:
             try:
                 getattr(observer, method)(self._observed, *told())

@@ -12,7 +12,7 @@ from .session import Session
 def take_over(
     session: Session, prompts: Mapping[int, KeptText], held: Sequence[tuple[Session, int, KeptText]]
 ) -> list[int]:
-    """For each prompt, finds the text in `held` with the longest common prefix, and copies this prefix's keys and values to the row.
+    """Copies to each prompt's row the keys and values of the longest prefix that the prompt shares with a text in `held`.
 
     Args:
         prompts: the prompts by row of `session`.
@@ -31,7 +31,7 @@ def take_over(
             holder, source_row, _ = held[place]
             moves.append((row, holder.stored.buffers, source_row, reused[-1]))
     own, written = session.stored.buffers, {row for row, *_ in moves}
-    # A row that will be overwritten may be the source of another row. Then its contents are copied aside first.
+    # If a source row will be overwritten itself, its contents are copied aside first.
     sources = [
         (source.of_row(place, count), 0) if source is own and place in written else (source, place)
         for _, source, place, count in moves

@@ -70,7 +70,7 @@ class PrefixIndex:
         """Returns the number of tokens that the best text shares with `prompt`, and the text's index; ``(0, 0)`` without texts."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
-        if self._any_whole:  # the neighbours may not be reusable, although a shorter whole text may be
+        if self._any_whole:  # the neighbours may not be reusable, although a shorter text with `whole` may be
             beside = self._order
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))
 
@@ -109,9 +109,9 @@ class PrefillPlan:
         # must stop at a text's end.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A chunk may reach beyond the end of a row's prompt; steps overwrite the slots there before they read them. If sizes of blocks
+        # A chunk may reach beyond the end of a row's prompt; steps overwrite such slots before they read them. If sizes of blocks
         # are multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may
-        # have the bits of another tier (compiled or not), so its last `multiple` tokens are computed again.
+        # hold the bits of another tier (compiled or not), so its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

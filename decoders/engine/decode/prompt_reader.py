@@ -86,12 +86,12 @@ class PromptReader:
     def read_images(
         self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool
     ) -> PromptChunk | None:  # fmt: skip
-        """Reads prompts with the model's own forward pass. Returns a chunk if the strategy reads prompts, else None.
+        """Reads prompts with the model's own forward pass. Returns the prompts as a chunk if the strategy reads prompts, else None.
 
         Args:
             lengths: number of tokens per prompt, padding rows included.
             first: the row of the first prompt.
-            logits: whether the chunk has logits.
+            logits: whether the chunk includes logits.
         """
         rows, shows = (
             self.batch.session.stored.of_rows(first, first + len(lengths)),
@@ -125,7 +125,7 @@ def read_chunk(
     Args:
         lengths: ``[B]``, number of tokens of each text.
         tokens, begin, buffers, view, latest: see :meth:`Target.features`.
-        logits: whether the chunk has logits.
+        logits: whether the chunk includes logits.
     """
     positions, valid = _places(lengths, tokens, begin)
     result = batch.forward_pass.features(
@@ -135,7 +135,7 @@ def read_chunk(
 
 
 def _places(lengths: Tensor, tokens: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions ``[B, N]`` of `tokens`, from `begin` ``[B]`` on, and whether a token of the text follows each, ``[B, N]`` bool."""
+    """The positions ``[B, N]`` of `tokens`, from `begin` ``[B]`` on, and whether each precedes its text's last one, ``[B, N]`` bool."""
     positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, positions < lengths[:, None] - 1
 

@@ -62,7 +62,7 @@ class Proposer:
         """Arranges the rows of the batch (:meth:`Batch.arrange`), and starts or rebatches the strategy.
 
         Returns:
-            whether the strategy was started again.
+            whether the strategy was started (for the first time or again); False if it was rebatched.
         """
         batch, strategy = self.batch, request.strategy
         same = self.arranged and request.plan == batch.request.plan
@@ -139,7 +139,7 @@ class Proposer:
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, batch.blocks.rows)
         batch.fit_blocks()
-        # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be one, too, so it cannot be 1.
+        # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be a multiple, too, so it cannot be 1.
         if batch.pending:
             batch.blocks.single = False
         if batch.verifier is not None:  # the verifier judges the scores on the device
@@ -153,7 +153,7 @@ class Proposer:
 
     @property
     def _shows_lists(self) -> bool:
-        """Whether the strategy also gets the rows as lists on the host: not if it is declared to stay on the device, or is recorded."""
+        """Whether the strategy also gets the rows as lists on the host: not if it is `on_device`, and not while a step is recorded."""
         return not self.batch.request.strategy.on_device and not recorded()
 
     def _without_placeholders(self, draft: Draft) -> Draft:

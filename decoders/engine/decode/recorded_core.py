@@ -61,7 +61,7 @@ class RecordedCore(Core):
     def _replayed(
         self, key: tuple, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows
     ) -> Any:  # fmt: skip
-        """Returns ``function(block, rows)``, or a replay's results. key: what `function` depends on besides model and arguments."""
+        """Returns ``function(block, rows)``, replayed if recorded. key: what `function` depends on besides model and arguments."""
         if block.text.length or block.piece is not None or block.root is not None:
             return function(block, rows)
 

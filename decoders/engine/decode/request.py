@@ -96,8 +96,8 @@ class Returned:
 
     Attributes:
         logits: whether the logits of every generated token are returned.
-        top_logprobs: how many likeliest tokens' log-probabilities are returned besides the generated token's; None: none are returned.
-        on_step: called after every step with every row's new tokens, all its generated tokens, and whether it has ended.
+        top_logprobs: number of likeliest tokens whose log-probabilities are returned besides the generated token's; None: none at all.
+        on_step: called after every step with lists by row: new tokens, all generated tokens, and whether the row has ended.
         observers: called when the call starts, after every step, and when the call ends.
     """
 
@@ -109,7 +109,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked call. All packages below ``hf`` read a call's arguments from this object.
+    """A checked call. All packages in layers below ``hf`` read a call's arguments from this object.
 
     Attributes:
         models: the models that the strategy may use.
@@ -118,7 +118,7 @@ class Request:
         origin: the distribution that provides the strategy, and its version, for notes on errors.
         verifier: accepts draft tokens. With processors on the host it must be the coupled verifier.
         runtime: settings of the loop.
-        prompts: per row, 1-D int64 without padding; -1 at a position without a token id, whose key and value come from `given`.
+        prompts: per row, 1-D int64 without padding; -1 at positions without a token id (`given` has their keys and values).
         padded_prompt: ``[B, P]`` int64, the prompts as the user passed them.
         new_tokens: greatest number of tokens to generate per row.
         stopping: the conditions that end a row before it has `new_tokens` tokens.
@@ -193,7 +193,7 @@ class Request:
 
     @property
     def memory_salt(self) -> str:
-        """The salt of the strategy's memories; "" if its rows do not learn from each other, because its memories then hold no texts."""
+        """The salt of the strategy's memories; "" for a strategy with `rows_apart`, because its memories hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
 
 

@@ -25,7 +25,7 @@ class CallResources:
     Attributes:
         drafters: the open draft models.
         modules: the open drafting networks that are not language models.
-        costs: estimates the costs of a step; None until the strategy or the loop needs them.
+        costs: estimates the costs of a step; None until the strategy or the loop needs an estimate.
 
     Args:
         stack: the batch's stack. When it is closed, all resources are closed.
@@ -110,7 +110,7 @@ class CallResources:
                 known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)
                 self._measured_rows = True
             if known is not None:
-                # Equal calls must have equal node budgets, so only strategies that ask to measure get ratios observed in earlier calls.
+                # Equal calls must have equal node budgets, so ratios observed in earlier calls are used only if costs are measured.
                 ratios = partial(calibration.ratios, batch.width) if measure else None
                 self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None

@@ -1,4 +1,4 @@
-"""The rows of a call on the device (tokens, lengths, KV cache), and checks of the strategy's hooks that get their tensors."""
+"""The rows of a call on the device (tokens, lengths, KV cache), and checks of the hooks that receive these tensors."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ class Rows:
 
 
 def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
-    """Sampling tensors for a plan without operations, and without stop tokens."""
+    """The sampling tensors of `rows` rows for a plan without operations; without stop tokens."""
     return SamplingInputs(torch.zeros(1, device=device), row_keys(0, rows, device), stop_tensor([()], device)[0])
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
-    """The shapes of the tensors in `sampling`. Recorded steps read the tensors, so there are recordings per combination of shapes."""
+    """The shapes of the tensors in `sampling`. Recorded steps read the tensors, so each combination of shapes needs a recording."""
     return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 
@@ -143,7 +143,7 @@ def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor
 
 @contextmanager
 def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
-    """Raises DraftError if a hook of `strategy` writes to the tensors in `shown`. Misses writes through ``.data`` or ``.numpy()``."""
+    """A context for a hook: raises DraftError if the hook writes to tensors in `shown`. Misses writes by ``.data`` and ``.numpy()``."""
     tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield

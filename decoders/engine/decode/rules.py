@@ -96,7 +96,7 @@ class VerifierRule:
         check_outcomes(outcomes, judged, self.verifier.name)
         acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
         rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
-        # `chosen` shows the decision: the token of each accepted node is chosen after its parent, and `last` after the deepest node.
+        # `chosen` must record the decision: each accepted node's token after its parent, and `last` after the deepest accepted node.
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
         accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)

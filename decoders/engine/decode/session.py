@@ -23,7 +23,7 @@ from .rows import Rows, shapes_of
 class Session:
     """Rows with their slots of the KV cache, the views that steps use, the texts kept in the slots, and recordings of steps.
 
-    The first rows are decoded, see :meth:`arrange`. Other rows are being prefilled, keep the texts of earlier requests, or are free.
+    The first rows are decoded, see :meth:`arrange`. Other rows are being prefilled, hold the texts of earlier requests, or are free.
 
     Attributes:
         stored: all rows, on the device.
@@ -32,8 +32,8 @@ class Session:
         blocks: turns drafts into blocks.
         recordings: recordings of passes and steps on the rows' tensors; None if the device records nothing.
         texts: per row, the text in its slots that later requests can reuse; empty while a request uses the row.
-        used: per row, a number that is larger the later its text was kept; set by the session's owner.
-        shared: by number of layers, the session of a draft model made of the target's first layers (:class:`SharedSlots`).
+        used: per row, a number that tells when its text was kept: greater is later. The session's owner sets it.
+        shared: by ``n``, the session of the draft model that consists of the target's first ``n`` layers (:class:`SharedSlots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
@@ -153,7 +153,7 @@ class Session:
             first: the row of the first prompt.
             leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for chunk and block.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise rows with recurrent states are prefilled
-                one at a time, because a state must see every token once and no token behind the text's end.
+                one at a time, because a state must process every token once and no token behind the text's end.
             given: see :meth:`PrefillPlan.of`.
 
         Returns:
@@ -186,13 +186,13 @@ class Session:
     def piece(self, begin: int, count: int) -> PromptPiece:
         """The prompt piece for the next step: `count` tokens from slot `begin` on, in the row after the decoding rows."""
         row = len(self.rows.tokens)
-        # The tokens are copied, because compiled passes guard strides: a slice would need another graph.
+        # The tokens are copied, because compiled passes guard strides: a slice would need another compiled graph.
         tokens = self.stored.tokens[row : row + 1, begin : begin + count].clone(memory_format=torch.contiguous_format)
         start = torch.tensor([begin], device=self.target.device)
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
     def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
-        """Keeps the first `lengths[i]` tokens of row ``i`` as the row's text, with the salt and image end of ``prompts[i]``."""
+        """Keeps the first `lengths[i]` tokens of row ``i`` as the row's text, with ``salt`` and ``least`` of ``prompts[i]``."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):
@@ -200,9 +200,9 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if a recurrent state has not stopped at its end.
+        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the row's recurrent state has read more or less.
 
-        prompt: the kept text gets the prompt's salt and image end (:attr:`KeptText.least`).
+        prompt: its `salt` and `least` are copied to the kept text.
         """
         states = self.stored.buffers.states
         kept = replace(prompt, tokens=text, whole=states is not None)
@@ -220,7 +220,7 @@ class Session:
 
 @contextmanager
 def room_for(rows: int, slots: int) -> Iterator[None]:
-    """Raises CacheMemoryError if the CPU has no memory for the buffers. Adds a note to other errors, for example CUDA's."""
+    """A context for an allocation: raises CacheMemoryError if the CPU lacks memory, and adds a note to other errors, such as CUDA's."""
     what = f"the key-value cache of {amount(rows, 'row')} with {slots} slots each"
     try:
         yield

@@ -66,7 +66,7 @@ class Sessions:
         After :meth:`Session.keep`, later calls can reuse this call's texts.
 
         Args:
-            reuse: whether keys and values of prefixes that kept texts share with the prompts are reused.
+            reuse: whether to reuse keys and values of kept texts that begin as the prompts do.
             shared: whether steps use the tensors of `sampling` themselves, not the session's copies.
             prefixes: the prompts to compare with kept texts, if tokens alone do not identify a prompt (salts, images).
             shifts: the prompts' shifts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).

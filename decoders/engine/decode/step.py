@@ -22,8 +22,8 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
 
     Args:
         clock: its methods are called when the parts of the step are over.
-        recording: whether a device records the step. The host then reads nothing, and the caller that replays the step delivers its
-            tokens.
+        recording: whether a device records the step. If so, the host reads nothing, and the caller that replays the step
+            delivers its tokens.
     """
     clock = clock or UNTIMED
     clock.begun()
@@ -55,7 +55,7 @@ class Proposes(Protocol):
 
     def propose(self) -> Draft: ...
     def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Shows which draft tokens were accepted. outcome: the step's results on the host; None if the host has not read them."""
+        """Tells the strategy which draft tokens were accepted. outcome: the step's results; None if the host has not read them."""
         ...
 
 
@@ -101,7 +101,7 @@ class Verifies(Protocol):
 
 
 class Clock:
-    """Has a method for the beginning of a step, and one for the end of each of its parts. This base class does nothing."""
+    """Its methods are called at the beginning of a step and at the end of each part of the step. This base class does nothing."""
 
     def begun(self) -> None: ...
     def proposed(self) -> None: ...

@@ -132,7 +132,7 @@ def draw_tokens(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Draws the target's token after each node. Returns the tokens ``[B, N]`` int64, and the processed scores if the plan keeps them.
+    """Draws the target's token after each node. Returns the tokens ``[B, N]`` int64, and the scores (None unless the plan keeps them).
 
     Args:
         logits: ``[B, N, V]``.

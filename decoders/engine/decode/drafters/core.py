@@ -25,7 +25,7 @@ class DraftCore(Core):
     A block starts with each row's ``U`` pending tokens: the last committed tokens before the root, whose keys and values may be missing
     from their slots. The last token of a fully accepted draft was never run, and keys and values of accepted tree nodes are in other
     slots. Running these tokens again costs next to nothing, and saves moving keys and values. With the target's own slots
-    (:mod:`.shared_slots`) no keys and values are missing; a block below the least size is then padded behind its root.
+    (:mod:`.shared_slots`) no keys and values are missing and no tokens are pending; small blocks are padded behind the root instead.
 
     Args:
         vocab: size of the target's vocabulary. Token ids of the draft model beyond this size are padding and never proposed.
@@ -47,7 +47,7 @@ class DraftCore(Core):
     def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
         """Draws the next token of every row, and appends it to the row. pending: ``[U]``; only its length is used.
 
-        In the returned expansion, ``Q`` and ``C`` are 1.
+        The returned expansion has one node and one continuation per row (``Q`` and ``C`` are 1).
         """
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
@@ -62,7 +62,7 @@ class DraftCore(Core):
     def advance(
         self, rows: Rows, view: Tensor, draft_tokens: Tensor, tree: TreeTensors, pending: Tensor, masks: Masks | None = None
     ) -> tuple[StepOutput, Expansion]:  # fmt: skip
-        """Verifies and commits a block that was drafted for this draft model; its pass runs the `pending` tokens before the root.
+        """Verifies and commits a block that was drafted for this draft model; the pass also runs the `pending` tokens before the root.
 
         The returned expansion has continuations of all ``N`` nodes of the block; each node's best continuation is its chosen token.
         """
@@ -109,7 +109,7 @@ class DraftCore(Core):
         left = candidates(logits, self.plan, rows.sampling, positions, masks, self.children, prefixes)
         if masks is None or not self.padding:
             return left.settled()
-        # A grammar may allow only tokens that the draft model lacks; the tokens drafted there are then never accepted.
+        # A grammar may allow only tokens that the draft model lacks; the tokens drafted after such a node are never accepted.
         if host_reads(logits) and bool((left.scores.amax(-1) > float("-inf")).all()):
             return left.settled()
         return Candidates.whole(grammar_first(left.dense(), logits))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....report import Stage
 from ...model.buckets import node_bucket
 
-#: Least number of tokens that a pass runs before the root: each smaller number would need another graph.
+#: Least number of tokens that a pass runs before the root: each smaller number would need another compiled graph.
 MIN_PENDING = 2
 #: Number of entries in the histogram of new tokens per step; the last entry also counts steps with more tokens.
 LONGEST = 64
@@ -29,7 +29,7 @@ class DraftCounts:
 
     Attributes:
         drafter: name of the strategy that drafts for the draft model; None without one.
-        pending: committed tokens that the draft model still has to run, in the row with most of them.
+        pending: number of committed tokens that the draft model still has to run: the greatest of all rows.
         tally: ``[3 + LONGEST]`` int64: numbers of new, accepted and drafted tokens in the stage's steps (in which the draft model
             verifies); then a histogram of new tokens per step.
         passes: number of forward passes.
@@ -63,7 +63,7 @@ class DraftCounts:
         self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
 
     def recording(self) -> None:
-        """Is called when a recording begins."""
+        """Is called when a recording begins; stores the host's numbers, for :meth:`recorded`."""
         self._before = self.pending, self.passes
 
     def recorded(self, worked: bool) -> None:
@@ -80,7 +80,7 @@ class DraftCounts:
             self.pending = like.pending
 
     def report(self, weights: str, stages: list[Stage]) -> Stage:
-        """Returns the report on the draft model. It waits for the device, so call it after the last step.
+        """Returns the report on the draft model. Waits for the device, so call it after the last step.
 
         stages: the reports on the draft models that draft for this model.
         """

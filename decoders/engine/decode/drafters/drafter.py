@@ -42,16 +42,16 @@ class ModelDrafter(Drafter):
 
     Args:
         batch: the target's batch.
-        above: the model that verifies its drafts: the target's batch, or another draft model.
-        stack: is closed when the strategy ends, and then closes everything that this drafter opened.
+        above: the model that verifies this model's drafts: the target's batch, or another draft model.
+        stack: closes everything that this drafter opened, when the strategy ends.
         context: the context of the strategy that drafts with this model.
         model: the draft model, or a path to load it from.
         ahead: greatest number of nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
-        seldom: whether the strategy may never use this model; the prompts are then prefilled when it first drafts.
+        seldom: whether the strategy may never use this model. If so, the first round prefills the prompts, not ``__init__``.
 
     Attributes:
-        proposed: number of nodes in the next block to verify, without padding; set by the proposer or stage, None before the first.
+        proposed: number of nodes of the draft to verify next, without padding; set by proposer or stage; None before the first draft.
         reach: greatest number of committed tokens that a row may have now.
         counts: pending tokens, passes, tokens and seconds.
         inner: the draft models of the strategy that drafts for this model, if any (:mod:`.staged`).
@@ -214,7 +214,7 @@ class ModelDrafter(Drafter):
         self.reach = sequences.tokens.shape[1]
         if isinstance(self.session, SharedSlots):
             self.session.follow()
-            if host_reads(sequences.length):  # reading is free: work on the slots that the rows use, not on all
+            if host_reads(sequences.length):  # reading from the device is free: use only the slots of the rows' tokens
                 self.reach = int(sequences.length.max())
         if self.engine.target.static:  # the target's rows may have more slots than this model's rows
             self.reach = min(self.reach, self.rows.slots)
@@ -307,7 +307,7 @@ class ModelDrafter(Drafter):
             self.engine.forward_pass.tiers.book_replay(seconds, len(self.rows.length))
 
     def report(self) -> Stage:
-        """Returns the report on this model's part in the call. It waits for the device, so call it after the last step."""
+        """Returns the report on this model's part in the call. Waits for the device, so call it after the last step."""
         weights = self.engine.precision.weights or "keep"
         return self.counts.report(weights, [drafter.report() for drafter in self.inner])
 
@@ -350,7 +350,7 @@ class ModelDrafter(Drafter):
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
-        """:meth:`Session.view` for a block of `nodes` nodes behind the tokens drafted so far in this round: its view and sequences."""
+        """Returns :meth:`Session.view`, up to the end of a block of size `nodes` behind the tokens drafted so far in this round."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.longest + nodes

@@ -152,7 +152,7 @@ class SlotPasses(ModulePasses):
     """A module's passes in one call.
 
     Args:
-        rows, slots: numbers of rows and slots of the module's cache.
+        rows, slots: number of rows of the module's cache, and of slots per row without `ahead`.
         ahead: greatest number of nodes that a step writes behind a row's text.
         compile: ``Context.compile``.
 

@@ -12,10 +12,10 @@ from ..session import Session
 
 
 class SharedSlots(Session):
-    """A session with its own tokens and lengths per row, and with the keys and values of the first layers in the target's session.
+    """A session with its own tokens and lengths per row, whose keys and values are those of the first layers in the target's session.
 
-    The keys and values of committed tokens are there already, because the target has computed them with the same weights. Drafting
-    writes only to slots from the root on. The target's pass over the block overwrites them; nothing reads slots behind the block.
+    The slots already hold keys and values of committed tokens, because the target has computed them with the same weights. Drafting
+    writes only to slots from the root on, which the target's pass over the block overwrites; nothing reads slots behind the block.
 
     Args:
         target: the draft model: the first layers of the owner's model.

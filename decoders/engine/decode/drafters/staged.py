@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts, with the draft model as the target."""
+"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts; its target is the draft model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StagedDrafter(ModelDrafter):
-    """A draft model with a strategy that drafts for it. The prompts are prefilled when it is created.
+    """A draft model with a strategy that drafts for it. Creating it prefills the prompts.
 
     Args:
         strategy: drafts for the draft model. All other arguments: see :class:`ModelDrafter`.
@@ -98,7 +98,7 @@ class StagedDrafter(ModelDrafter):
 
 
 class DraftStage:
-    """Serves as proposer and batch in steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
+    """Proposer and batch of the steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
 
     Attributes:
         state: the strategy's state.
@@ -174,7 +174,7 @@ class DraftStage:
 
 
 class StageClock(Clock):
-    """Counts the seconds of the stage's strategy; :meth:`ModelDrafter.run` counts the seconds of the draft model."""
+    """Times the stage's strategy; :meth:`ModelDrafter.run` times the draft model."""
 
     def __init__(self, drafter: StagedDrafter) -> None:
         self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.batch.report.timings)

@@ -22,7 +22,7 @@ from .guide import MASK_MISMATCH, Guide
 from .history import DeviceHistory, spell
 from .host_guide import HostGuide
 
-#: Position after an illegal token. Every token leads from it to itself.
+#: Position after an illegal token. Every token leads back to it.
 DEAD = 0
 
 
@@ -31,8 +31,8 @@ class DeviceAutomaton:
     """The grammars of a call as one transition table. A position is the index of a state's first entry in the table.
 
     Attributes:
-        entries: 1-D int64; for every state its number, then the next position for each column. Tokens that lead from every state to the
-            same next state share a column.
+        entries: 1-D int64; for every state its number, then the next position for each column. Tokens share a column
+            if, from every state, they all lead to the same next state.
         free: position of rows without a grammar: every column leads back to it.
         first: ``[B]`` int64, position of each row's empty text.
         columns: ``[G, V]`` int64, column of each token in each of the ``G`` grammars, as an offset from a state's position.
@@ -124,7 +124,7 @@ class DeviceGuide(Guide):
         device: torch.device,
         compile: Callable[[Callable], Callable] = lambda function: function,
     ) -> DeviceGuide | None:
-        """A guide for rows without any text yet; None if a grammar has no table, or its table is too large.
+        """A guide for rows without any text yet; None if a grammar has no table, or a table is too large.
 
         compile: compiles :func:`~decoders.engine.decode.grammar.history.spell`.
         """
@@ -220,7 +220,7 @@ class DeviceGuide(Guide):
             _ = self.automaton.forced
 
     def _roots(self, nodes: int) -> Tensor:
-        """``[B, nodes]``: each row's position at node 0, and :data:`DEAD` at all other nodes; in rows at ``free``, all are ``free``."""
+        """``[B, nodes]``: each row's position at node 0 and, if it is ``free``, at all nodes; otherwise :data:`DEAD` at other nodes."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 

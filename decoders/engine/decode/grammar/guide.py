@@ -51,7 +51,7 @@ class Guide(ABC):
             depth: upper bound of the tree's depth, if known. The device guide processes this many levels; the host guide ignores it.
 
         Returns:
-            the draft tokens, with -1 for tokens that are illegal after their parent, and the masks after ``N`` nodes.
+            the draft tokens, with -1 for tokens that are illegal after their parent, and the masks after all ``N`` nodes.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ class HostHistory:
         self.last: int | None = None  # the row's last token; None before the first `read`
 
     def read(self, tokens: Tensor, length: int, vocabulary: Vocabulary) -> None:
-        """Learns from the row's text: the first `length` of `tokens` ``[L]``."""
+        """Learns from the row's text, ``tokens[:length]``; after the first call only from the last :data:`WINDOW` tokens."""
         begin = 0 if self.last is None else max(length - WINDOW - 1, 0)
         for before, token in pairwise(tokens[begin:length].tolist()):
             if min(before, token) < 0:  # -1 stands for a position without a token id
@@ -40,7 +40,7 @@ class HostHistory:
         self.last = int(tokens[length - 1])
 
     def spell(self, forced: bytes, vocabulary: Vocabulary, policy: Policy, limit: int) -> list[int]:
-        """Returns at most `limit` tokens for the first of the bytes `forced`."""
+        """Returns at most `limit` tokens that spell `forced`, or the beginning of it."""
         run: list[int] = []
         before, canonical = self.last, list[int]()  # the rest of the tokenizer's own split
         while forced and len(run) < limit:

@@ -27,9 +27,9 @@ class HostGuide(Guide):
     """The guide of rows with any grammars.
 
     Attributes:
-        texts: the grammar of each row.
-        positions: each row's position in its grammar; None for rows that have ended.
-        shared: whether rows belong to several requests. An error of a row's grammar then ends only that row.
+        texts: each row's grammar, as a :class:`~decoders.engine.decode.grammar.texts.Text`.
+        positions: each row's position in its grammar; None for rows that have ended or left their grammar.
+        shared: whether rows belong to several requests. If so, an error of a row's grammar ends only that row.
         faults: by row, the error of its grammar. A row with an error continues without a grammar until its request is removed.
     """
 

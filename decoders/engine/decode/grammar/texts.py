@@ -1,4 +1,4 @@
-"""A row's grammar on the host. A position in it is a state number, or the tokens after the committed text; masks are table rows."""
+"""A row's grammar on the host. A position is a state number, or the tokens after the committed text; masks are rows of a table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ....common.devices import pins
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 from ....sampling.processors import Replacements
 
-#: The row that allows all tokens in every mask table.
+#: The row of every mask table whose mask allows all tokens.
 FREE = 0
 #: Greatest number of bytes of unpacked masks that are kept during a call.
 OPEN = 1 << 25
 
 
 class MaskTable:
-    """The packed masks of a call. Row 0 allows all tokens; then come the masks of grammars with tables, then the masks of a step.
+    """The packed masks of a call. Row 0 allows all tokens; then come the masks of grammars with tables, then masks for one step.
 
     It also numbers the mappings from drawn tokens to written tokens (:class:`~decoders.sampling.processors.Replacements`).
     """
@@ -40,7 +40,7 @@ class MaskTable:
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
-        """Adds `masks` as rows for the whole call, and returns the first row. Do not call it between :meth:`new` and :meth:`clear`."""
+        """Adds `masks` as rows for the whole call, returns the first index. Do not call it between :meth:`new` and :meth:`clear`."""
         first = len(self.words)
         self.words = torch.cat([self.words, masks])
         self.used = self.fixed = len(self.words)
@@ -89,7 +89,7 @@ class MaskTable:
         return self._kinds[id(replaced)][0]
 
     def replacements(self, kinds: list[list[int]]) -> Replacements | None:
-        """Which drawn tokens to replace after each node, by the nodes' numbers from :meth:`kind` (``B`` lists of ``N``); or None."""
+        """The replacements after each node, or None if there are none. kinds: the nodes' :meth:`kind` numbers, ``B`` lists of ``N``."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
         if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds
