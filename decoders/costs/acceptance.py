@@ -27,7 +27,7 @@ OUTLOOK_WEIGHT = 1 / 8
 CAUTION = 1.15
 
 #: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a
-#: drafter's confidence; -1: any). Instead of the bits, a negative bit means all tokens of this drafter, whoever else proposes them.
+#: drafter's confidence; -1: any). The negative of a drafter's bit stands for all its tokens, whether or not others propose them, too.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
@@ -37,7 +37,7 @@ class AcceptanceRates:
 
     Args:
         common: the rates of all rows, which are the prior of a single row's rates; None if these are the rates of all rows.
-        grade_rates: by drafter's bit, its declared rates (:attr:`Strategy.grade_rates`), which are the prior of grades not seen yet.
+        grade_rates: drafter's bit → its declared rates (:attr:`Strategy.grade_rates`), which are the prior of grades not seen yet.
             The prior is scaled by the ratio of observed to declared rates of the drafter's graded tokens.
     """
 
@@ -114,15 +114,15 @@ class AcceptanceRates:
 
 
 class Proposals:
-    """The proposals of all drafters for a row, merged into a tree without duplicates. All attributes are per node.
+    """The proposals of all drafters for a row, merged into a tree without duplicates. Each attribute has one entry per node.
 
     Attributes:
         tokens: tokens of the nodes; node 0 is the row's last token.
         parents, depths: parents and depths of the nodes.
         sources: bits of the drafters that propose the node.
         ranks: the best rank that a drafter gives the node among the node's siblings; 0 is the first.
-        grades: the best grade that a drafter gives the node.
-        children: the children by token.
+        grades: the greatest grade that a drafter gives the node.
+        children: the node's children: token → the child's index.
     """
 
     __slots__ = ("children", "depths", "grades", "parents", "ranks", "sources", "tokens")
@@ -147,7 +147,7 @@ class Proposals:
             grades: grades of nodes 1, 2, …, 0 or more.
 
         Returns:
-            for each node of the merged tree that this drafter proposes, the first index of the node's token in `tokens`.
+            node of the merged tree that this drafter proposes → the first index in `tokens` that was merged into this node.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}

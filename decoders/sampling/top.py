@@ -69,7 +69,8 @@ def counted(marked: Tensor) -> Tensor:
 
 #: Number of a score's bits that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
-#: Number of copies of a pass's sums. Most scores share their upper bits, and atomic additions to one address wait for each other.
+#: Number of copies of a pass's sums (of weights, by the pass's bits): most scores share their upper bits, and atomic additions to one
+#: address wait for each other.
 _COPIES = 16
 #: Greatest number of scores per slice, because a pass needs nine times their memory.
 MOST_AT_ONCE = 2**23

@@ -1,7 +1,7 @@
 """Fused attention over the KV cache in slots (:mod:`.cache`), registered with transformers as ``"decoders"``.
 
 A pass computes one mask for each of the ``T`` *kinds* of layer (full, sliding, chunked …) and stacks the masks along the head axis:
-``[B, T, N, view]``. Model code passes this tensor through unchanged, and each layer uses the mask of its kind.
+``[B, T, N, view]`` (``view``: number of slots). Model code passes this tensor on unchanged; each layer uses the mask of its kind.
 """
 
 from __future__ import annotations

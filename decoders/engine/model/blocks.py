@@ -130,7 +130,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The topology of `draft`, the block's draft. If `on_device`, the padded :attr:`tree` replaces a topology of `TreeTensors`."""
+        """The topology of `draft`, the block's draft; if it is `TreeTensors` and `on_device`: the padded :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 

@@ -11,7 +11,7 @@ from .threads import release_threads
 
 
 class CallLock:
-    """A re-entrant, fair lock: threads get it in the order of arrival, except threads that ask to be first.
+    """A re-entrant, fair lock: threads acquire it in the order of arrival, except by ``acquire(first=True)``.
 
     A thread that releases the lock and acquires it again queues behind the waiting threads. In a child of ``os.fork`` the lock is free,
     because the lock's owner exists only in the parent.

@@ -53,7 +53,7 @@ class GivenPrompts:
 
 
 def cached_tokens(cache: Cache) -> int:
-    """The number of tokens per row of a cache, with padding. Raises UnsupportedError if they differ by layer or cannot be read."""
+    """The number of tokens per row of a cache, with padding. Raises UnsupportedError if it differs by layer or cannot be read."""
     lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
     if len(lengths) > 1:
         raise UnsupportedError(

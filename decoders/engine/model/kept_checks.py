@@ -135,7 +135,7 @@ def _code(kind: type[nn.Module]) -> Iterator[object]:
     """Yields what identifies the code of the class `kind`: its Python module, and the time and size of the module's file.
 
     Raises:
-        _UnknownError: the file is of another package, or another package has replaced a function in it.
+        _UnknownError: the module is not from :data:`_LIBRARIES`, or another package has replaced one of its functions.
     """
     file = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _LIBRARIES or file is None or file.__file__ is None:

@@ -118,7 +118,7 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 class HostCopies:
-    """Pinned host buffers for small tensors on the device, which are all copied at once."""
+    """Pinned host buffers, to which small tensors are copied together from the device."""
 
     def __init__(self, recorder: Recorder, tensors: tuple[Tensor, ...]) -> None:
         self.recorder = recorder

@@ -187,7 +187,7 @@ class Target:
             self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
-        """The rotary table (side) for a text of `length` tokens, see :class:`~decoders.engine.model.rope.Sides`; 0 if only one."""
+        """The rotary table (side) for a text of `length` tokens, see :class:`~decoders.engine.model.rope.Sides`; 0 if there is one."""
         return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
 
     def take_side(self, side: int) -> None:
@@ -250,7 +250,9 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if that could change a token."""
+        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if the other
+        bits of a single node's logits could change a token.
+        """
         if self.static:
             return False
         if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):

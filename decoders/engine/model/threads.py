@@ -41,7 +41,7 @@ _own = _TorchsOwn()
 
 
 def torchs_own() -> int:
-    """torch's number of threads for this thread, without the changes that running calls made."""
+    """``torch.get_num_threads()`` in this thread, or what it was before the calls that now run in this thread changed it."""
     return _own.number if _own.calls else torch.get_num_threads()
 
 
@@ -110,7 +110,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """The threads for a new model: at first torch's number of threads, or half of it if the machine is busy."""
+        """A `Threads` for a new model: begins with torch's number of threads, or with half of it if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and busy_share():
             threads.count = threads.most // 2

@@ -140,7 +140,7 @@ def compiling() -> Iterator[float]:
 
 
 def worth_compiling(spent: float, expected: float) -> bool:
-    """Whether uncompiled steps have taken as long as compiling will take. It begins no earlier, so that short processes never compile.
+    """Whether uncompiled steps have taken as long as compiling will take. With this rule, short processes never compile.
 
     spent: seconds of uncompiled steps so far; expected: seconds that compiling will take.
     """

@@ -27,7 +27,7 @@ FEWEST_LOGITS = 2
 
 
 class ForwardPass:
-    """The forward pass of one model. All uses of the model, as target or as draft model, share it.
+    """The forward pass of one model. All uses of the model, as target or as draft model, share this object.
 
     Attributes:
         tiers: decides which passes run compiled.
@@ -127,7 +127,7 @@ class ForwardPass:
         return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets the padding of `blocks`, which have `rows` rows. It depends on whether the next pass runs compiled."""
+        """Sets the padding of `blocks`, which have `rows` rows. The padding depends on whether the next pass runs compiled."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 
@@ -157,7 +157,7 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Adds the seconds of an uncompiled pass to its kind: of a long pass a part, because compiling does not save more there."""
+        """Adds the seconds of an uncompiled pass to its kind's; only a part of a long pass's, because compiling saves no more on it."""
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

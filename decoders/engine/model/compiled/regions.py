@@ -55,10 +55,10 @@ def _region(function: Callable) -> Callable:
 class RegionalForward:
     """`function`, a forward pass over `model`, compiled with dynamic sizes; weights are inputs of the graph.
 
-    Layers are regions. If that fails, the pass is compiled as a whole, with the same inputs and results. Declare constant sizes with
-    :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic, except those of the
-    `quantized` matrices. Dynamo treats equal sizes in the arguments of :meth:`compile` as one size, so sizes that may differ later must
-    differ in these arguments.
+    Layers are regions. If compiling by regions fails, the pass is compiled as a whole, with the same inputs and results. Declare
+    constant sizes with :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic,
+    except those of the `quantized` matrices. Dynamo treats equal sizes in the arguments of :meth:`compile` as one size, so sizes that
+    may differ later must differ in these arguments.
 
     Attributes:
         regional: whether layers are regions; None before the first compilation.

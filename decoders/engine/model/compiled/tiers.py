@@ -25,7 +25,7 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: If each layer is a single operator, compiling begins only after this many times as long, because it saves only a few percent.
+#: If each layer is a single operator, compiling saves only a few percent, so it begins only after this many times as long.
 PATIENCE = 10.0
 
 
@@ -146,7 +146,7 @@ class Tiers:
             mode: the call's setting ``compile``; only "auto" sets a limit.
             plan: if given, pairs with other sampling plans are left out.
             joined: whether requests join and leave the batch. A request is then part of passes over one row and over several rows, so
-                either both kinds of passes run compiled or none (:meth:`compile_both`).
+                either both kinds of passes run compiled or neither (:meth:`compile_both`).
         """
         if mode != "auto":
             return None
