@@ -60,7 +60,7 @@ class StepLine:
         return None if line is None else line[0] + line[1] * nodes
 
     def estimate(self, plain: int) -> tuple[float, float]:
-        """A step's fixed cost and a node's cost, in any unit; a trial's are wrong on purpose. plain: nodes of a step without a draft."""
+        """A step's fixed cost and a node's cost, in any unit; a trial's are wrong on purpose. plain: nodes of a step without draft."""
         line, trial = self._line(), self.LATER_TRIAL
         if line is None:
             line, trial = (1.0, self.GUESS), self.TRIAL
@@ -153,7 +153,7 @@ class StepCosts:
 
         Args:
             nodes: number of nodes per row of the padded block.
-            seconds: duration of the step without drafting.
+            seconds: duration of the step's forward pass, verification and commit.
             context: number of tokens of the longest row.
             compiled: whether the step ran compiled.
         """

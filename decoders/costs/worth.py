@@ -179,7 +179,7 @@ class DraftWorth:
         """Learns whether a step's draft was worth its time. Call it before :meth:`StepCosts.observe`.
 
         Args:
-            seconds: duration of the step without drafting.
+            seconds: duration of the step's forward pass, verification and commit.
             emitted: number of new tokens of every row.
             drafting: seconds of drafting; None if the step had no draft.
         """

@@ -190,7 +190,7 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. Models whose last layers share keys and values slice the mask, and the slice lacks the attribute.
+        """The layout of `mask`. A model whose last layers reuse keys and values slices the mask, and the slice lacks the attribute.
         For a slice, the number of mask rows shows how often rows are repeated, and attention runs in one piece.
         """
         shape = getattr(mask, "decoders_shape", None)
@@ -237,7 +237,7 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
     """`mask` in the form that :func:`tree_attention` takes. A long block that begins with `text` keeps its mask, because its attention
-    runs in stretches. Otherwise its rows are repeated for the `group` query heads per key head, so that no layer has to repeat them.
+    runs in stretches. Otherwise its rows are repeated for each query head of a key head (`group` times), so that no layer repeats them.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))

@@ -142,7 +142,7 @@ def put_cache(
 def _put_layer(
     buffers: CacheBuffers, number: int, row: int, spec: LayerSpec, kept: tuple[Tensor, ...], count: int
 ) -> None:
-    """Writes `kept`, the last ``k`` keys and values ``[heads, k, d]`` of a text of `count` tokens, to the slots of layer `number`."""
+    """Writes `kept`, the last ``k`` keys and values ``[heads, k, d]`` of a text of `count` tokens, to layer `number` of `row`."""
     slots = slice(count - kept[0].shape[1], count)
     parts = (buffers.keys, buffers.key_scales), (buffers.values, buffers.value_scales)
     for tensor, (own, scales) in zip(kept, parts, strict=True):

@@ -57,7 +57,7 @@ class Recorder:
         self._in_pool: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def active(self) -> AbstractContextManager:
-        """Makes the recorder's device the current device."""
+        """A context in which the recorder's device is the current device."""
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
@@ -344,9 +344,9 @@ class Recordings:
 
         Args:
             capacity: the sizes that `body` supports.
-            inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass the
-                :class:`StaticInputs` of the beginning of the call, because later calls at their beginning are compared with it. If
-                steps of this call have replaced tensors since then, only this call can use the recording.
+            inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass
+                :class:`StaticInputs` made at the beginning of the call, because :meth:`reuse` compares it with the beginnings of later
+                calls. If steps of this call have replaced tensors since then, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
         failure = self._failed.get(key)

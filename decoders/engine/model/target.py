@@ -89,7 +89,7 @@ class Target:
         products: how matrices are multiplied.
         lengths: how results depend on the length of a text.
         checks: the results of the checks made when the target was created.
-        weights: the state of the weights when kept keys and values, and quantized matrices, were computed from them.
+        weights: the state of the weights from which the kept keys and values, and the quantized matrices, were computed.
         rounds: whether intermediate values are rounded (activations, keys or values are quantized, or float32 products use
             TensorFloat-32), so that a difference in the last bit may become larger.
         recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`). A model with recurrent layers runs uncompiled.
@@ -250,8 +250,8 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if the other
-        bits of a single node's logits could change a token.
+        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if other bits of a single node's
+        logits could change a token.
         """
         if self.static:
             return False
@@ -301,7 +301,7 @@ class Target:
 
     def renew(self, weights: WeightState) -> bool:
         """Quantizes the present weights again, in place, so that compiled code and recorded steps read the new values. Returns False if
-        a 16-bit copy of a weight can no longer represent the weight.
+        a 16-bit copy of a weight can no longer represent the weight. weights: the present :class:`WeightState`.
         """
         if not self.products.quantized.renew():
             return False

@@ -101,7 +101,7 @@ class ForwardPass:
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` calls this object for `rows` rows.
+        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` runs a pass over `rows` rows.
 
         Args:
             key, given: see :meth:`~decoders.engine.model.recordings.Recordings.run`.

@@ -185,6 +185,6 @@ def laid_out_piece(piece: PromptPiece) -> PromptPiece:
 
 
 def laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` in the form for compiled passes, which read only offsets and visibility."""
+    """`tree` in the form for compiled passes: contiguous copies of offsets and visibility, which are all that a pass reads."""
     offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
     return TreeTensors(offsets, offsets, visible, visible)

@@ -53,7 +53,7 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: Triton is installed, as with torch's CUDA builds for Linux, and `device` is CUDA."""
+    """Whether Triton kernels run on `device`: Triton is installed, and `device` is CUDA or Triton's interpreter is on."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
