@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 #: Each judged draft token multiplies the weight of earlier tokens of its :data:`Kind` by this: a weight halves in about four tokens. At
 #: the greatest depth weights decay slowly, because many tokens are judged at once, and only if all tokens before were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
-#: The prior acceptance rate of a first token, ``PRIOR``, counts like ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
+#: The prior acceptance rate of a first token, ``PRIOR``, weighs as much as ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
 #: because judging drafts is free.
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Greater depths and ranks are clipped to these values.
 DEEPEST, LOWEST_RANK = 4, 3
-#: A drafter's declared rates (`Strategy.grade_rates`) count like this many judged tokens.
+#: A drafter's declared rates (`Strategy.grade_rates`) weigh as much as this many judged tokens.
 GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook (:attr:`Follower.outlook`).
 OUTLOOK_WEIGHT = 1 / 8
@@ -33,7 +33,7 @@ WHICHEVER = -1
 
 
 class AcceptanceRates:
-    """Probability that a draft token is right if its parent is, by :data:`Kind`; recent tokens count more.
+    """Probability that a draft token is right if its parent is, by :data:`Kind`; recent tokens weigh more.
 
     Args:
         common: the rates of all rows, which are the prior of a single row's rates; None if these are the rates of all rows.

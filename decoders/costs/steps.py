@@ -20,7 +20,7 @@ KNOWN = (1.0, 0)
 
 
 class StepLine:
-    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps; recent steps count more.
+    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps; recent steps weigh more.
 
     Compiled and uncompiled steps differ in cost: a change between them resets the line.
     """

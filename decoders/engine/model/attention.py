@@ -55,7 +55,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
     """The distinct kinds of attention layers in a model, and for each layer the index of its kind.
 
     As in transformers' caches, ``layer_types`` in the config decides. Without ``layer_types``, the config's window and chunk size
-    decide. Layers without attention (:data:`STATES_ONLY`) get the first kind.
+    decide. Layers without attention (:data:`STATES_ONLY`) have index 0.
 
     Raises:
         UnsupportedError: the loop does not support the type of a layer.

@@ -29,7 +29,7 @@ class CallLock:
         self._waiting: list[tuple[int, threading.Event]] = []
 
     def acquire(self, first: bool = False) -> None:
-        """Waits for the lock and takes it. first: whether this thread goes before all waiting threads."""
+        """Waits until the lock is free, and locks it. first: whether this thread goes before all waiting threads."""
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
@@ -52,7 +52,7 @@ class CallLock:
             raise
 
     def release(self) -> None:
-        """Undoes one :meth:`acquire`. After as many releases as acquires, the next waiting thread gets the lock."""
+        """Undoes one :meth:`acquire`. After as many releases as acquires, the next waiting thread acquires the lock."""
         if self._owner != threading.get_ident():  # after a fork within a call, the child does not own its new lock
             return
         if self._depth == 1 and self._waiting:
