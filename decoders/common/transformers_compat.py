@@ -85,7 +85,7 @@ NO_PART_OF_NETWORK = frozenset({
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of a config's rotary embeddings: one dict in a list, or a dict per type of layer; empty without them."""
+    """The parameters of a config's rotary embeddings, as a list: one dict, or one per type of layer; empty without them."""
     rope = getattr(config, "rope_parameters", None) or {}
     several = [each for each in rope.values() if isinstance(each, dict)]
     return several or ([rope] if rope else [])
@@ -147,7 +147,7 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_attention(config: PreTrainedConfig, name: str) -> None:
-    """Sets the attention function in `config`. ``set_attn_implementation`` needs a whole model; a drafter is only a list of layers."""
+    """Sets the attention function in `config`. ``set_attn_implementation`` needs a whole model, which a drafter is not."""
     config._attn_implementation = name
 
 

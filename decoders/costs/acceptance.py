@@ -251,7 +251,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: If a row needs fewer steps than the longest row, by this share of the longest row's steps, it is e times less likely to end last.
+#: A row is e times less likely to end last if it needs fewer steps than the longest row, by this share of that row's steps.
 LAST_ROW_SPREAD = 1 / 8
 
 

@@ -70,7 +70,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; 0: zeros as states."""
+    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; if 0, states are 0."""
 
     def __init__(
         self, states: RowStates, specs: Sequence[Sequence[StateSpec]], visible: Tensor, nodes: Tensor, base: Tensor

@@ -75,7 +75,7 @@ class SlotCache(Cache):
         return self.seen(keys, key_scales), self.seen(values, value_scales)
 
     def seen(self, buffer: Tensor, scales: Tensor | None) -> Tensor | Levels:
-        """The slots of `buffer` that attention sees; quantized ones as :class:`Levels` or dequantized, as in all later passes."""
+        """The slots of `buffer` that attention sees. With `scales`: as :class:`Levels` if `in_levels`, else dequantized."""
         states = buffer[:, :, : self.view]
         if scales is None:
             return states

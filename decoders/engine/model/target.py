@@ -162,7 +162,7 @@ class Target:
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self, layout: Sequence[LayerSpec] | None = None) -> PassInput:
-        """The input of a pass over four tokens of one row, for checks, with a new cache. layout: of the cache; None for the model's."""
+        """The input of a pass over four tokens of one row, for checks. layout: the layout of its new cache; None: the model's."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
         return PassInput(tokens, start, tree, self.buffers(1, 16, layout), torch.arange(8, device=self.device))
@@ -261,7 +261,7 @@ class Target:
         return (rows > 1 and not self.rounds) or (invariance is not None and invariance.single)
 
     def buffers(self, rows: int, slots: int, layout: Sequence[LayerSpec] | None = None) -> CacheBuffers:
-        """A new cache for `rows` rows with `slots` slots each. layout: of the cache; None for the model's."""
+        """A new cache for `rows` rows with `slots` slots each. layout: the cache's layout; None: the model's."""
         placeholders = self.vocabulary.placeholders is not None
         return CacheBuffers.allocate(list(layout or self.layout), rows, slots, placeholders, self.attends == "triton")
 

@@ -25,7 +25,7 @@ from ...report.surroundings import WAITING, busy_share
 #: The number of threads is reconsidered after every STEPS steps, or after LONG seconds of steps.
 STEPS = 4
 LONG = 0.1
-#: Another number of threads is better if a step with it takes at most this share of the time of a step before.
+#: Another number of threads is better if a step with it takes at most this share of the time that a step took before.
 BETTER = 0.9
 #: Between two trials, steps take at least AGAIN seconds, and at least SPARSE times the seconds of the last trial.
 AGAIN, SPARSE = 1.0, 20

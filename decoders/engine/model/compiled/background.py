@@ -127,7 +127,7 @@ def threads_may_compile() -> bool:
 
 @contextmanager
 def compiling() -> Iterator[float]:
-    """Waits for this thread's turn to compile, and yields the start time. In this context, Python switches threads more often."""
+    """Waits for this thread's turn to compile, and yields the start time. Within this context, Python switches threads often."""
     spare_compiler_warnings()
     with _turn:
         usual = sys.getswitchinterval()

@@ -157,7 +157,9 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Adds the seconds of an uncompiled pass to its kind's; only a part of a long pass's, because compiling saves no more on it."""
+        """Adds the seconds of the uncompiled pass in this context to those of its kind; of a long pass only a share, because compiling
+        a long pass saves no more than compiling a short one.
+        """
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

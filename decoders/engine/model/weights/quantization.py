@@ -34,7 +34,7 @@ _log = logging.getLogger("decoders")
 
 
 def scheme_of(weights: str) -> Scheme | None:
-    """The kind of copies that a value of the setting `weights` asks for; None if it asks for none."""
+    """The kind of copies that `weights`, a value of the setting ``weights``, requires; None if no copies are made."""
     return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 

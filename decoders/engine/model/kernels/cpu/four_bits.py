@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .....common.devices import narrowed
 
-#: A kernel may read this many numbers past the end of the scales, and bytes past the end of the levels, in whole vectors and blocks.
+#: Kernels read whole vectors and blocks: up to this many numbers past the end of the scales, and bytes past the end of the levels.
 ROOM, ROOM_OF_LEVELS = 16, 48
 
 
