@@ -45,7 +45,7 @@ def has_64_bits(device: torch.device) -> bool:
 
 
 def in_64_bits(tensor: Tensor) -> Tensor:
-    """`tensor`; if its device does not compute in 64 bits (:func:`has_64_bits`), a copy on the host, which waits for the device."""
+    """`tensor`; if its device does not compute in 64 bits (:func:`has_64_bits`), a copy on the host, after waiting for the device."""
     return tensor if has_64_bits(tensor.device) else tensor.cpu()
 
 

@@ -175,7 +175,7 @@ def candidates(
 
 
 def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
-    """`scores` without the stop tokens at `early` nodes (``[B, N]`` bool). stop_tokens: ``[E]`` or ``[B, E]``."""
+    """`scores` without the stop tokens at nodes where `early` ``[B, N]`` is True. stop_tokens: ``[E]`` or ``[B, E]``."""
     stops = stop_tokens.expand(len(scores), -1)
     real = (stops >= 0) & (stops < scores.shape[-1])
     row, node, column = (early[..., None] & real[:, None]).nonzero().unbind(1)

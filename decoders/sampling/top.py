@@ -57,7 +57,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
 
 
 def counted(marked: Tensor) -> Tensor:
-    """The running count ``[…, V]`` of `marked` tokens (``[…, V]`` bool). Counted in blocks: a GPU is slow at few long sums."""
+    """The running count ``[…, V]`` of True in `marked` ``[…, V]``. Counted in blocks: a GPU is slow at few long sums."""
     vocab = marked.shape[-1]
     blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks.cumsum(-1, dtype=torch.int32)

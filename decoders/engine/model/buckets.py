@@ -41,7 +41,7 @@ def row_bucket(rows: int, static: bool = True) -> int:
 
 
 def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
-    """The padded size of a block of `nodes` nodes, root included. If sizes are not static, it is a multiple of `multiple`."""
+    """The padded size of a block of the size `nodes`, root included. If sizes are not static, it is a multiple of `multiple`."""
     if not static:
         return round_up(max(nodes, LEAST_NODES), multiple)
     if nodes > NODE_STEP:
@@ -80,7 +80,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def slots_for(tokens: int, static: bool = True) -> int:
-    """The number of slots per row for `tokens` tokens and a block after them.
+    """The number of slots per row for a text and a block after it. tokens: number of tokens of the text.
 
     If sizes are dynamic, a view must be smaller than the cache, because graphs are traced with different sizes for view and cache.
     """

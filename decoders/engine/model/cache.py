@@ -148,7 +148,7 @@ class CacheBuffers:
         return CacheBuffers(keys, values, key_scales, value_scales, states, shifts)
 
     def enlarged(self, slots: int) -> CacheBuffers:
-        """Copies of all rows, with `slots` slots each."""
+        """Copies of all rows. slots: number of slots per row of the copies."""
 
         def wider(buffer: Tensor) -> Tensor:
             wide = buffer.new_zeros(*buffer.shape[:2], slots, buffer.shape[3])

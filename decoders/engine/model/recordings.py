@@ -105,7 +105,7 @@ class Recorder:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queues a copy on the device, for which the host does not wait."""
+        """Queues a copy of `source` to `target` on the device. The host does not wait for it."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> Event:
@@ -113,7 +113,7 @@ class Recorder:
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """A recorder for `device`; None without CUDA."""
+    """A recorder for `device`; None unless it is a CUDA device."""
     return Recorder(device) if device.type == "cuda" else None
 
 
@@ -319,7 +319,7 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if it does not fit.
+        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if none fits.
 
         Afterwards the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
 

@@ -261,7 +261,7 @@ class Target:
         return (rows > 1 and not self.rounds) or (invariance is not None and invariance.single)
 
     def buffers(self, rows: int, slots: int, layout: Sequence[LayerSpec] | None = None) -> CacheBuffers:
-        """A new cache for `rows` rows with `slots` slots each. layout: the cache's layout; None: the model's."""
+        """A new cache. rows: number of rows; slots: number of slots per row; layout: the cache's layout, None: the model's."""
         placeholders = self.vocabulary.placeholders is not None
         return CacheBuffers.allocate(list(layout or self.layout), rows, slots, placeholders, self.attends == "triton")
 

@@ -66,7 +66,7 @@ def set_threads(number: int) -> None:
 
 @dataclass
 class _Steps:
-    """Seconds of steps with one number of threads: wall-clock time, and processor time of the calling thread.
+    """Seconds of steps with the same number of threads: wall-clock time, and processor time of the calling thread.
 
     The first step does not count, because it includes the preparation of kernels.
     """
@@ -97,7 +97,7 @@ class _Steps:
 class Threads:
     """Chooses the number of threads for the next step of a model on the CPU, from the seconds of earlier steps.
 
-    If steps spend much time waiting, half as many threads are tried for a few steps. If fewer than `most` threads are in use, twice as
+    If steps wait long for processors, half as many threads are tried for a few steps. If fewer than `most` threads are in use, twice as
     many are tried from time to time. The faster number stays.
 
     Attributes:

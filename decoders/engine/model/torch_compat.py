@@ -178,7 +178,7 @@ def graphs_compiled() -> int:
 
 
 def compiled_region(function: Callable) -> Callable:
-    """`function` as a region that is compiled once. Any number of variants is allowed; by default torch raises at the ninth variant."""
+    """`function` as a region: equal calls share a graph. Any number of graphs is allowed; by default torch raises at the ninth."""
     region: Any = torch.compiler.nested_compile_region
     bound = "max_reuse_entries" in signature(region).parameters
     return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))

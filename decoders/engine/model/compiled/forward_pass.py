@@ -101,10 +101,11 @@ class ForwardPass:
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` runs a pass over `rows` rows.
+        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` runs a pass.
 
         Args:
             key, given: see :meth:`~decoders.engine.model.recordings.Recordings.run`.
+            rows: number of rows of the pass.
             plan: the sampling plan with which the function draws tokens; None if it draws no tokens.
             copy: whether to copy the result of a replay, so that the next replay does not overwrite it.
         """
@@ -127,7 +128,7 @@ class ForwardPass:
         return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets the padding of `blocks`, which have `rows` rows. The padding depends on whether the next pass runs compiled."""
+        """Sets the padding of `blocks`. It depends on their number of rows, and on whether the next pass runs compiled."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 

@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def noted_calls(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable
 ) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """Runs `run`; yields the calls of each module in `layers`, and each attention module's query, mask, options and cache update.
+    """Calls `run`; yields the calls of each module in `layers`, and each attention module's query, mask, options and cache update.
 
     run: calls its argument with the cache, then runs the model.
     """
