@@ -21,7 +21,7 @@ TRIED = ("cpu", "cuda")
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether sizes are rounded up to few static sizes on `device`, as CUDA graphs need. Tests replace it to test this on a CPU."""
+    """Whether sizes are rounded up to few static sizes on `device`, as CUDA graphs need. Tests replace this function on a CPU."""
     return device.type != "cpu"
 
 
@@ -31,7 +31,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def pins(device: torch.device) -> bool:
-    """Whether pinned memory is copied to `device` while the host goes on. On Metal, the copy may contain what the host writes later."""
+    """Whether pinned memory is copied to `device` asynchronously. On Metal, such a copy may contain what the host writes later."""
     return device.type == "cuda"
 
 
@@ -45,7 +45,7 @@ def has_64_bits(device: torch.device) -> bool:
 
 
 def in_64_bits(tensor: Tensor) -> Tensor:
-    """`tensor`; if its device does not compute in 64 bits (:func:`has_64_bits`), a copy on the host, which waits for the device."""
+    """`tensor`; if its device does not compute in 64 bits (:func:`has_64_bits`), a copy on the host, after waiting for the device."""
     return tensor if has_64_bits(tensor.device) else tensor.cpu()
 
 
@@ -69,7 +69,7 @@ def refuse_meta(name: str, value: Any) -> None:
 
 
 def present() -> dict[str, str]:
-    """The kinds of devices on this machine, each with the name of its first device, or the CPU's instruction set."""
+    """Kind of device on this machine → the name of the first device of this kind; for ``cpu``, the instruction set."""
     found = {"cpu": torch.backends.cpu.get_cpu_capability()}
     for kind in ("cuda", "xpu"):
         if (module := accelerator(torch.device(kind))).is_available():
@@ -112,7 +112,7 @@ def current(device: torch.device) -> AbstractContextManager:
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies small `tensors` from the host to `device` in one transfer, without waiting for CUDA. The results share one buffer."""
+    """Copies small `tensors` from the host to `device` in one transfer, which is asynchronous on CUDA. The results share one buffer."""
     # Wider dtypes first, so that each tensor is aligned.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
     # clone, because a view of one element may have any stride, and reshape and contiguous do not change it.

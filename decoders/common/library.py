@@ -101,7 +101,7 @@ def _folder() -> Traversable:
     return installed if installed.is_dir() else Path(__file__).parents[2] / "grammars"
 
 
-#: A text with one of these suffixes is the name of a file, because no specification of a grammar ends with them.
+#: A text that ends with one of these suffixes is taken for a file's name, because no specification of a grammar ends with one.
 SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: A byte-fallback token.
+#: Matches the name of a byte-fallback token.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: The text to which tokenizers decode an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: Earlier tokens, the window, are decoded again with new tokens. A window of this length ends, at the cost of one more decoding.
+#: New tokens are decoded together with a window of earlier tokens. Once the window has this many tokens, the newest tokens replace it.
 AGAIN = 12
 
 
@@ -75,7 +75,7 @@ class TextPieces:
         return list(prompt[begin:])
 
     def _may_change(self, tokens: list[int], text: str, decode: Callable[[list[int]], str]) -> bool:
-        """Whether later tokens may change `text`, which is the text of `tokens` by the function `decode`."""
+        """Whether later tokens may change `text`, the result of ``decode(tokens)``."""
         if text.endswith(UNFINISHED):
             return True
         for token in reversed(tokens):
@@ -98,7 +98,7 @@ class TextPieces:
         for mark, end in pairwise([-1, *marks, len(tokens)]):
             part = tokens[mark + 1 : end]
             whole = self._plain(before + part)
-            if not whole.startswith(known):  # the name cuts a character
+            if not whole.startswith(known):  # the special token is within a character
                 before, known, whole = [], "", self._plain(part)
             text += whole[len(known) :] + "".join(map(self.name, tokens[end : end + 1]))
             before, known = before + part, whole

@@ -85,7 +85,7 @@ NO_PART_OF_NETWORK = frozenset({
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of a config's rotary embeddings: one dict, or a dict per type of layer."""
+    """The parameters of a config's rotary embeddings, as a list: one dict, or one per type of layer; empty without them."""
     rope = getattr(config, "rope_parameters", None) or {}
     several = [each for each in rope.values() if isinstance(each, dict)]
     return several or ([rope] if rope else [])
@@ -147,7 +147,7 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_attention(config: PreTrainedConfig, name: str) -> None:
-    """Sets the attention function in `config`. ``set_attn_implementation`` needs a whole model; a drafter has layers only."""
+    """Sets the attention function in `config`. ``set_attn_implementation`` needs a whole model, which a drafter is not."""
     config._attn_implementation = name
 
 
@@ -160,7 +160,7 @@ def register_experts(name: str, function: Callable[..., Tensor]) -> None:
 
 
 def experts_of(module: nn.Module) -> str | None:
-    """The name of the function that computes a module's experts; None without experts, or if processes share them."""
+    """The name of the function that computes a module's experts; None if it has no experts, or if several processes share them."""
     if getattr(module, "_is_expert_parallel", True):
         return None
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -172,7 +172,7 @@ def set_experts(module: Any, name: str) -> None:
 
 
 def gated(experts: Any, x: Tensor) -> Tensor:
-    """`x`, the product with the gate-and-up matrices of the module `experts`, after the module's gate."""
+    """Applies the gate of the module `experts` to `x`, the product with the module's gate-and-up matrices."""
     return experts._apply_gate(x)
 
 

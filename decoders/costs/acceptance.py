@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 #: Each judged draft token multiplies the weight of earlier tokens of its :data:`Kind` by this: a weight halves in about four tokens. At
 #: the greatest depth weights decay slowly, because many tokens are judged at once, and only if all tokens before were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
-#: The prior acceptance rate of a first token, ``PRIOR``, counts like ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
+#: The prior acceptance rate of a first token, ``PRIOR``, weighs as much as ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
 #: because judging drafts is free.
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Greater depths and ranks are clipped to these values.
 DEEPEST, LOWEST_RANK = 4, 3
-#: A drafter's declared rates (`Strategy.grade_rates`) count like this many judged tokens.
+#: A drafter's declared rates (`Strategy.grade_rates`) weigh as much as this many judged tokens.
 GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook (:attr:`Follower.outlook`).
 OUTLOOK_WEIGHT = 1 / 8
@@ -27,17 +27,17 @@ OUTLOOK_WEIGHT = 1 / 8
 CAUTION = 1.15
 
 #: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a
-#: drafter's confidence; -1: any). Instead of the bits, a negative bit means all tokens of this drafter, whoever else proposes them.
+#: drafter's confidence; -1: any). The negative of a drafter's bit stands for all its tokens, whether or not others propose them, too.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
 
 class AcceptanceRates:
-    """Probability that a draft token is right if its parent is, by :data:`Kind`; recent tokens count more.
+    """Probability that a draft token is right if its parent is, by :data:`Kind`; recent tokens weigh more.
 
     Args:
         common: the rates of all rows, which are the prior of a single row's rates; None if these are the rates of all rows.
-        grade_rates: by drafter's bit, its declared rates (:attr:`Strategy.grade_rates`), which are the prior of grades not seen yet.
+        grade_rates: drafter's bit → its declared rates (:attr:`Strategy.grade_rates`), which are the prior of grades not seen yet.
             The prior is scaled by the ratio of observed to declared rates of the drafter's graded tokens.
     """
 
@@ -114,15 +114,15 @@ class AcceptanceRates:
 
 
 class Proposals:
-    """The proposals of all drafters for a row, merged into a tree without duplicates. All attributes are per node.
+    """The proposals of all drafters for a row, merged into a tree without duplicates. Each attribute has one entry per node.
 
     Attributes:
         tokens: tokens of the nodes; node 0 is the row's last token.
         parents, depths: parents and depths of the nodes.
         sources: bits of the drafters that propose the node.
         ranks: the best rank that a drafter gives the node among the node's siblings; 0 is the first.
-        grades: the best grade that a drafter gives the node.
-        children: the children by token.
+        grades: the greatest grade that a drafter gives the node.
+        children: the node's children: token → the child's index.
     """
 
     __slots__ = ("children", "depths", "grades", "parents", "ranks", "sources", "tokens")
@@ -147,7 +147,7 @@ class Proposals:
             grades: grades of nodes 1, 2, …, 0 or more.
 
         Returns:
-            for each node of the merged tree that this drafter proposes, the first index of the node's token in `tokens`.
+            node of the merged tree that this drafter proposes → the first index in `tokens` that was merged into this node.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -251,7 +251,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: If a row needs fewer steps than the longest row, by this share of the longest row's steps, it is e times less likely to end last.
+#: A row is e times less likely to end last if it needs fewer steps than the longest row, by this share of that row's steps.
 LAST_ROW_SPREAD = 1 / 8
 
 

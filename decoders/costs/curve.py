@@ -57,7 +57,7 @@ class CostPoint(_Stored):
         context: number of tokens per row that attention looks back at.
         nodes: number of nodes of the block per row, root included.
         compiled: whether the step ran compiled.
-        seconds: median of several steps: forward, verification and commit.
+        seconds: median duration of several steps: forward pass, verification and commit.
     """
 
     rows: int = Field(ge=1)

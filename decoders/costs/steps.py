@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weight of the newest step in the running mean, over all sizes, of the ratio of observed to expected seconds; and its least weight in
-#: the running mean of the ratio for the step's size.
+#: Weights of the newest step in two running means of ratios (observed to expected seconds): in the mean over all sizes; and in the mean
+#: of the step's own size, the least weight.
 QUICK, SLOW = 1 / 8, 1 / 32
 #: The curve weighs as much as this many observed steps of a size.
 TRUST = 8
@@ -20,7 +20,7 @@ KNOWN = (1.0, 0)
 
 
 class StepLine:
-    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps; recent steps count more.
+    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps; recent steps weigh more.
 
     Compiled and uncompiled steps differ in cost: a change between them resets the line.
     """
@@ -29,10 +29,10 @@ class StepLine:
     DECAY = 0.97
     #: The assumed cost of a node, relative to a step's fixed cost, before steps of several sizes were observed.
     GUESS = 0.03
-    #: Number of steps from trial to trial, before and after steps of several sizes were observed. A trial assumes a lower cost of nodes
-    #: in a step. While only one size was observed, always with a draft, steps without a draft are tried, too.
+    #: Number of steps from trial to trial, before and after steps of several sizes were observed. In a trial, a step is chosen as if
+    #: nodes cost less. While only one size was observed, always with a draft, steps without a draft are tried, too.
     TRIAL, LATER_TRIAL = 4, 128
-    #: A trial divides a node's cost by this.
+    #: In a trial, a node's assumed cost is the estimate divided by this.
     HOPE = 4
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class StepLine:
         return None if line is None else line[0] + line[1] * nodes
 
     def estimate(self, plain: int) -> tuple[float, float]:
-        """The fixed cost of a step and the cost of a node, in an arbitrary unit. plain: number of nodes of a step without a draft."""
+        """A step's fixed cost and a node's cost, in any unit; a trial's are wrong on purpose. plain: nodes of a step without draft."""
         line, trial = self._line(), self.LATER_TRIAL
         if line is None:
             line, trial = (1.0, self.GUESS), self.TRIAL
@@ -153,7 +153,7 @@ class StepCosts:
 
         Args:
             nodes: number of nodes per row of the padded block.
-            seconds: duration of the step's core.
+            seconds: duration of the step's forward pass, verification and commit.
             context: number of tokens of the longest row.
             compiled: whether the step ran compiled.
         """

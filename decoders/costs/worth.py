@@ -10,7 +10,7 @@ from ..draft import Draft
 from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from .steps import StepCosts
 
-#: A step with a draft may take ``1 + SHARE`` times as long as a step without a draft; then it pays if it commits half a token more.
+#: A step with a draft may take ``1 + SHARE`` times as long as a step without a draft: the draft then pays if it adds half a token.
 SHARE = 0.5
 
 
@@ -68,7 +68,7 @@ GOLDEN = 0.6180339887498949
 
 @dataclass
 class Looks:
-    """When to ask a drafter: in every step while drafts pay, else less and less often.
+    """When to call a drafter: in every step while drafts pay, else less and less often.
 
     Attributes:
         count: number of drafts so far.
@@ -81,7 +81,7 @@ class Looks:
     wait: int = 0
 
     def due(self, waited: int, most: int) -> bool:
-        """Whether to ask the drafter in this step. Waits vary: equal waits would always try the same place of a periodic text.
+        """Whether to call the drafter in this step. Waits vary: equal waits would always try the same place of a periodic text.
 
         Args:
             waited: number of steps since the last draft.
@@ -147,7 +147,7 @@ class DraftWorth:
         self._looks, self._waited = Looks(), 0
 
     def rebatch(self, sources: Sequence[int]) -> None:
-        """Adapts to rows that joined or left the batch. sources: the former number of each row, -1 for a new row."""
+        """Adapts to rows that joined or left the batch. sources: the former index of each row, -1 for a new row."""
         before = self._rows
         self._rows = [before[row] if row >= 0 else Follower(AcceptanceRates(self._common)) for row in sources]
         self._proposals.clear()
@@ -179,7 +179,7 @@ class DraftWorth:
         """Learns whether a step's draft was worth its time. Call it before :meth:`StepCosts.observe`.
 
         Args:
-            seconds: duration of the step's core.
+            seconds: duration of the step's forward pass, verification and commit.
             emitted: number of new tokens of every row.
             drafting: seconds of drafting; None if the step had no draft.
         """

@@ -175,7 +175,7 @@ def candidates(
 
 
 def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
-    """`scores` without the stop tokens at `early` nodes (``[B, N]`` bool). stop_tokens: ``[E]`` or ``[B, E]``."""
+    """`scores` without the stop tokens at nodes where `early` ``[B, N]`` is True. stop_tokens: ``[E]`` or ``[B, E]``."""
     stops = stop_tokens.expand(len(scores), -1)
     real = (stops >= 0) & (stops < scores.shape[-1])
     row, node, column = (early[..., None] & real[:, None]).nonzero().unbind(1)
@@ -241,7 +241,7 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 
 
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. It computes the noise of few tokens only.
+    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. Computes the noise of few tokens only.
 
     The noise is ``-log E`` with ``E >= u``, where ``u`` is the upper half of the token's 64-bit hash divided by 2^32. Let `bound` be
     the best noisy score of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win, so for most tokens only ``u`` is

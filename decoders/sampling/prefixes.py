@@ -129,7 +129,7 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`scores` with new scores of generated tokens. change: their new scores, given old scores and how often the row wrote each."""
+    """`scores` with new scores of generated tokens. change: returns them, given old scores and how often each token was generated."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])

@@ -219,8 +219,8 @@ def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
     return mix64(advanced(keys[:, None], positions))
 
 
-#: The least temperature that scores are divided by: scores up to 2^17 then stay finite. At a lower temperature only the best token
-#: would be likely, but with infinite scores, at which transformers raises an error.
+#: The least temperature that scores are divided by: scores up to 2^17 then stay finite (with infinite scores, transformers raises an
+#: error). Only the best token is likely, as it would be at a lower temperature.
 LEAST_TEMPERATURE = 2.0**-111
 
 
@@ -278,7 +278,7 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
 
 
 #: By name, the operations inside the step, equal to transformers' logits processors. Their arguments are scores ``[B, N, V]`` and the
-#: parameter `value`, ``[]`` or ``[B, 1, 1]``; operations of :data:`FIRST` have more.
+#: parameter `value`, ``[]`` or ``[B, 1, 1]``; operations of :data:`FIRST` take more.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **READ_TEXT,
     "min_new_tokens": _min_new_tokens,

@@ -1,7 +1,7 @@
 """Fused attention over the KV cache in slots (:mod:`.cache`), registered with transformers as ``"decoders"``.
 
 A pass computes one mask for each of the ``T`` *kinds* of layer (full, sliding, chunked …) and stacks the masks along the head axis:
-``[B, T, N, view]``. Model code passes this tensor through unchanged, and each layer uses the mask of its kind.
+``[B, T, N, view]`` (``view``: number of slots). Model code passes this tensor on unchanged; each layer uses the mask of its kind.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
     """The distinct kinds of attention layers in a model, and for each layer the index of its kind.
 
     As in transformers' caches, ``layer_types`` in the config decides. Without ``layer_types``, the config's window and chunk size
-    decide. Layers without attention (:data:`STATES_ONLY`) get the first kind.
+    decide. Layers without attention (:data:`STATES_ONLY`) have index 0.
 
     Raises:
         UnsupportedError: the loop does not support the type of a layer.
@@ -190,7 +190,7 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. Models whose last layers share keys and values slice the mask, and the slice lacks the attribute.
+        """The layout of `mask`. A model whose last layers reuse keys and values slices the mask, and the slice lacks the attribute.
         For a slice, the number of mask rows shows how often rows are repeated, and attention runs in one piece.
         """
         shape = getattr(mask, "decoders_shape", None)
@@ -237,7 +237,7 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
     """`mask` in the form that :func:`tree_attention` takes. A long block that begins with `text` keeps its mask, because its attention
-    runs in stretches. Otherwise its rows are repeated for the `group` query heads per key head, so that no layer has to repeat them.
+    runs in stretches. Otherwise its rows are repeated for each query head of a key head (`group` times), so that no layer repeats them.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))

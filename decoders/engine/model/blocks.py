@@ -130,7 +130,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The topology of `draft`, the block's draft. If `on_device`, the padded :attr:`tree` replaces a topology of `TreeTensors`."""
+        """The topology of `draft`, the block's draft; if it is `TreeTensors` and `on_device`: the padded :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
@@ -193,7 +193,7 @@ class Blocks:
         return own, TreeTensors(*parts)
 
     def size(self, nodes: int) -> int:
-        """Number of nodes of the padded block for a draft with `nodes` nodes. Both numbers include the root."""
+        """The number of nodes of the padded block. nodes: number of nodes of the draft. Both numbers include the root."""
         return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
@@ -205,7 +205,7 @@ class Blocks:
 
 
 def padded_tokens(draft_tokens: Tensor, nodes: int) -> Tensor:
-    """Pads draft tokens ``[B, N-1]`` with -1 ("no draft token") for a block of `nodes` nodes, root included."""
+    """Pads draft tokens ``[B, N-1]`` with -1 ("no draft token") for a block of the size `nodes`, root included."""
     missing = nodes - 1 - draft_tokens.shape[1]
     return F.pad(draft_tokens, (0, missing), value=-1) if missing else draft_tokens
 

@@ -30,7 +30,8 @@ BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
 #: In low precision on the CPU, the sizes of blocks and chunks of text are multiples of this number.
 ROWS = 4
-#: A view has a multiple of 512 slots plus one of these numbers, so that PyTorch's attention on the CPU gives the same bits.
+#: A view (the slots that attention looks at) has a multiple of 512 slots plus one of these numbers. In such views, PyTorch's attention
+#: on the CPU gives the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
 
 
@@ -40,7 +41,7 @@ def row_bucket(rows: int, static: bool = True) -> int:
 
 
 def node_bucket(nodes: int, static: bool = True, multiple: int = 1) -> int:
-    """The padded size of a block of `nodes` nodes, root included. If sizes are not static, it is a multiple of `multiple`."""
+    """The padded size of a block of the size `nodes`, root included. If sizes are not static, it is a multiple of `multiple`."""
     if not static:
         return round_up(max(nodes, LEAST_NODES), multiple)
     if nodes > NODE_STEP:
@@ -79,7 +80,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def slots_for(tokens: int, static: bool = True) -> int:
-    """The number of slots per row for `tokens` tokens and a block after them.
+    """The number of slots per row for a text and a block after it. tokens: number of tokens of the text.
 
     If sizes are dynamic, a view must be smaller than the cache, because graphs are traced with different sizes for view and cache.
     """

@@ -85,7 +85,7 @@ class LayoutProbe(Cache):
         return query_length, 0
 
     def watching(self, model: nn.Module) -> AbstractContextManager:
-        """The context in which to run `model` with this cache; empty here, for subclasses to replace."""
+        """The context in which to run `model` with this cache. It has no effect here; subclasses override it."""
         return nullcontext()
 
 
@@ -148,7 +148,7 @@ class CacheBuffers:
         return CacheBuffers(keys, values, key_scales, value_scales, states, shifts)
 
     def enlarged(self, slots: int) -> CacheBuffers:
-        """Copies of all rows, with `slots` slots each."""
+        """Copies of all rows. slots: number of slots per row of the copies."""
 
         def wider(buffer: Tensor) -> Tensor:
             wide = buffer.new_zeros(*buffer.shape[:2], slots, buffer.shape[3])
@@ -182,7 +182,7 @@ class CacheBuffers:
         return own.placed(self.places is not None)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
-        """Copies the first `count` slots, the states and the shift of a row of `source`, `source_row`, to `row` of these buffers."""
+        """Copies row `source_row` of `source` to row `row` of these buffers: the first `count` slots, the states and the shift."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
         if self.states is not None and source.states is not None:

@@ -11,7 +11,7 @@ from .threads import release_threads
 
 
 class CallLock:
-    """A re-entrant, fair lock: threads get it in the order of arrival, except threads that ask to be first.
+    """A re-entrant, fair lock: threads acquire it in the order of arrival, except by ``acquire(first=True)``.
 
     A thread that releases the lock and acquires it again queues behind the waiting threads. In a child of ``os.fork`` the lock is free,
     because the lock's owner exists only in the parent.
@@ -29,7 +29,7 @@ class CallLock:
         self._waiting: list[tuple[int, threading.Event]] = []
 
     def acquire(self, first: bool = False) -> None:
-        """Waits for the lock and takes it. first: whether this thread goes before all waiting threads."""
+        """Waits until the lock is free, and locks it. first: whether this thread goes before all waiting threads."""
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
@@ -52,7 +52,7 @@ class CallLock:
             raise
 
     def release(self) -> None:
-        """Undoes one :meth:`acquire`. After as many releases as acquires, the next waiting thread gets the lock."""
+        """Undoes one :meth:`acquire`. After as many releases as acquires, the next waiting thread acquires the lock."""
         if self._owner != threading.get_ident():  # after a fork within a call, the child does not own its new lock
             return
         if self._depth == 1 and self._waiting:

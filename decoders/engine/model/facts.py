@@ -80,7 +80,7 @@ class Lengths:
     """How results depend on the length of a text.
 
     Attributes:
-        most: number of positions that the model has.
+        most: greatest number of positions of a text that the model supports.
         sides: the lengths at which the model's rotary tables change; None if the tables never change.
         counted: how the model's layers use the number of tokens in the cache; None if no layer uses it.
     """

@@ -53,7 +53,7 @@ class GivenPrompts:
 
 
 def cached_tokens(cache: Cache) -> int:
-    """The number of tokens per row of a cache, with padding. Raises UnsupportedError if they differ by layer or cannot be read."""
+    """The number of tokens per row of a cache, with padding. Raises UnsupportedError if it differs by layer or cannot be read."""
     lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
     if len(lengths) > 1:
         raise UnsupportedError(
@@ -142,7 +142,7 @@ def put_cache(
 def _put_layer(
     buffers: CacheBuffers, number: int, row: int, spec: LayerSpec, kept: tuple[Tensor, ...], count: int
 ) -> None:
-    """Writes `kept`, the last ``k`` keys and values ``[heads, k, d]`` of a text of `count` tokens, to the slots of layer `number`."""
+    """Writes `kept`, the last ``k`` keys and values ``[heads, k, d]`` of a text of `count` tokens, to layer `number` of `row`."""
     slots = slice(count - kept[0].shape[1], count)
     parts = (buffers.keys, buffers.key_scales), (buffers.values, buffers.value_scales)
     for tensor, (own, scales) in zip(kept, parts, strict=True):

@@ -15,7 +15,8 @@ The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one
     are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on another branch run again before the
     next block (:func:`branch_length`). While another branch is verified, a near-tie between two tokens may come out differently.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds differently
-  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round all alike.
+  (:func:`~decoders.engine.model.weights.same_bits.align_activations`). exp, tanh, gelu (erf), softmax and norms round all elements
+  alike.
 - torch uses another kernel if an expert has a single row, and an expert's number of rows depends on the block.
 """
 

@@ -1,7 +1,7 @@
-"""Keeps the results of passed checks on a CPU in files, so that later processes need not check the same architecture again.
+"""Stores the results of passed checks on a CPU in files, so that later processes need not check the same architecture again.
 
 The name of a result's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
-their plain attributes, the files of code, the versions and the machine. Only results for unmodified models of transformers are kept.
+their plain attributes, the files of code, the versions and the machine. Only results for unmodified models of transformers are stored.
 A model counts as modified if a module comes from another package, has hooks or a replaced ``forward``, or holds unknown objects.
 """
 
@@ -37,7 +37,7 @@ from .target import Target
 from .torch_compat import float32_precision, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: A buffer with more bytes is not hashed, and the check of a model with such a buffer is not kept.
+#: A buffer with more bytes is not hashed, and the check of a model with such a buffer is not stored.
 _BUFFER = 64 << 20
 #: Packages whose code is identified by the package's version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
@@ -65,7 +65,7 @@ def folder() -> Path:
 
 
 def find(key: str) -> KeptCheck | None:
-    """The result that was kept under `key`; None if there is no readable file."""
+    """The result that was stored under `key`; None if there is no readable file."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         kept = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
         own, longest = kept["invariance"], kept["longest"]
@@ -76,13 +76,13 @@ def find(key: str) -> KeptCheck | None:
 
 
 def keep(key: str, check: KeptCheck) -> None:
-    """Keeps a result under `key`, if the folder can be written."""
+    """Stores `check` under `key`, if the folder can be written."""
     with suppress(OSError):
         write_whole(folder() / f"{key}.json", json.dumps(asdict(check)).encode())
 
 
 def key_of(target: Target, model: PreTrainedModel) -> str | None:
-    """The key for the check of `target`, a target of `model`; None if the check must not be kept."""
+    """The key for the check of `target`, a target of `model`; None if the check must not be stored."""
     if target.device.type != "cpu" or target.ranks.several or hooks_everywhere():
         return None
     try:
@@ -135,7 +135,7 @@ def _code(kind: type[nn.Module]) -> Iterator[object]:
     """Yields what identifies the code of the class `kind`: its Python module, and the time and size of the module's file.
 
     Raises:
-        _UnknownError: the file is of another package, or another package has replaced a function in it.
+        _UnknownError: the module is not from :data:`_LIBRARIES`, or another package has replaced one of its functions.
     """
     file = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _LIBRARIES or file is None or file.__file__ is None:

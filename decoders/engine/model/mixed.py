@@ -51,7 +51,7 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """``[R · (N - text)]`` int64: which tokens of the line get logits, namely all but the first `text` nodes of each row."""
+    """``[R · (N - text)]`` int64: the tokens of the line that get logits, each row's nodes after its text (`text` tokens)."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 

@@ -58,7 +58,7 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images; "" without images. If it is unknown which are its own: the row's entry in `hashes`."""
+        """The hash of a row's own images; "" without images. If it is unknown which images it has: its entry in `hashes`."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .attention import LayerKind
 
-#: A view of the cache may have this many more slots than the longest text has tokens, because of a block and rounding.
+#: A view of the cache may have up to this many slots more than the longest text has tokens: for a block, and by rounding up.
 MARGIN = 2048
 OWN_KIND = "decoders_own_kind"
 

@@ -129,7 +129,7 @@ class Ranks:
         """Raises RanksError in every process if `parts` differ between processes.
 
         Args:
-            what: names `parts` in the error message.
+            what: the name of `parts` in the error message.
             parts: tensors, which are compared by shape and bits, and other values, which are compared by ``repr``.
         """
         if not self.several:

@@ -57,7 +57,7 @@ class Recorder:
         self._in_pool: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def active(self) -> AbstractContextManager:
-        """Makes the recorder's device the current device."""
+        """A context in which the recorder's device is the current device."""
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
@@ -105,7 +105,7 @@ class Recorder:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queues a copy on the device, for which the host does not wait."""
+        """Queues a copy of `source` to `target` on the device. The host does not wait for it."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> Event:
@@ -113,12 +113,12 @@ class Recorder:
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """A recorder for `device`; None without CUDA."""
+    """A recorder for `device`; None unless it is a CUDA device."""
     return Recorder(device) if device.type == "cuda" else None
 
 
 class HostCopies:
-    """Pinned host buffers for small tensors on the device, which are all copied at once."""
+    """Pinned host buffers, to which small tensors are copied together from the device."""
 
     def __init__(self, recorder: Recorder, tensors: tuple[Tensor, ...]) -> None:
         self.recorder = recorder
@@ -319,7 +319,7 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if it does not fit.
+        """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if none fits.
 
         Afterwards the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
 
@@ -344,9 +344,9 @@ class Recordings:
 
         Args:
             capacity: the sizes that `body` supports.
-            inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass the
-                :class:`StaticInputs` of the beginning of the call, because later calls at their beginning are compared with it. If
-                steps of this call have replaced tensors since then, only this call can use the recording.
+            inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass
+                :class:`StaticInputs` made at the beginning of the call, because :meth:`reuse` compares it with the beginnings of later
+                calls. If steps of this call have replaced tensors since then, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
         failure = self._failed.get(key)

@@ -70,7 +70,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; 0: states are zeros."""
+    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; if 0, states are 0."""
 
     def __init__(
         self, states: RowStates, specs: Sequence[Sequence[StateSpec]], visible: Tensor, nodes: Tensor, base: Tensor
@@ -173,12 +173,12 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
 
 
 def states_in(layer: LinearAttentionLayer, specs: Sequence[StateSpec]) -> list[Tensor]:
-    """The states in the layer of a cache after a call of a module, one for each of `specs`."""
+    """The states in `layer`, a layer of a cache, after a call of a module: one for each of `specs`."""
     return [cast(Tensor, getattr(layer, spec.part)[spec.index]) for spec in specs]
 
 
 def tokens_of(args: tuple, keywords: dict[str, Any]) -> Tensor:
-    """The hidden states in a module's arguments."""
+    """The hidden states ``[B, N, H]`` among a module's arguments."""
     named = keywords.get("hidden_states")
     if isinstance(named, Tensor):
         return named

@@ -239,7 +239,7 @@ def _tree_logits(
 
 
 def check_moves(target: Target) -> None:
-    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Does nothing without it."""
+    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Does nothing if it is not used."""
     buffers = target.buffers(2, 64)
     if buffers.places is None:
         return

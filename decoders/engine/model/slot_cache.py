@@ -75,7 +75,7 @@ class SlotCache(Cache):
         return self.seen(keys, key_scales), self.seen(values, value_scales)
 
     def seen(self, buffer: Tensor, scales: Tensor | None) -> Tensor | Levels:
-        """The view's slots of a buffer, for attention. They are the quantized values, as later passes will read them."""
+        """The slots of `buffer` that attention sees. With `scales`: as :class:`Levels` if `in_levels`, else dequantized."""
         states = buffer[:, :, : self.view]
         if scales is None:
             return states

@@ -89,7 +89,7 @@ class Target:
         products: how matrices are multiplied.
         lengths: how results depend on the length of a text.
         checks: the results of the checks made when the target was created.
-        weights: the state of the weights when kept keys and values, and quantized matrices, were computed from them.
+        weights: the state of the weights from which the kept keys and values, and the quantized matrices, were computed.
         rounds: whether intermediate values are rounded (activations, keys or values are quantized, or float32 products use
             TensorFloat-32), so that a difference in the last bit may become larger.
         recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`). A model with recurrent layers runs uncompiled.
@@ -162,7 +162,7 @@ class Target:
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self, layout: Sequence[LayerSpec] | None = None) -> PassInput:
-        """The input of a pass over four tokens of one row, for checks, with a new cache. layout: of the cache; None for the model's."""
+        """The input of a pass over four tokens of one row, for checks. layout: the layout of its new cache; None: the model's."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
         return PassInput(tokens, start, tree, self.buffers(1, 16, layout), torch.arange(8, device=self.device))
@@ -187,7 +187,7 @@ class Target:
             self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
-        """The rotary table (side) for a text of `length` tokens, see :class:`~decoders.engine.model.rope.Sides`; 0 if only one."""
+        """The rotary table (side) for a text of `length` tokens, see :class:`~decoders.engine.model.rope.Sides`; 0 if there is one."""
         return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
 
     def take_side(self, side: int) -> None:
@@ -250,7 +250,9 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if that could change a token."""
+        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if other bits of a single node's
+        logits could change a token.
+        """
         if self.static:
             return False
         if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
@@ -259,7 +261,7 @@ class Target:
         return (rows > 1 and not self.rounds) or (invariance is not None and invariance.single)
 
     def buffers(self, rows: int, slots: int, layout: Sequence[LayerSpec] | None = None) -> CacheBuffers:
-        """A new cache for `rows` rows with `slots` slots each. layout: of the cache; None for the model's."""
+        """A new cache. rows: number of rows; slots: number of slots per row; layout: the cache's layout, None: the model's."""
         placeholders = self.vocabulary.placeholders is not None
         return CacheBuffers.allocate(list(layout or self.layout), rows, slots, placeholders, self.attends == "triton")
 
@@ -299,7 +301,7 @@ class Target:
 
     def renew(self, weights: WeightState) -> bool:
         """Quantizes the present weights again, in place, so that compiled code and recorded steps read the new values. Returns False if
-        a 16-bit copy of a weight can no longer represent the weight.
+        a 16-bit copy of a weight can no longer represent the weight. weights: the present :class:`WeightState`.
         """
         if not self.products.quantized.renew():
             return False

@@ -25,7 +25,7 @@ from ...report.surroundings import WAITING, busy_share
 #: The number of threads is reconsidered after every STEPS steps, or after LONG seconds of steps.
 STEPS = 4
 LONG = 0.1
-#: Another number of threads is better if a step with it takes at most this share of the time of a step before.
+#: Another number of threads is better if a step with it takes at most this share of the time that a step took before.
 BETTER = 0.9
 #: Between two trials, steps take at least AGAIN seconds, and at least SPARSE times the seconds of the last trial.
 AGAIN, SPARSE = 1.0, 20
@@ -41,7 +41,7 @@ _own = _TorchsOwn()
 
 
 def torchs_own() -> int:
-    """torch's number of threads for this thread, without the changes that running calls made."""
+    """``torch.get_num_threads()`` in this thread, or what it was before the calls that now run in this thread changed it."""
     return _own.number if _own.calls else torch.get_num_threads()
 
 
@@ -66,7 +66,7 @@ def set_threads(number: int) -> None:
 
 @dataclass
 class _Steps:
-    """Seconds of steps with one number of threads: wall-clock time, and processor time of the calling thread.
+    """Seconds of steps with the same number of threads: wall-clock time, and processor time of the calling thread.
 
     The first step does not count, because it includes the preparation of kernels.
     """
@@ -97,7 +97,7 @@ class _Steps:
 class Threads:
     """Chooses the number of threads for the next step of a model on the CPU, from the seconds of earlier steps.
 
-    If steps spend much time waiting, half as many threads are tried for a few steps. If fewer than `most` threads are in use, twice as
+    If steps wait long for processors, half as many threads are tried for a few steps. If fewer than `most` threads are in use, twice as
     many are tried from time to time. The faster number stays.
 
     Attributes:
@@ -110,7 +110,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """The threads for a new model: at first torch's number of threads, or half of it if the machine is busy."""
+        """A `Threads` for a new model: begins with torch's number of threads, or with half of it if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and busy_share():
             threads.count = threads.most // 2

@@ -178,7 +178,7 @@ def graphs_compiled() -> int:
 
 
 def compiled_region(function: Callable) -> Callable:
-    """`function` as a region that is compiled once. Any number of variants is allowed; by default torch raises at the ninth variant."""
+    """`function` as a region: equal calls share a graph. Any number of graphs is allowed; by default torch raises at the ninth."""
     region: Any = torch.compiler.nested_compile_region
     bound = "max_reuse_entries" in signature(region).parameters
     return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))
@@ -241,8 +241,8 @@ def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterato
     """Within this context, a thread that synchronizes a CUDA device first waits for `lock`, and holds `lock` while it synchronizes.
     After `seconds` it goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
 
-    Inductor and Triton synchronize to time kernels. They call ``torch.cuda.synchronize`` under several names, which all call the
-    function that is patched here. torch's own recordings have a separate lock (``cudagraph_trees.graph_capture_lock``).
+    Inductor and Triton synchronize to time kernels. They reach ``torch.cuda.synchronize`` by several names, so the function that it
+    calls is patched. torch's own recordings need not hold `lock`: they have ``cudagraph_trees.graph_capture_lock``.
     """
     if not torch.cuda.is_initialized():
         yield

@@ -127,7 +127,7 @@ def threads_may_compile() -> bool:
 
 @contextmanager
 def compiling() -> Iterator[float]:
-    """Waits for this thread's turn to compile, and yields the start time. Within this context, the switch interval is short."""
+    """Waits for this thread's turn to compile, and yields the start time. Within this context, Python switches threads often."""
     spare_compiler_warnings()
     with _turn:
         usual = sys.getswitchinterval()
@@ -140,7 +140,7 @@ def compiling() -> Iterator[float]:
 
 
 def worth_compiling(spent: float, expected: float) -> bool:
-    """Whether uncompiled steps have taken as long as compiling will take. It begins no earlier, so that short processes never compile.
+    """Whether uncompiled steps have taken as long as compiling will take. With this rule, short processes never compile.
 
     spent: seconds of uncompiled steps so far; expected: seconds that compiling will take.
     """

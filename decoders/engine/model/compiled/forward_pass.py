@@ -27,7 +27,7 @@ FEWEST_LOGITS = 2
 
 
 class ForwardPass:
-    """The forward pass of one model. All uses of the model, as target or as draft model, share it.
+    """The forward pass of one model. All uses of the model, as target or as draft model, share this object.
 
     Attributes:
         tiers: decides which passes run compiled.
@@ -101,10 +101,11 @@ class ForwardPass:
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` calls this object for `rows` rows.
+        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` runs a pass.
 
         Args:
             key, given: see :meth:`~decoders.engine.model.recordings.Recordings.run`.
+            rows: number of rows of the pass.
             plan: the sampling plan with which the function draws tokens; None if it draws no tokens.
             copy: whether to copy the result of a replay, so that the next replay does not overwrite it.
         """
@@ -127,7 +128,7 @@ class ForwardPass:
         return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets the padding of `blocks`, which have `rows` rows. It depends on whether the next pass runs compiled."""
+        """Sets the padding of `blocks`. It depends on their number of rows, and on whether the next pass runs compiled."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 
@@ -157,7 +158,9 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Adds the seconds of an uncompiled pass to its kind: of a long pass a part, because compiling does not save more there."""
+        """Adds the seconds of the uncompiled pass in this context to those of its kind; of a long pass only a share, because compiling
+        a long pass saves no more than compiling a short one.
+        """
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

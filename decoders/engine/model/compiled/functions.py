@@ -37,9 +37,9 @@ def private(function: Callable) -> Callable:
 
 
 class CompiledFunction:
-    """A tensor function, compiled with dynamic sizes. After a call in which code was compiled, `on_compile` gets the call's seconds.
+    """A tensor function, compiled with dynamic sizes. After a call that compiled code, `on_compile` is called with the call's seconds.
 
-    If the compiler fails, for instance after too many shapes, one warning is given. From then on, arguments with the same shapes and
+    If the compiler fails, for instance after too many shapes, one warning is given. From then on, arguments with the failed shapes and
     plain values run uncompiled; all arguments do, if compiling has never succeeded.
     """
 

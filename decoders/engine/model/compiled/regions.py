@@ -55,10 +55,10 @@ def _region(function: Callable) -> Callable:
 class RegionalForward:
     """`function`, a forward pass over `model`, compiled with dynamic sizes; weights are inputs of the graph.
 
-    Layers are regions. If that fails, the pass is compiled as a whole, with the same inputs and results. Declare constant sizes with
-    :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic, except those of the
-    `quantized` matrices. Dynamo treats equal sizes in the arguments of :meth:`compile` as one size, so sizes that may differ later must
-    differ in these arguments.
+    Layers are regions. If compiling by regions fails, the pass is compiled as a whole, with the same inputs and results. Declare
+    constant sizes with :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic,
+    except those of the `quantized` matrices. Dynamo treats equal sizes in the arguments of :meth:`compile` as one size, so sizes that
+    may differ later must differ in these arguments.
 
     Attributes:
         regional: whether layers are regions; None before the first compilation.
@@ -185,6 +185,6 @@ def laid_out_piece(piece: PromptPiece) -> PromptPiece:
 
 
 def laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` in the form for compiled passes, which read only offsets and visibility."""
+    """`tree` in the form for compiled passes: contiguous copies of offsets and visibility, which are all that a pass reads."""
     offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
     return TreeTensors(offsets, offsets, visible, visible)

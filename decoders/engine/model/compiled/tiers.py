@@ -25,7 +25,7 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: If each layer is a single operator, compiling begins only after this many times as long, because it saves only a few percent.
+#: If each layer is a single operator, compiling saves only a few percent, so it begins only after this many times as long.
 PATIENCE = 10.0
 
 
@@ -146,7 +146,7 @@ class Tiers:
             mode: the call's setting ``compile``; only "auto" sets a limit.
             plan: if given, pairs with other sampling plans are left out.
             joined: whether requests join and leave the batch. A request is then part of passes over one row and over several rows, so
-                either both kinds of passes run compiled or none (:meth:`compile_both`).
+                either both kinds of passes run compiled or neither (:meth:`compile_both`).
         """
         if mode != "auto":
             return None
@@ -211,7 +211,7 @@ class Tiers:
         return self._wait(self._begin(PassKind(several, single)), report) if ready and single else ready
 
     def compile_both(self) -> None:
-        """If passes over one row or passes over several rows are being compiled, begins to compile the other kind, too."""
+        """If passes over one row or over several rows are compiled in "auto" mode, begins to compile the other kind, too."""
         kinds = PassKind(False), PassKind(True)
         if self.mode == "auto" and any(self.kinds[kind].job is not None for kind in kinds):
             for kind in kinds:
@@ -226,7 +226,7 @@ class Tiers:
             self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def book_single(self, seconds: float, rows: int) -> None:
-        """Adds the seconds of a step without a draft. Begins to compile passes with a single node per row after enough seconds."""
+        """Adds a step without a draft to the seconds of passes with single nodes. Begins to compile these passes when that is due."""
         kind = PassKind(rows > 1, single_node=True)
         if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
@@ -235,17 +235,17 @@ class Tiers:
         self._spend(kind, seconds)
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
-        """Adds the seconds of a prefill that a mixed pass could have done. Begins to compile mixed passes after enough seconds."""
+        """Adds a prefill that a mixed pass could have done to the seconds of mixed passes. Begins to compile them when that is due."""
         if rows >= 2 and self._can_mix and self.compiles(several=True):
             self._spend(PassKind(True, single, mixed=True), seconds)
 
     def book_replay(self, seconds: float, rows: int) -> None:
-        """Adds the seconds of a replayed pass over `rows` rows, if the pass is uncompiled."""
+        """Adds the seconds of a replayed pass over `rows` rows to the seconds of its kind, if the pass is uncompiled."""
         if not self.runs_compiled(rows > 1):
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Adds seconds of which compiled passes of `kind` would save a part, and begins to compile these passes when that is due."""
+        """Adds `seconds`, of which compiled passes would save a part, to those of `kind`. Begins to compile `kind` when that is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):

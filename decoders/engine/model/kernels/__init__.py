@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-#: A joint product has at most MOST_MATRICES matrices. In a joint product on CUDA, the number of outputs of each matrix is a multiple of
-#: LARGEST_BLOCK, so that a block of outputs belongs to one matrix.
+#: A joint product, of one input by several matrices, has at most MOST_MATRICES. On CUDA, the number of outputs of each matrix is a
+#: multiple of LARGEST_BLOCK, so that a block of outputs belongs to one matrix.
 MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
@@ -53,7 +53,7 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: Triton is installed, as with torch's CUDA builds for Linux, and `device` is CUDA."""
+    """Whether Triton kernels run on `device`: Triton is installed, and `device` is CUDA or Triton's interpreter is on."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
@@ -69,7 +69,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     would compile another graph for every size that changes a launch.
 
     Args:
-        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that are written come last.
+        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes to come last.
         fake: returns empty tensors of the result's sizes, for tracing.
     """
     name = schema.partition("(")[0]
@@ -96,7 +96,7 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def _without_bfloat16(function: Callable[..., Any], written: int) -> Callable[..., Any]:
     """A wrapper that turns bfloat16 arguments into float32, because Triton's interpreter multiplies bfloat16 numbers as integers.
 
-    written: how many of the last arguments `function` writes.
+    written: how many of the last arguments `function` writes to.
     """
 
     def widened(*arguments: Any) -> Any:

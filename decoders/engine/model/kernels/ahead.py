@@ -59,7 +59,7 @@ def _kind(value: Any) -> Hashable:
 
 
 def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
-    """Runs `passes`, which must not store tensors, on fake tensors. Returns its calls of our operators up to the first exception."""
+    """Runs `passes`, which must not store tensors, on fake tensors. Returns calls of our operators: their names and arguments."""
     noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
     uncached = Topology.tensors.__wrapped__  # its cache would keep fake tensors for later calls
     # `noted` is entered last, so it sees a call before FakeTensorMode makes the result.
@@ -95,7 +95,7 @@ _alone = threading.Lock()
 
 
 def compile_kernels(passes: Callable[[], Any]) -> int:
-    """Compiles the kernels that `passes` launches, in parallel. Returns the number of calls noted. Errors appear at the real launch."""
+    """Compiles the kernels that `passes` launches, in parallel. Returns the number of calls of operators; 0 after an error."""
     try:
         from triton import AsyncCompileMode
 

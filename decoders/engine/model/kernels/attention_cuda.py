@@ -11,8 +11,8 @@ from . import operator
 
 #: Number of bits in a word of the mask. A bit says whether a node is visible.
 WORD = 64
-#: OCTAVE splits are an octave. The splits of the first two octaves have FIRST_SPLIT slots, and each later octave doubles the slots per
-#: split: the splits that end at slot 32,768 have 1,024 slots.
+#: An octave is OCTAVE successive splits. The splits of the first two octaves have FIRST_SPLIT slots, and each later octave doubles the
+#: slots per split: the splits that end at slot 32,768 have 1,024 slots.
 FIRST_SPLIT, OCTAVE = 128, 16
 #: FIRST_SPLIT for text: with many queries, adding up the results of shorter splits would take longer than it saves.
 FIRST_TEXT_SPLIT = 1024

@@ -150,7 +150,7 @@ def merge_kernel(
     BN: tl.constexpr, FIRST: tl.constexpr, OCTAVE: tl.constexpr, TEXT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the results of all splits for one row of a tile, octave by octave, from the first slots to the last."""
+    """Adds up the results of all splits for one row of a tile, ``OCTAVE`` splits at a time, from the first slots to the last."""
     row, pair = tl.program_id(0), tl.program_id(1)
     b, h = (pair // HEADS).to(tl.int64), pair % HEADS
     base = tl.load(MASK + b * smb + WORDS + 1).to(tl.int32)

@@ -1,8 +1,8 @@
-"""Epilogues of products on CUDA: activations, residuals, norms and rotary positions, in the kernel that adds up stretches.
+"""Epilogues of products on CUDA: activations, residuals, norms and rotary positions, in the kernel that adds up partial sums.
 
-The input `parts` has the sums of a product's stretches (:mod:`.products_triton`), ``[stretches, rows, outputs]`` in float32, or is a
-whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have about a hundred more launches, of two
-microseconds each. Sums are rounded where the model rounds them.
+The input `parts` is a product's partial sums over stretches of the terms (:mod:`.products_triton`), ``[stretches, rows, outputs]`` in
+float32; or the whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have about a hundred more
+launches, of two microseconds each. Sums are rounded where the model rounds them.
 
 The number of rows decides how PyTorch's mean distributes a row to threads, and inductor chooses the loops of a sum by timing, so bits
 would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
@@ -46,7 +46,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of all parts' entries at `place`, in order. size: entries per part; as ``rows * outputs``, it allows wide loads."""
+    """The sum of all parts' entries at `place`, in order. size: entries per part, passed as ``rows * outputs`` for wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)
@@ -117,8 +117,8 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts for one head of one node; for a query or key, then applies the norm and the rotary position. Writes keys and
-    values to the cache or to new tensors."""
+    """Adds up the parts for one head of one node, and applies norm and rotary position if it is a query or key. Writes keys and values
+    to the cache or to new tensors."""
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     here, outputs = d < D, (HEADS + 2 * KEY_HEADS) * D
@@ -173,7 +173,7 @@ def _three(biases: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...]:
 
 
 def added(parts: Tensor, biases: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, kind: int = -1) -> Tensor:
-    """The sum of `parts` plus biases, ``[rows, outputs]``. An activation gives ``activation(gate) * up``, ``[rows, outputs / 2]``."""
+    """The sum of `parts` plus biases, ``[rows, outputs]``. If `kind` ≥ 0: ``activation(gate) * up``, ``[rows, outputs / 2]``."""
     stretches, rows, outputs = parts.shape
     inner = outputs if kind < 0 else outputs // 2
     out = parts.new_empty((rows, inner), dtype=dtype)
@@ -211,9 +211,9 @@ def rotated_to_cache(
     parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
     keys: Tensor, values: Tensor, size: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes keys and values to `slots` (None: the first slots) of the buffers ``[B, h, L, d]``; returns queries ``[B, N, H, d]``.
+    """Writes the rotated keys and the values in `parts` to `slots` (None: the first slots) of `keys` and `values` ``[B, h, L, d]``.
 
-    size: B and N.
+    Returns the rotated queries, ``[B, N, H, d]``. size: B and N.
     """
     (stretches, rows, outputs), (_, key_heads, _, width) = parts.shape, keys.shape
     heads = outputs // width - 2 * key_heads

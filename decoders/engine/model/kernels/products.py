@@ -166,8 +166,8 @@ def linear_rotated(
         keys, values: the cache, ``[B, h, L, D]``. On CUDA, in uncompiled code, the operator writes new keys and values to their slots.
 
     Returns:
-        Queries ``[B, N, H, D]``, and new keys and values ``[B, h, N, D]``, which are None if the operator has written them. The regions
-        of compiled code accept no operators that write. None if no kernel computes them.
+        Queries ``[B, N, H, D]``, and new keys and values ``[B, h, N, D]``, which are None if the operator has written them to the cache
+        (compiled layers accept no operator that writes). None instead of all three if no kernel computes them.
     """
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     around = query_norm, key_norm, *formula, cos, sin

@@ -28,7 +28,7 @@ Product = TypeVar("Product", Tensor, Tensor | None)
 
 
 class Latest(threading.local):
-    """Keeps each thread's last result for a tensor, so that layers with the same input compute it once."""
+    """Stores each thread's last result for a tensor, so that layers with the same input compute it once."""
 
     source: Tensor | None = None
     writes = -1

@@ -27,7 +27,7 @@ class Call(NamedTuple):
     result: Any
 
     def name_of(self, value: Any) -> Name:
-        """The name of the argument that is the object `value`; None if no argument is."""
+        """The name of the argument that is the object `value`; None if it is no argument."""
         named: list[tuple[int | str, Any]] = [*enumerate(self.given), *self.options.items()]
         return next((name for name, own in named if own is value and value is not None), None)
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def noted_calls(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable
 ) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """Runs `run`; yields the calls of each module in `layers`, and each attention module's query, mask, options and cache update.
+    """Calls `run`; yields the calls of each module in `layers`, and each attention module's query, mask, options and cache update.
 
     run: calls its argument with the cache, then runs the model.
     """

@@ -34,7 +34,7 @@ _log = logging.getLogger("decoders")
 
 
 def scheme_of(weights: str) -> Scheme | None:
-    """The kind of copies that a value of the setting `weights` asks for; None if it asks for none."""
+    """The kind of copies that `weights`, a value of the setting ``weights``, requires; None if no copies are made."""
     return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 
@@ -94,7 +94,7 @@ class QuantizedWeight:
         return [value for value in self.made.values() if isinstance(value, Tensor)]
 
     def renew(self) -> None:
-        """If the sources have changed, copies them again to the same tensors. Raises LossyError."""
+        """If the sources have changed, copies them again to the same tensors. Raises LossyError if 16 bits cannot hold them."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
                 if own.data_ptr() != new.data_ptr():  # equal addresses: a library's levels are used without a copy
@@ -172,7 +172,7 @@ def quantize(
     model: nn.Module, scheme: Scheme | None, head: nn.Module | None, smallest: int | None = None,
     groups: Sequence[Group] = (), given: Quantized | None = None,
 ) -> Quantized:  # fmt: skip
-    """Makes layers of `model`, our copy of a model, multiply with quantized matrices.
+    """Makes layers of `model`, our copy of a model, multiply with quantized matrices. Returns these layers, and those in `given`.
 
     Layers that a library has quantized keep their values, and use a kernel if there is one. With a `scheme`, dense layers get copies of
     their weights. For ``int4``, the output `head` and layers whose size the kernel does not support get ``int8`` copies. ``16bit``

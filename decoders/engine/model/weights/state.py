@@ -30,8 +30,8 @@ _CONTAINERS = (list, tuple, set, frozenset, dict)
 _DEPTH, _ENTRIES = 4, 1000
 #: Packages whose hooks do not read values that a user sets.
 _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
-#: The sample of a CPU tensor has _STRETCHES stretches of _BYTES bytes (a cache line), including its first and last bytes. The sample of
-#: a tensor on another device has about _SAMPLED entries.
+#: Changes are detected by a sample of each tensor: on the CPU _STRETCHES stretches of _BYTES bytes (a cache line), including the first
+#: and last bytes; on other devices about _SAMPLED entries.
 _STRETCHES, _BYTES, _SAMPLED = 4, 64, 64
 
 

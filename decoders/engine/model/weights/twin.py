@@ -53,7 +53,7 @@ class _Twin:
         self.memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers(), *quantized)}
 
     def of(self, value: Any) -> Any:
-        """The twin's counterpart of `value`, or `value` itself."""
+        """The twin's counterpart of `value`; `value` itself if the model and the twin share it."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         if isinstance(value, nn.Module) and id(value) in self.own:

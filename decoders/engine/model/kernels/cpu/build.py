@@ -72,7 +72,7 @@ def file_name(variant: str) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Lets one process at a time create `path`. If the file system has locks, other processes wait until it has finished or died."""
+    """Lets one process at a time create `path`. If the file system has locks, the others wait until this process has ended or died."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)

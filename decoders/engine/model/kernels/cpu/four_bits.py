@@ -1,4 +1,4 @@
-"""Packs matrices of 4 bits for the CPU kernels (``quantized.h``)."""
+"""Packs matrices of 4 bits for the CPU kernels (``quantized.h``). Each group of a row's inputs has its own scales."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .....common.devices import narrowed
 
-#: How many numbers behind the scales, and bytes behind the levels, a kernel may read, because it reads whole vectors and blocks.
+#: Kernels read whole vectors and blocks: up to this many numbers past the end of the scales, and bytes past the end of the levels.
 ROOM, ROOM_OF_LEVELS = 16, 48
 
 
