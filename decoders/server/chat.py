@@ -82,7 +82,7 @@ class Conversing(Answer):
         self._turns: dict[int, Turn] = {}
 
     def turn(self, growing: Growing) -> Turn:
-        """The :class:`Turn` that parses the text of a choice, the same object in every call."""
+        """The :class:`Turn` that parses the text of a choice. Every call for the choice returns the same object."""
         return self._turns.setdefault(growing.choice.index, Turn(growing, self.reasoning, self.calling))
 
     def usage(self) -> dict[str, Any]:

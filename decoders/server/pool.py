@@ -59,7 +59,7 @@ class SchedulerPool:
     Args:
         model, tokenizer: shared by all schedulers.
         strategy, config: the default strategy and its settings, for requests that name no strategy. The settings also apply to
-            requests that name the default strategy.
+            requests that name the default strategy, unless the request sets them.
         most: greatest number of schedulers of other strategies. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
         options: arguments of every :class:`~decoders.Scheduler`.
@@ -87,7 +87,7 @@ class SchedulerPool:
         """Puts a request in the queue of its strategy's scheduler, and returns it.
 
         Args:
-            client: a name of the client. Requests of different clients alternate in the queue, however many requests each has.
+            client: a name of the client. Requests of different clients alternate in the queue, however many each client sends.
             on_done: called in the decoding thread when the request is done.
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
 

@@ -83,7 +83,7 @@ class Reasoning:
     def parts(self, text: str, ended: bool) -> list[Part]:
         """The thoughts and answers in a growing text, in order.
 
-        Text that may become a marker is held back until `ended`.
+        Text that may become a marker is left out until the text has `ended`.
         """
         begin, end = str(self.markers.begin), str(self.markers.end)
         if self.markers.closing is not None:

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: the next items of a conversation. The server keeps conversations."""
+"""``POST /v1/responses``: the next items of a conversation. The server stores conversations."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `items` without the thoughts that later prompts leave out. A prompt contains a thought only if a message or call of the
-    assistant follows the thought directly.
+    """Returns `items` without thoughts that no later prompt contains: a prompt contains only thoughts directly before a message or call
+    of the assistant.
     """
     following = [*items[1:], {}]
     return [
@@ -219,7 +219,7 @@ class Response(Conversing):
         return event({"type": name, "sequence_number": number, **fields}, name)
 
     def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """Returns the log probabilities of those tokens of text `number` that were not sent yet, and marks them as sent."""
+        """Returns the log probabilities of the unsent tokens of the text with this part number, and marks them as sent."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]

@@ -74,7 +74,7 @@ class _Bounded(H11Protocol):
 
     Attributes:
         most: greatest number of connections.
-        seconds: time within which a request's head has to arrive; its body gets the same time.
+        seconds: time within which a request's head has to arrive, and then its body.
     """
 
     most: int
@@ -189,7 +189,7 @@ class Server(uvicorn.Server):
     """uvicorn's server for a :class:`~decoders.server.service.Service`.
 
     Args:
-        app: the application that :func:`~decoders.server.app.make_app` has made for `service`.
+        app: the application that :func:`~decoders.server.app.make_app` returned for `service`.
         grace: seconds that running requests have to finish after SIGTERM or SIGINT.
         port: the port; 0 for a free one.
     """

@@ -36,7 +36,7 @@ from .workshop import Wanted, Workshop, judged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Number of threads that parse bodies, render prompts and submit requests, so that the event loop does not.
+#: Number of threads that parse bodies, render prompts and submit requests, which would take too long in the event loop.
 THREADS = 4
 #: Number of threads for requests that take long (large ones, images, new grammars), so that other requests do not wait for them.
 PATIENT_THREADS = 2
@@ -110,7 +110,7 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Gives the model a generation config with which every request can be decoded. Logs a warning about fields that were dropped.
+        """Replaces the model's generation config by one with which every request can be decoded. Logs a warning about dropped fields.
 
         Returns:
             `config` (settings of `strategy`), with transformers' drafting arguments in the checkpoint's generation config added.
@@ -229,8 +229,8 @@ class Service:
 
         Args:
             kind: prefix of the answer's id.
-            arrival: the request's arrival; the request is given up once `arrival.gone` is set.
-            wanted: what to compile the grammar of all choices from; None: free text.
+            arrival: the request's arrival. Submitting ends with an error once `arrival.gone` is True.
+            wanted: the calls or response format from which the grammar of all choices is compiled; None: free text.
             thinking: the argument ``thinking=`` of ``generate`` for all choices.
             default_tokens: number of new tokens if the body sets none; None: as many as the limits allow.
             images: images of the prompts, as arguments of ``generate``.
@@ -278,8 +278,8 @@ class Service:
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
-        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` or this number exceeds its limit. default: see
-        `default_tokens` of :meth:`start`.
+        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` is empty, or if `prompt` or this number exceeds
+        its limit. default: see `default_tokens` of :meth:`start`.
         """
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
@@ -306,7 +306,7 @@ class Service:
 
     @property
     def retry_after(self) -> int:
-        """An estimate of the seconds until the queue has room."""
+        """An estimate of the seconds (1 to 60) until the queue has room."""
         return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
 
     def cancel(self) -> None:
