@@ -76,7 +76,7 @@ class Assistants:
     def tokens(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
     ) -> TokenMap:  # fmt: skip
-        """The map between the tokens of a draft model and of the target, cached.
+        """The map between the tokens of a draft model and of the target, cached. tokenizer: the target's; other: the draft model's.
 
         Raises:
             UnsupportedError: the bytes of tokens of one of the models are unknown.
@@ -96,8 +96,8 @@ class Assistants:
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
-        """A copy of the draft model with the target's vocabulary. It is created once, and again after a tokenizer, or the draft model's
-        embedding or head, has changed.
+        """A copy of the draft model with the target's vocabulary. It is created once, and again after a tokenizer (`tokenizer`: the
+        target's, `other`: the draft model's) or the draft model's embedding or head has changed.
 
         Raises:
             UnsupportedError: a tokenizer is missing (the error is `difference`), or the vocabularies share too few tokens.
@@ -185,7 +185,7 @@ class CallAssistants:
         return known
 
     def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
-        """See :attr:`decoders.strategy.Context.vocabulary_of`.
+        """The draft model's vocabulary, or None, see :attr:`decoders.strategy.Context.vocabulary_of`.
 
         Raises:
             UnsupportedError: the model cannot be loaded, or the bytes of tokens of one of the models are unknown.
@@ -231,7 +231,7 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedError unless every id means the same token in both models.
 
-    Compares the tokenizers if both are known, else the vocabulary sizes of the output heads. These may differ by padding: by less than
+    Compares the tokenizers if both are known, else the sizes of the output heads. The sizes may differ by padding: by less than
     :data:`~decoders.hf.tokenizers.PADDING`, or by the entries that a head has in addition to the tokens of the target's tokenizer.
     """
     if draft is target:
@@ -255,7 +255,7 @@ def check_vocabulary(
         )
 
 
-#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and the error or None.
+#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and their difference or None.
 _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -273,7 +273,7 @@ def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrain
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
-    # The draft never proposes ids after the target's last id, so extra tokens there do no harm.
+    # The draft never proposes ids above the target's last id, so additional tokens with such ids do no harm.
     if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
         return None
     shown = "; ".join(

@@ -46,7 +46,7 @@ class Beginning(ABC):
         return unpad(self.whole(input_ids, given_mask), mask, inferred_from)
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The ids ``[B, …]`` at all positions that the caller's `mask` covers; -1 at positions without a token id."""
+        """The token ids ``[B, …]`` at all positions that the caller's `mask` covers; -1 at positions without a token id."""
         return input_ids
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Embeddings(Beginning):
         return Embeddings(value.to(model.device, model.dtype))
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Ids for all vectors: -1, but `input_ids` at the last positions."""
+        """An id for each vector ``[B, P]``: `input_ids` at the last positions, -1 before them."""
         places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
         return torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]
 
@@ -249,7 +249,7 @@ def read_vectors(
     """Runs transformers' forward pass of `model` on `vectors` ``[B, P, H]``, and returns the cache; None if P is 0.
 
     Args:
-        engine: holds the weights of `model`.
+        engine: the engine of `model`.
         side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         mask: ``[B, P]``, zeros for left padding.
 

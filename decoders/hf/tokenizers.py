@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.model.layout import embeddings_of
 from ..errors import SettingsError
 
-#: Tolerated differences: a number of tokens, and one in `PADDED_PART` embeddings, as padding. Published models pad embeddings by
-#: up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the placeholder token of images.
+#: The sizes of tokenizer and embedding may differ by the first number, or by one in `PADDED_PART` embeddings. Published models pad
+#: embeddings by up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the placeholder token of images.
 PADDING, PADDED_PART = 256, 32
 
 
@@ -20,7 +20,7 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokeniz
     tokens than `model`.
 
     Args:
-        name, owner: the argument, and what `model` is, for the error.
+        name, owner: what the error calls the argument and the model.
     """
     if isinstance(tokenizer, str):
         raise SettingsError(

@@ -248,7 +248,7 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # The last tokens, whose text may still change: for each, the text from the first of them to its end, and whether it was drafted.
+        # The last tokens, whose text may still change: for each, the text from the first of them up to it, and whether it was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
