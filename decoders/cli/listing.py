@@ -65,7 +65,7 @@ def grammar_backends(as_json: Json = False) -> None:
 
 
 def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[str, Any]], str]) -> None:
-    """Prints `items` as JSON, or as a table. columns: for each column, a function that returns an item's text."""
+    """Prints `items` as JSON, or as a table. columns: by heading, a function that returns an item's text in this column."""
     if as_json:
         typer.echo(json.dumps(items, indent=2, default=str))
         return

@@ -195,14 +195,14 @@ def serve(
     )  # fmt: skip
     set_aside()
     _announce(server, service.name, console)
-    # After the server has ended, uvicorn sends this process again the signal that ended the server.
+    # When the server has ended after a signal, uvicorn sends the signal to this process once more.
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises SettingsError if the server cannot listen at `host` and `port`. uvicorn would raise only after minutes of loading."""
+    """Raises SettingsError if the server cannot listen at `host` and `port`. uvicorn would raise only after the model was loaded."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, *_, address in places:
@@ -261,7 +261,7 @@ def _service(
     thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, device: str | None,
     compile: bool, limits: Limits, told: Callable[[str], None],
 ) -> Any:  # fmt: skip
-    """Loads the model, decodes a first token, and returns the :class:`~decoders.server.service.Service`. told: shows progress."""
+    """Loads the model, decodes a first token, and returns the :class:`~decoders.server.service.Service`. told: called with progress."""
     from ..server.service import Service
     from . import models
 
