@@ -162,7 +162,7 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
     the seconds are not given, the function estimates them as if all calls took equally long.
 
     Without a terminal, lines are printed instead: the first line at once, then at most one line in :data:`SECONDS_A_LINE` seconds.
-    An earlier line waits until this time has passed, and is printed unless a later line has replaced it.
+    A line that comes sooner waits until this time has passed, and is printed unless a later line has replaced it.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -28,7 +28,7 @@ INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
 FEWEST = 16
 #: Without --compile, the table's methods are compiled from this many --seconds on: compiling takes one to three minutes on two cores.
 COMPILES_FROM = 120
-#: The default strategies; more would take longer.
+#: Strategies that are compared if none are named; more would take longer.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
 

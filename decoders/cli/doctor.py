@@ -74,7 +74,7 @@ def as_table(findings: Iterable[Finding]) -> Table:
 
 
 def versions() -> Iterator[Finding]:
-    """The versions of Python and of the important distributions."""
+    """The versions of Python and of the distributions that decoding needs."""
     yield Finding("python", "ok", platform.python_version())
     for name in ("hf-decoders", "torch", "transformers", "outlines", "llguidance"):
         try:

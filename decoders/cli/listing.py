@@ -34,7 +34,7 @@ def strategies(as_json: Json = False) -> None:
 
 
 def shown_value(value: Any, description: str) -> str:
-    """The value of a setting as text; for None, with the meaning of None, which the setting's description explains."""
+    """The value of a setting as text; None is followed by its meaning, taken from the setting's description."""
     meaning = description.partition("None: ")[2].split(". ")[0].rstrip(".")
     return f"None ({meaning})" if value is None and meaning else repr(value)
 

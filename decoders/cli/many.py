@@ -219,7 +219,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling arguments of a prompt's line `item`, combined with the command's options `given`; empty if the line sets none."""
+    """The sampling arguments that the line `item` sets, completed by `given` (those of the command); empty if the line sets none."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}

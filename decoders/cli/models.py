@@ -206,7 +206,7 @@ def _hub_answers() -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # a certificate may be known to the hub's own client only
+        return isinstance(error.reason, ssl.SSLError)  # the hub's own client may know the certificate
     except OSError:
         return False
 

@@ -208,7 +208,7 @@ def _check_address(host: str, port: int) -> None:
         for family, *_, address in places:
             try:
                 socket.create_server(address[:2], family=family).close()
-            except OSError as error:  # a machine without IPv6 still has the other address of localhost
+            except OSError as error:  # without IPv6, one of localhost's two addresses fails
                 if len(places) == 1 or error.errno in (errno.EADDRINUSE, errno.EACCES):
                     raise
     except (OSError, UnicodeError) as error:

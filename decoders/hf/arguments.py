@@ -180,8 +180,8 @@ def refuse_arguments(
         takes: names of the forward pass's arguments for other inputs than text, such as images.
 
     Raises:
-        UnsupportedError: an argument of :data:`REFUSED` has a value that the loop cannot honour, or an argument is neither in :data:`PLAIN`
-            nor in `takes`. SettingsError: a value is of the wrong kind. InputError: a tensor is on the meta device.
+        UnsupportedError: an argument of :data:`REFUSED` has a value that the loop cannot honour, or an argument is neither in
+            :data:`PLAIN` nor in `takes`. SettingsError: a value is of the wrong kind. InputError: a tensor is on the meta device.
     """
 
     def given(name: str) -> Any:
@@ -271,8 +271,8 @@ def _are_ids(value: Any, several: bool) -> bool:
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
-    """The seed of the sampling noise: `seed`; if it is None, 0 if nothing is sampled, else a number drawn from `generator` (None: torch's
-    global generator).
+    """The seed of the sampling noise: `seed`; without it, 0 if nothing is sampled, else a number drawn from `generator` (None: torch's
+    global one).
     """
     if seed is not None and generator is not None:
         raise SettingsError("give seed= or generator=, not both")

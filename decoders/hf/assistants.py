@@ -61,7 +61,7 @@ class Assistants:
         """The engine of a draft model, created once, and again after the model or these settings have changed.
 
         Args:
-            weights: number format of the draft model's matrices; None keeps the checkpoint's.
+            weights: number format of the draft model's matrices; None: as in the checkpoint.
 
         Raises:
             UnsupportedError: the loop does not support the draft model's architecture.

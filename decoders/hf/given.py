@@ -112,7 +112,7 @@ class CallCache(Beginning):
 
     @staticmethod
     def of(name: str, cache: Any) -> CallCache | None:
-        """`cache` as a beginning; None if it is empty."""
+        """The beginning that the value `cache` of argument `name` holds; None for an empty cache."""
         if not isinstance(cache, Cache):
             raise InputError(
                 f"{name} must be a cache of transformers (DynamicCache, StaticCache), not a {type(cache).__name__}; "
@@ -147,7 +147,7 @@ class CallCache(Beginning):
 
 @dataclass(frozen=True)
 class Embeddings(Beginning):
-    """The prompts as vectors instead of token ids, as the input embedding returns them.
+    """The prompts as vectors like those that the input embedding returns, instead of token ids.
 
     Attributes:
         vectors: ``[B, P, H]``.
@@ -246,7 +246,7 @@ class SoftPrompt(Beginning):
 def read_vectors(
     engine: Engine, model: PreTrainedModel, vectors: Tensor, side: int, mask: Tensor | None = None
 ) -> Cache | None:  # fmt: skip
-    """Runs transformers' forward pass of `model` on `vectors` ``[B, P, H]``, and returns the cache; None if P is 0.
+    """Runs transformers' forward pass of `model` on `vectors` ``[B, P, H]``. Returns the filled cache; None if P is 0.
 
     Args:
         engine: the engine of `model`.

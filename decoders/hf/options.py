@@ -34,7 +34,7 @@ class Defaults:
     """Defaults of calls, from :func:`decoders.enable`.
 
     Attributes:
-        strategy: as in ``generate``; None leaves calls without a strategy to transformers.
+        strategy: as in ``generate``; None: transformers decodes calls that name no strategy.
         strategy_config: settings of the strategy.
         runtime: settings of the loop.
     """

@@ -93,7 +93,7 @@ class PreparedCall:
         input_ids: ``[B, P]`` as transformers prepared them.
         grammars: the grammars of the rows.
         aligner: sends tokens to the call's streamer; None without a streamer.
-        config: the generation config in force.
+        config: the generation config of the call, as transformers has completed it.
     """
 
     engine: Engine

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.model.layout import embeddings_of
 from ..errors import SettingsError
 
-#: The sizes of tokenizer and embedding may differ by the first number, or by one in `PADDED_PART` embeddings. Published models pad
-#: embeddings by up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the placeholder token of images.
+#: A tokenizer and an embedding may differ by `PADDING` tokens; an embedding may also have 1 / `PADDED_PART` of its rows as padding.
+#: Published models pad embeddings by up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the
+#: placeholder token of images.
 PADDING, PADDED_PART = 256, 32
 
 

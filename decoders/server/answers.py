@@ -108,7 +108,7 @@ class Growing:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's ``finish_reason``."""
+        """OpenAI's ``finish_reason``: "length" if the greatest number of tokens ended the text, else "stop"."""
         return "length" if self.choice.stopped_by_length and not self.text.stopped else "stop"
 
 
@@ -148,7 +148,7 @@ class Answer(ABC):
         """The encoded events to send after every choice has ended."""
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The event that ends a stream after an error."""
+        """The encoded event that ends a stream after an error."""
         return event(refusal.body)
 
     def usage(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def joined(spans: Sequence[Span]) -> str:
     return "".join(span.text for span in spans)
 
 
-#: Seconds without an event after which a comment is sent, so that proxies keep the connection open.
+#: Seconds without an event after which a stream sends a comment, so that proxies keep the connection open.
 KEEP_ALIVE = 15.0
 _DONE = b"data: [DONE]\n\n"
 
@@ -262,13 +262,13 @@ async def settled(answer: Answer, receive: Receive) -> None:
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event with `content` as JSON. name: the type of the event."""
+    """The encoded server-sent event with `content` as JSON. name: the event's type; None: no type."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
-    """Yields the events of an answer while its choices are decoded. Raises the errors of the choices."""
+    """Yields the encoded events of an answer while its choices are decoded, and comments in pauses. Raises the choices' errors."""
     news, choices = asyncio.Event(), answer.job.choices
     growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time

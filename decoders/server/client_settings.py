@@ -17,7 +17,7 @@ from ..strategies.merged import Merged
 from ..strategy import Strategy
 from .refusals import Refusal
 
-#: Settings that name files or models. Only the operator decides what a server loads.
+#: Settings that name files or models, which only the operator may set.
 OPERATORS = ("draft_model", "heads", "head", "table")
 
 

@@ -43,7 +43,7 @@ def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
     """The grammar of a ``response_format``; None for free text.
 
     Raises:
-        Refusal: the format cannot be parsed.
+        Refusal: the schema, pattern or grammar in the format is invalid.
     """
     try:
         return _spec(wanted)

@@ -40,7 +40,7 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
 
 
 def _read(text: str) -> tuple[Any, str]:
-    """The value of a JSON text, and the parsed text. A truncated text is first closed after its last complete member. Raises
+    """The value of a JSON text, and the text itself. A truncated text is first closed after its last complete member. Raises
     ValueError.
     """
     text.encode()

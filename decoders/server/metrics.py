@@ -84,7 +84,7 @@ class Metrics:
         self.seconds = 1.0  # moving mean of the seconds that a request takes
 
     def ended(self, generation: Generation) -> None:
-        """Adds the figures of a request that has ended. Called in the decoding thread."""
+        """Adds the figures of an ended request to the metrics. Called in the decoding thread."""
         now, times = time.monotonic(), generation.times
         self.whole.observe(now - generation.submitted)
         self.seconds += 0.1 * (now - generation.submitted - self.seconds)

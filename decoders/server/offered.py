@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Offered:
-    """The strategies that run on this server.
+    """The strategies that requests can name on a server: those that run with its model and draft model.
 
     Args:
         model: the served model.

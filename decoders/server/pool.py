@@ -119,7 +119,7 @@ class SchedulerPool:
         key = _key(name, settings)
         with self._lock:
             entry = self._entries.get(key)
-            # An error outside of any request has ended the scheduler, so a new scheduler replaces it.
+            # If an error outside of any request has ended the scheduler, a new scheduler replaces it.
             if entry is not None and not entry.scheduler.alive:
                 del self._entries[key]
                 entry = None

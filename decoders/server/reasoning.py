@@ -77,7 +77,7 @@ class Reasoning:
 
     @property
     def argument(self) -> dict[str, Any]:
-        """The argument ``thinking=`` of ``generate``."""
+        """The value of ``thinking=`` in calls of ``generate``: the markers, and the budget of tokens."""
         return {"tokens": self.budget, "begin": self.markers.begin, "end": self.markers.end}
 
     def parts(self, text: str, ended: bool) -> list[Part]:

@@ -168,7 +168,7 @@ class Response(Conversing):
         kept: the store in which the response is kept.
 
     Attributes:
-        output: the items so far.
+        output: the answer's items so far.
     """
 
     body: TurnBody
@@ -231,7 +231,7 @@ class Response(Conversing):
         return entries
 
     def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
-        """Adds a piece to the growing item or to a new item, and returns the events."""
+        """Adds a piece to the growing item or to a new item, and returns the encoded events that say so."""
         content = b""
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)

@@ -190,7 +190,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: the application that :func:`~decoders.server.app.make_app` returned for `service`.
-        grace: seconds that running requests have to finish after SIGTERM or SIGINT.
+        grace: seconds after SIGTERM or SIGINT in which running requests may finish.
         port: the port; 0 for a free one.
     """
 
@@ -218,7 +218,7 @@ class Server(uvicorn.Server):
             await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The second Ctrl-C ends the grace period, so that clients get an error. Only the third Ctrl-C cuts connections."""
+        """The second Ctrl-C ends the grace period: clients receive an error. Only the third Ctrl-C closes connections at once."""
         if self.should_exit and sig == signal.SIGINT and not self.hurried:
             self.hurried = True
         else:

@@ -68,8 +68,8 @@ class Service:
         pace: delays the answers to requests with large bodies.
         keys: number of API keys. Requests of different clients alternate in the queue: with several keys each key counts as a client,
             otherwise each request does.
-        draining: whether new requests are refused.
-        ending: an event that is set when the accepted requests are cancelled.
+        draining: whether the server is shutting down, so that new requests are refused.
+        ending: an event that is set when the requests that are left at shutdown are cancelled.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Service:
         return _workshop(vocabulary, type(backend), seconds)
 
     async def judge(self, job: Job, choice: Choice) -> None:
-        """Validates the text of a choice that has ended, if the text is complete, and sets `choice.invalid`."""
+        """Validates the text of an ended choice if its grammar calls it complete, and stores the result in `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
@@ -315,7 +315,7 @@ class Service:
         self.pool.cancel()
 
     def close(self) -> None:
-        """Cancels the remaining requests, and ends the schedulers and threads."""
+        """Cancels the remaining requests, closes the schedulers, and ends the threads."""
         self.draining = True
         self.pool.close()
         self.patient.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
 """The texts of a request while they are generated.
 
-Texts are passed on in pieces. No piece ends within a character, or within text that may become a stop string.
+Clients receive texts in pieces. No piece ends within a character, or within text that may become a stop string.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ChoiceText:
 
     Args:
         prompt: token ids in front of the text.
-        special: special tokens that appear in the text by name.
+        special: special tokens whose names are written into the text.
 
     Attributes:
         stopped: whether a stop string was found.
