@@ -200,7 +200,7 @@ class Run:
         plan: the measurements to make.
         console: shows progress.
         subjects: loads the subjects.
-        facts: facts about the machine.
+        facts: facts about the machine; empty before the first measurement.
         measured: the results: a record for each method and kind of prompt.
         interrupted: whether the run was interrupted. If so, the records cover only the prompts that every method has decoded.
         save: called with the result of :meth:`as_dict` at the beginning, whenever all methods have decoded a prompt, and at the end.
@@ -262,7 +262,7 @@ class Run:
         return shown
 
     def as_dict(self) -> dict[str, Any]:
-        """The results as JSON-safe data: the machine, the plan, recommendations and records."""
+        """The results as JSON-safe data: facts about the machine, the plan, recommendations and records."""
         run = self.plan.as_dict() | dict(self.subjects.facts)
         return {
             "machine": self.facts | {"busy": self.busy}, "run": run, "complete": self.complete,

@@ -149,7 +149,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def plugins() -> Iterator[Finding]:
-    """The loaded plugins, and the reason for each plugin that cannot be used."""
+    """The plugins that are loaded, and for each plugin that cannot be used the reason."""
     from ..registry import registry
 
     infos = taken("plugins")

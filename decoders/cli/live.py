@@ -69,7 +69,7 @@ class ColouredStream(BaseStreamer):
         self._draw()
 
     def text(self) -> Text:
-        """The text so far, coloured."""
+        """The text so far, with accepted draft tokens in another colour."""
         return Text.assemble(*((piece, ACCEPTED if accepted else OWN) for piece, accepted in self.pieces))
 
     def _draw(self) -> None:

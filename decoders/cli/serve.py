@@ -225,7 +225,7 @@ def _leave(*_: Any) -> None:
 
 
 def _keys(given: list[str] | None) -> list[str]:
-    """The valid API keys.
+    """The API keys in `given`, without surrounding blanks; empty if none were given.
 
     Raises:
         SettingsError: a key is empty, or the variable is set and empty, which is most likely a mistake.

@@ -92,7 +92,7 @@ def prepared(
     *,
     edit_tasks: int = EDIT_TASKS,
 ) -> tuple[Any, Any, Any]:
-    """Loads the model and its tokenizer, and makes the :class:`~decoders.training.texts.Job` that the options describe.
+    """Loads the model and its tokenizer. Returns them and the :class:`~decoders.training.texts.Job` that the options describe.
 
     The options from `data` on are options of every training command. Without `data`, the demo model is trained with its own texts.
 

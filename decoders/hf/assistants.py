@@ -1,4 +1,4 @@
-"""Draft models of an enabled model: loads them once, compares vocabularies, and creates an :class:`Engine` for each draft model."""
+"""Draft models of an enabled model: loads each once, compares its vocabulary with the target's, and creates its :class:`Engine`."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class CallAssistants:
     """The draft models that one call may use (:class:`~decoders.engine.decode.request.DraftModels`).
 
     Attributes:
-        kept: all draft models of the target.
+        kept: all draft models of the target, also of other calls.
         target: the enabled model.
         engine, tokenizer: the target's engine and tokenizer.
         assistant_tokenizer: the tokenizer of a draft model that is an object, or whose folder has no tokenizer.
@@ -161,8 +161,8 @@ class CallAssistants:
         """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: the model cannot be loaded, its vocabulary cannot be mapped to the target's, it is on another device than
-                the target, or the loop does not support its architecture.
+            UnsupportedError: the model cannot be loaded, its vocabulary cannot be mapped to the target's, it is on another device or
+                other processes than the target, or the loop does not support its architecture.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine

@@ -1,4 +1,4 @@
-"""Images, videos and sounds of a call of ``generate``: their arguments, their positions in the prompts, and their hashes.
+"""Images, videos and sounds in a call of ``generate``: the arguments that hold them, their positions in prompts, and their hashes.
 
 The code is the same for all architectures: the signature of a model's forward pass lists its arguments, and the config lists the
 placeholder tokens of images.
@@ -47,7 +47,7 @@ def inputs_of(
     model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None, repeats: int,
     divides: bool = True,
 ) -> MultimodalInputs | None:  # fmt: skip
-    """The images, videos and sounds of a call's prompts; None for prompts of text alone.
+    """The images, videos and sounds of a call's prompts; None if all prompts are text.
 
     Args:
         model: a private copy of the model, because some architectures store positions in the module.

@@ -72,8 +72,8 @@ class Options:
     """The options of one call.
 
     Attributes:
-        strategy: proposes draft tokens.
-        verifier: decides which draft tokens are accepted.
+        strategy: the strategy, which proposes draft tokens.
+        verifier: the verifier, which decides which draft tokens are accepted.
         runtime: settings of the loop.
         grammar: the value of ``grammar=``, as given.
         thinking: the value of ``thinking=``, as given.

@@ -103,7 +103,7 @@ def warm(
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """A strategy's own work in a short call on a periodic text.
+    """The time that a strategy's own work takes in a short call on a periodic text.
 
     Attributes:
         strategy: name.

@@ -279,7 +279,7 @@ class NamedTool(Part):
 
 
 class AllowedTools(Part):
-    """The tools that the model may call or, with mode "required", must call."""
+    """The tools that the model may call. With mode "required" it must call at least one of them."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)

@@ -89,7 +89,7 @@ class Conversing(Answer):
         return self.job.usage(sum(turn.thought_tokens for turn in self._turns.values()))
 
     def logprobs(self, tokens: Sequence[TextToken]) -> list[dict[str, Any]]:
-        """The log probabilities of tokens, in OpenAI's form."""
+        """The log probabilities of tokens in OpenAI's form: an object per token, with its likeliest alternatives."""
         entries = []
         for token in tokens:
             top = [_entry(self.service.spelling.of(each), value) for each, value in token.logprobs.top]

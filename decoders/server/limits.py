@@ -38,7 +38,7 @@ class Arrival:
 
     Attributes:
         client: digest of the request's key; "" without a key.
-        moment: the request's time of arrival, by ``time.monotonic()``.
+        moment: when the request arrived, by ``time.monotonic()``.
         gone: whether the client has disconnected or has been answered, so that threads need not work for it any more.
     """
 

@@ -62,7 +62,7 @@ class SchedulerPool:
             requests that name the default strategy, unless the request sets them.
         most: greatest number of schedulers of other strategies. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
-        options: arguments of every :class:`~decoders.Scheduler`.
+        options: further arguments of every :class:`~decoders.Scheduler`.
         client: the settings that requests may set.
     """
 

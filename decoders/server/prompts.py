@@ -32,7 +32,7 @@ class Conversations:
     Attributes:
         style: how the template writes calls.
         thinking: the markers of thoughts; None if they are not known.
-        messages: which roles' messages the template shows the model, and in which form.
+        messages: which roles' messages the template renders, and in which form it takes their content.
         special: the special tokens by name.
     """
 

@@ -51,7 +51,7 @@ class Reasoning:
     def of(
         body: ChatBody, conversations: Conversations, prompt: list[int], spelling: Spelling, most: int
     ) -> Reasoning | None:
-        """How to separate the thoughts in the answer to a request; None if no markers are known, or the thought ends in the prompt.
+        """How to separate the thoughts in the answer to a request; None if no markers are known, or if the prompt ends the thought.
 
         Args:
             most: greatest number of new tokens. A reasoning effort that the template does not use limits the thought to a share of

@@ -46,7 +46,7 @@ class _Kept:
 
 
 class Kept:
-    """Kept responses, which clients can retrieve or continue. Thread-safe.
+    """Stores responses, which clients can retrieve or continue. Thread-safe.
 
     If space runs out, the client with the most bytes loses its least recently used responses.
 
@@ -284,7 +284,7 @@ class Response(Conversing):
         return content
 
     def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
-        """Ends the growing item and returns the events; empty if no item is growing."""
+        """Ends the growing item and returns the encoded events that say so; empty if no item is growing."""
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None

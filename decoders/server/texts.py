@@ -85,12 +85,12 @@ class Job:
             choice.generation.cancel()
 
     def tokens(self) -> tuple[int, int]:
-        """The numbers of prompt tokens and of new tokens."""
+        """The number of prompt tokens (each prompt counts once) and the number of new tokens in all texts."""
         prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
         return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
     def usage(self, thought: int = 0) -> dict[str, Any]:
-        """The ``usage`` object: OpenAI's figures, and further figures under ``decoders``. thought: number of tokens in thoughts."""
+        """The object in ``usage``: OpenAI's figures, and this package's under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
         lengths = _summed([report.accepted_lengths for report in reports])
