@@ -26,7 +26,7 @@ INSTEAD = {
     "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
 }
-#: Advice for a user who gives a command too many arguments, by command.
+#: By command: advice for a user who gives it too many arguments.
 FURTHER = {
     "generate": "Put a prompt of several words in quotes",
     "strategies": "`decoders config STRATEGY` explains the settings of a strategy",
@@ -59,7 +59,7 @@ class Group(catalogue.ExtensibleGroup):
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            # The option for assistant_model= is --assistant. A name in quotes was typed by the user, so it stays.
+            # On the command line, assistant_model= is --assistant. A name in quotes was typed by the user, so it stays.
             _print_error(re.sub(r"(?<![\w'\"])assistant_model=?(?!\w)", "--assistant", str(error)))
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
@@ -74,7 +74,7 @@ class Group(catalogue.ExtensibleGroup):
 
 
 def _name_value(error: typer.BadParameter) -> None:
-    """Adds the value that was given to typer's message, which names only the allowed values."""
+    """Adds the wrong value to typer's error message, which names only the allowed values."""
     from pydantic import ValidationError
 
     if isinstance(error.__cause__, ValidationError):

@@ -193,8 +193,8 @@ def measure(
     """Measures strategies and transformers' own methods side by side, and prints a table and a recommendation.
 
     Args:
-        subjects: loads the models and adds methods; None: a plain :class:`~decoders.cli.bench_run.Subjects`. The other arguments are
-            options of the command.
+        subjects: loads the models, and may add methods to measure; None: a plain :class:`~decoders.cli.bench_run.Subjects`. The other
+            arguments are options of the command.
     """
     batches = numbers(batch)
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")

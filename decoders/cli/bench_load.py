@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
     from ..bench.synthetic import Synthetic
 
-    #: Prepares a method for a load (requests with arrival times) and a dtype. The context yields a function that decodes such a load.
+    #: Prepares a method for a load (requests with arrival times) and a dtype. The returned context yields a function that decodes one.
     Opens = Callable[[Sequence[Arrival], str], AbstractContextManager[Callable[[Sequence[Arrival]], LoadResult]]]
 
 CONTINUOUS = "transformers-continuous"
@@ -119,7 +119,7 @@ def measure_load(
     with waiting(progress_console, f"loading {model}"):
         loaded, tokenizer = (load_model or models.load)(model, dtype, device)
     decoders.enable(loaded, tokenizer=tokenizer)
-    # Lengths are fixed by the load, so there are no stop tokens.
+    # The load sets the number of new tokens of each request, so there are no stop tokens.
     loaded.generation_config.eos_token_id = None
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]

@@ -44,9 +44,9 @@ class Plan:
         acceptances: acceptance rates of simulated drafters, as ``--acceptance`` gives them.
         strategy_settings: settings of strategies, by strategy.
         loop_settings: settings of the loop that were given with ``--set``.
-        compile, capacity: settings of the loop that have options of their own.
-        samplings: sampling settings (None: greedy decoding), which are measured one after the other.
-        prompts: kinds of prompts, or a file; None: the kinds that suit the tokenizer.
+        compile, capacity: settings of the loop that were given with ``--compile`` and ``--capacity``.
+        samplings: sampling settings (None: greedy decoding); everything is measured with each of them.
+        prompts: kinds of prompts, or a file; None: instructions if the tokenizer has a chat template, else ``all``.
         suite: name of a published benchmark; None without a benchmark.
         questions: the benchmark's questions.
         prompt_lengths: lengths of random prompts; None if prompts are texts.
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Settings of the loop."""
+        """All settings of the loop, by name."""
         slots = {"slots": self.capacity} if self.capacity else {}
         return {"compile": self.compile} | slots | self.loop_settings
 
@@ -98,7 +98,7 @@ class Plan:
 
 
 def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[str]:
-    """Names of the models or shapes to measure. Misspelt shapes are reported here, before minutes of loading.
+    """Names of the models or shapes to measure. Misspelt shapes are reported here, before models are loaded for minutes.
 
     Raises:
         UnknownNameError: no such shape.
@@ -132,7 +132,7 @@ def checked_strategies(
 
 
 def checked_baselines(baselines: Sequence[str] | None) -> list[str] | None:
-    """The methods of transformers to measure; None: all. Raises UnknownNameError, SettingsError: a name or its brackets are wrong."""
+    """The methods of transformers to measure; None: all. Raises UnknownNameError or SettingsError: wrong name or brackets."""
     names = pieces(baselines) or []
     if names == ["all"]:
         return None
@@ -160,7 +160,7 @@ class Subjects:
     def load(self, model: str, draft: str | None, dtype: str, device: str | None) -> Loaded:
         """Loads the target called `model`, its tokenizer (None for a shape) and its draft model, in `dtype` on `device`.
 
-        The draft model is the model or shape called `draft`. If `draft` is None, it is the demo's for the demo model, else None.
+        `draft` is the name of a model or shape. If it is None, the demo model gets the demo's draft model, other models none.
         """
         tokenizer: PreTrainedTokenizerBase | None = None
         if model in SHAPES:
@@ -175,7 +175,7 @@ class Subjects:
         return target, tokenizer, assistant
 
     def methods(self, plan: Plan, name: str, measured: Sequence[Method], console: Console) -> list[Method]:
-        """The methods to measure for the subject `name` in addition to the methods `measured`; by default none."""
+        """Further methods to measure for the subject `name`, besides those in `measured`; by default none."""
         return []
 
 
@@ -200,10 +200,10 @@ class Run:
         plan: the measurements to make.
         console: shows progress.
         subjects: loads the subjects.
-        facts: facts about the machine.
+        facts: facts about the machine; empty before the first measurement.
         measured: the results: a record for each method and kind of prompt.
         interrupted: whether the run was interrupted. If so, the records cover only the prompts that every method has decoded.
-        save: called with :meth:`as_dict` at the beginning, and whenever all methods have decoded a prompt.
+        save: called with the result of :meth:`as_dict` at the beginning, whenever all methods have decoded a prompt, and at the end.
         complete: whether the run is complete.
     """
 
@@ -243,7 +243,7 @@ class Run:
 
     def tables(self, details: bool, width: int) -> list[Table | Text]:
         """The summary table and a recommendation for each group (see :meth:`verdicts`); then the tables of a suite, and with `details`
-        all other tables. width: columns of the console.
+        all other tables. width: number of columns.
         """
         groups = pooled(self.records)
         shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
@@ -262,7 +262,7 @@ class Run:
         return shown
 
     def as_dict(self) -> dict[str, Any]:
-        """The results as JSON-safe data: the machine, the plan, recommendations and records."""
+        """The results as JSON-safe data: facts about the machine, the plan, recommendations and records."""
         run = self.plan.as_dict() | dict(self.subjects.facts)
         return {
             "machine": self.facts | {"busy": self.busy}, "run": run, "complete": self.complete,
@@ -280,7 +280,7 @@ class Run:
                 method.engine.close()
 
     def _methods(self, name: str) -> tuple[list[Method], PreTrainedTokenizerBase | None]:
-        """The methods for the subject `name` in every dtype, and its tokenizer. All are in memory at once, because they take turns."""
+        """The methods for the subject `name` in every dtype, and its tokenizer. All are in memory at once, since methods take turns."""
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:
@@ -329,7 +329,7 @@ class Run:
         return [bench.workloads(tokenizer, texts, rows) for rows in plan.batches]
 
     def _conversations(self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase, suite: str) -> Texts:
-        """The turns of a suite as prompts. Plain greedy decoding answers earlier turns, so that all methods get the same prompts."""
+        """The turns of a suite as prompts. Answers to earlier turns come from plain greedy decoding, the same for all methods."""
         plain = replace(next(method for method in methods if method.name == PLAIN), sampling=None)
         questions = self.plan.questions
 

@@ -91,8 +91,8 @@ def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") 
 def with_options_of(
     function: Callable[..., Any], without: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that adds options to a command ``f(own…, **options)``: the options of `function`, except those named in `without`,
-    follow the command's own options.
+    """A decorator for a command ``f(own…, **options)``: in place of ``**options``, its signature gets the options of `function`, except
+    those named in `without` and those that the command defines itself.
     """
 
     def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ SECONDS_A_LINE = 5.0
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM acts like Ctrl-C, so that a run that is terminated shows its results so far."""
+    """A context in which SIGTERM acts like Ctrl-C, so that a terminated run shows its results so far (main thread only)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,7 +130,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Raises SettingsError if the file `path`, the value of `option`, is a folder, or in a missing folder, or may not be written."""
+    """Raises SettingsError if `path`, the value of `option`, is a folder, lies in a missing folder, or may not be written."""
     if path is None or str(path) == "-":
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -145,7 +145,7 @@ def consoles(json_file: Path | None) -> tuple[Console, Console]:
     """The consoles for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-").
 
     Raises:
-        SettingsError: `json_file` cannot be written. This is checked here, before minutes of measuring.
+        SettingsError: `json_file` cannot be written. This is checked here, not after minutes of measuring.
     """
     check_writable("--json", json_file)
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
@@ -158,11 +158,11 @@ def importing(console: Console) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar of `total` calls. Yields a function to call at each of them, with a description and the remaining seconds. If the
-    seconds are not given, the function estimates them as if all calls took equally long.
+    """A progress bar of `total` calls. Yields a function that advances it by one call, with a description and the remaining seconds. If
+    the seconds are not given, the function estimates them as if all calls took equally long.
 
     Without a terminal, lines are printed instead: the first line at once, then at most one line in :data:`SECONDS_A_LINE` seconds.
-    The line of a call that comes sooner is printed when this time has passed, unless another call has come by then.
+    A line that comes sooner waits until this time has passed, and is printed unless a later line has replaced it.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -221,7 +221,7 @@ def conclude(
     """Prints a line about the machine, and writes all results as JSON if requested.
 
     Args:
-        run: the run's options.
+        run: the command's options, for the JSON file.
         threads: number of threads of the measured processes; None: this process was measured.
         results: lists of results by name, JSON-safe.
 

@@ -2,7 +2,7 @@
 of the registry if possible, because the registry imports torch.
 
 ``builtin.json`` lists the objects of this package. If plugins are installed, a list of all objects is kept in the user's cache until
-a file of the plugins or of this package changes. If a plugin fails, the list is made again each time.
+a file of the plugins or of this package changes. If a plugin fails, nothing is cached.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Items = list[dict[str, Any]]
 #: The whole command line; :mod:`decoders.cli` replaces this empty one.
 command_line = typer.Typer()
 
-#: Written by docs/generate_reference.py.
+#: The objects of this package, by kind. Written by docs/generate_reference.py.
 BUILTIN_FILE = Path(__file__).with_name("builtin.json")
-#: If any of these variables is set, the cache is not used.
+#: If any of these environment variables is set, the registry is read, not a file.
 _LISTS = ("DECODERS_PLUGINS_BLOCK", "DECODERS_PLUGINS_ALLOW", "DECODERS_PLUGINS_STRICT")
 #: Commands of decoders-lab, for the message if it is not installed.
 OF_LAB = (
@@ -64,7 +64,7 @@ def catalogue(kind: str) -> Items:
     if content.get("state") != state or kind not in content:
         content = {"state": state} | {every: taken(every) for every in KINDS}
         if points and all(plugin["status"] != "failed" for plugin in content["plugins"]):
-            with suppress(OSError):  # without a cache folder it is computed each time
+            with suppress(OSError):  # if nothing can be cached, the next call computes it again
                 write_whole(file, serialized(content).encode())
     return cast(Items, content[kind])
 
@@ -102,7 +102,7 @@ def _commands_of_plugins() -> dict[str, Callable[..., None]]:
 
 
 def _check_name(name: str, names: Iterable[str]) -> None:
-    """Raises PluginError if a plugin's command `name` clashes with a command of this package or of `names`, all commands of plugins."""
+    """Raises PluginError if a plugin's command `name` clashes with a command of this package or of plugins (`names`)."""
     command: Any = get_command(command_line)
     for part in name.split():
         if not hasattr(command, "commands"):
@@ -128,7 +128,7 @@ def as_command(function: Callable[..., None], name: str) -> Any:
 
 
 def unusable_commands() -> dict[str, str]:
-    """The errors of plugins whose commands cannot be used, by the plugin's key."""
+    """For each plugin with a command that cannot be used, by the plugin's key: the error messages, as one text."""
     from ..registry import registry
 
     wrong: dict[str, str] = {}
@@ -241,7 +241,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _state(points: Iterable[metadata.EntryPoint]) -> str:
-    """A hash of the installed plugins, and of the files of the plugins and of this package."""
+    """A hash of the installed plugins, and of the paths and modification times of their files and of this package's."""
     found: list[Any] = [__version__, sys.version]
     found += [(p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "") for p in points]
     folders = [Path(__file__).parents[1]]
@@ -254,7 +254,7 @@ def _state(points: Iterable[metadata.EntryPoint]) -> str:
     for folder in folders:
         for file in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
             found.append((str(file), _changed(file)))
-    # Installing or removing a distribution changes site-packages, and plugins may depend on it.
+    # Installing or removing a distribution on which a plugin depends changes site-packages.
     found += [_changed(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib")]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 

@@ -24,7 +24,7 @@ def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def waiting(console: Console, text: str) -> Status:
-    """A spinner beside `text`, without markup. If `console` writes to stderr, and this is no terminal, each text is a line instead."""
+    """A spinner beside `text`, without markup. If `console` writes to stderr, and that is no terminal, texts are printed as lines."""
     from rich.status import Status
     from rich.text import Text
 

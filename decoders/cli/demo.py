@@ -26,9 +26,9 @@ DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
 #: Least number of new tokens in each text that is measured for the table, even on a slow machine.
 FEWEST = 16
-#: Least --seconds for a compiled table without --compile: compiling takes one to three minutes on two cores.
+#: Without --compile, the table's methods are compiled from this many --seconds on: compiling takes one to three minutes on two cores.
 COMPILES_FROM = 120
-#: The default strategies; more would take longer.
+#: Strategies that are compared if none are named; more would take longer.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
 
@@ -250,7 +250,7 @@ def choose_prompts(
 
 
 def compilation(entries: list[Competitor]) -> str:
-    """A line about compiling: the number of compiled graphs and the seconds of compiling."""
+    """A line of text about compiling: the number of compiled graphs and the seconds of compiling."""
     warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
     if not graphs:
@@ -261,7 +261,7 @@ def compilation(entries: list[Competitor]) -> str:
 def show_order(
     entries: list[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
 ) -> Iterator[tuple[Competitor, tuple[str, str, Content], Workload]]:
-    """Yields every method that runs with every prompt, prompt by prompt: the method, the prompt and the prompt's workload."""
+    """Yields, for every prompt, each method that can run, with the prompt and its workload."""
     for text, workload in zip(texts, workloads, strict=True):
         for entry in entries:
             if entry.status == "ok":
@@ -276,7 +276,7 @@ def others(shown: Iterable[str]) -> str:
 
 
 def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """The texts of the baseline, the first of `entries`, by prompt."""
+    """By prompt: the text that the baseline (the first of `entries`) wrote."""
     checks = entries[0].checks
     return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}
 

@@ -26,8 +26,8 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the result. status: "ok", a "note" for information, a "warning" about speed or settings, or a "problem" that breaks
-    something.
+    """A line of the result. status: "ok"; "note": information; "warning": something is slow or set wrongly; "problem": something does
+    not work.
     """
 
     name: str
@@ -74,7 +74,7 @@ def as_table(findings: Iterable[Finding]) -> Table:
 
 
 def versions() -> Iterator[Finding]:
-    """The versions of Python and of the important distributions."""
+    """The versions of Python and of the distributions that decoding needs."""
     yield Finding("python", "ok", platform.python_version())
     for name in ("hf-decoders", "torch", "transformers", "outlines", "llguidance"):
         try:
@@ -84,7 +84,7 @@ def versions() -> Iterator[Finding]:
 
 
 def clash() -> Iterator[Finding]:
-    """Whether another project of PyPI, called ``decoders``, is installed. Its package replaces this package."""
+    """A problem if the PyPI project ``decoders`` is installed, whose package of the same name replaces this package."""
     try:
         other = metadata.distribution("decoders")
     except metadata.PackageNotFoundError:
@@ -149,7 +149,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def plugins() -> Iterator[Finding]:
-    """The loaded plugins, and the reason for each plugin that cannot be used."""
+    """The plugins that are loaded, and for each plugin that cannot be used the reason."""
     from ..registry import registry
 
     infos = taken("plugins")
@@ -235,7 +235,7 @@ def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Fi
 
 
 def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
-    """Whether all strategies write the tokens of plain decoding, as docs/explanation/exactness.md promises."""
+    """Whether all strategies write the tokens of plain decoding (docs/explanation/exactness.md). low_precision: at most 16 bits."""
     if not invariance.differs or not low_precision:
         rounding = f" (of two tokens that are equal to the last bits, {', '.join(invariance.differs)} decides)"
         said = f"yes, in {dtype}: every strategy writes those of plain decoding"

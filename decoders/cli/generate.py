@@ -212,7 +212,7 @@ def generate(
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:
-    """The tokens of a prompt. chat: whether to render `text` as a user's message with the tokenizer's chat template."""
+    """The token ids and mask of a prompt, ``[1, P]``. chat: whether `text` is a user's message for the tokenizer's chat template."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
     from ..prompts.templates import prompt_text
@@ -223,7 +223,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Prints the main figures, one per line, then the text coloured by drafter, and a histogram of the numbers of tokens per step."""
+    """Prints the main figures, one per line, then the text coloured by drafter, and how many steps produced 1, 2, … tokens."""
     from rich.table import Table
     from rich.text import Text
 

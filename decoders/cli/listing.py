@@ -34,7 +34,7 @@ def strategies(as_json: Json = False) -> None:
 
 
 def shown_value(value: Any, description: str) -> str:
-    """The value of a setting as text; for None, with the meaning of None, which the setting's description explains."""
+    """The value of a setting as text; None is followed by its meaning, taken from the setting's description."""
     meaning = description.partition("None: ")[2].split(". ")[0].rstrip(".")
     return f"None ({meaning})" if value is None and meaning else repr(value)
 
@@ -65,7 +65,7 @@ def grammar_backends(as_json: Json = False) -> None:
 
 
 def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[str, Any]], str]) -> None:
-    """Prints `items` as JSON, or as a table. columns: for each column, a function that returns an item's text."""
+    """Prints `items` as JSON, or as a table. columns: by heading, a function that returns an item's text in this column."""
     if as_json:
         typer.echo(json.dumps(items, indent=2, default=str))
         return

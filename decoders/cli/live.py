@@ -22,21 +22,21 @@ from ..common.pieces import TextPieces
 ACCEPTED, OWN = "bold green", "white"
 #: Number of lines of the prompt that stay in view.
 PROMPT_LINES = 4
-#: The time for making a model ready is shown if it is at least this number of seconds.
+#: The time for compiling and making a model ready is shown if it is at least this number of seconds.
 SHOWN_SECONDS = 0.5
 
 
 class ColouredStream(BaseStreamer):
     """A streamer of one row that records which of its tokens were accepted draft tokens.
 
-    All tokens of a step but the last were drafted; the target chose the last token. (If the end of the row cuts a step short, the
-    step's last token may have been drafted, too.)
+    All tokens of a step except the last are accepted draft tokens; the target chose the last token. (At the end of a row, the last
+    token of an incomplete step may be a draft token, too.)
 
     Attributes:
-        pieces: (text, accepted) per token. The text is "" if later tokens decide it, and is then part of a later token's text;
-            :meth:`end` may add one more piece.
+        pieces: (text, accepted) per token. The text is "" if it depends on later tokens, whose text then contains it. :meth:`end` may
+            add one more piece.
         steps: number of steps so far.
-        drawing: seconds spent in `on_change`.
+        drawing: seconds spent in `on_change`, which is called after each step to draw the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_change: Any = lambda: None) -> None:
@@ -69,7 +69,7 @@ class ColouredStream(BaseStreamer):
         self._draw()
 
     def text(self) -> Text:
-        """The text so far, coloured."""
+        """The text so far, with accepted draft tokens in another colour."""
         return Text.assemble(*((piece, ACCEPTED if accepted else OWN) for piece, accepted in self.pieces))
 
     def _draw(self) -> None:
@@ -82,8 +82,8 @@ def show(
     console: Console, method: Method, workload: Workload, tokenizer: PreTrainedTokenizerBase, name: str, prompt: str,
     new_tokens: int,
 ) -> None:  # fmt: skip
-    """Decodes `workload` (one row) and shows the text while it grows. The shown speed excludes the time for drawing; at the end also
-    the time for compiling and for making the model ready, which is shown beside the speed.
+    """Decodes `workload` (one row) and shows the text while it grows. The shown speed excludes the time for drawing. At
+    the end it also excludes the time for compiling and making the model ready, which is shown beside the speed.
     """
     started, ready = time.perf_counter(), 0.0
     stream = ColouredStream(tokenizer)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_files(input: Path | None, output: Path | None, prompt: str | None, prompt_file: Path | None) -> bool:
-    """Whether the options name a file of prompts.
+    """Whether the options name files of prompts and completions, rather than one prompt.
 
     Raises:
         SettingsError: only one file is named, a prompt is given as well, both files are the same, or the input cannot be read twice.
@@ -66,8 +66,8 @@ class Task:
 
     @staticmethod
     def of(input: Path, out: OutputLines, options: Mapping[str, Any]) -> Task:
-        """The task to complete the prompts of `input` and write to `out`. Checks that completions in `out` belong to these prompts, and
-        that earlier runs had the same `options`.
+        """The task of completing the prompts in `input`. Checks that the completions in `out` belong to these prompts, and that earlier
+        runs had the same `options`.
 
         Raises:
             SettingsError: files or options do not match, or the input cannot be read.
@@ -96,7 +96,7 @@ def complete_file(
     """Completes the remaining prompts, prints totals and speed, and returns the number of prompts that were refused or failed.
 
     Args:
-        given: the command's sampling options; None for options that were not given.
+        given: the command's sampling options by name; None if an option was not given.
         arguments: arguments of ``generate`` for all prompts.
 
     Raises:
@@ -219,7 +219,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling arguments of a prompt's line `item`, combined with the command's options `given`; empty if the line sets none."""
+    """The sampling arguments that the line `item` sets, completed by `given` (those of the command); empty if the line sets none."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}
@@ -232,7 +232,7 @@ def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def options_of_texts(
     model: str, dtype: str, max_new_tokens: int, given: Mapping[str, Any], grammar: str | None, chat: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """The options on which the texts of a run depend, by name, without options at their defaults."""
+    """The options on which the texts of a run depend, by name: model, dtype, number of tokens, and others not at their default."""
     from ..registry import registry
     from ..settings import RuntimeSettings, load_settings
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEMO = "demo"
-#: A folder of a model or of an adapter contains one of these files.
+#: The folder of a model or adapter contains at least one of these files.
 _CONFIGS = ("config.json", "adapter_config.json")
 log = logging.getLogger("decoders")
 
@@ -56,12 +56,12 @@ def known_strategy(names: str) -> str:
 
 
 def known_strategies(names: list[str] | None) -> list[str] | None:
-    """Checks the values of an option that may be repeated with :func:`known_strategy`, and returns `names`."""
+    """Checks each of `names`, the values of a repeatable option (None: not given), with :func:`known_strategy`. Returns `names`."""
     return names and [known_strategy(name) for name in names]
 
 
 def known_place(name: str) -> str:
-    """Checks a model's name (a demo model, a path, or a name on the hub) before torch is imported, and returns it.
+    """Checks a model's name (a demo model, a path, or a name on the hub) before torch is imported, and returns the name.
 
     Raises:
         ModelLoadError: there is no such model; see :func:`load`.
@@ -173,7 +173,7 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _where_to_look(kind: str, name: str) -> dict[str, bool]:
-    """Arguments of ``from_pretrained`` that say where to look for `name`: only in the hub's cache if the hub cannot be reached."""
+    """Arguments of ``from_pretrained``: if `name` is no path here and the hub cannot be reached, to look only in the hub's cache."""
     _check_name(kind, name)
     return {} if Path(name).exists() or _hub_answers() else {"local_files_only": True}
 
@@ -206,7 +206,7 @@ def _hub_answers() -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # a certificate may be known to the hub's own client only
+        return isinstance(error.reason, ssl.SSLError)  # the hub's own client may know the certificate
     except OSError:
         return False
 
@@ -294,7 +294,7 @@ def moved_to(place: torch.device, model: PreTrainedModel) -> PreTrainedModel:
 def set_aside() -> None:
     """Exempts the objects that exist now from Python's garbage collector, until ``gc.unfreeze()`` or the end of the process.
 
-    A full collection would visit all these objects for up to a second, in which no request gets a token.
+    A full garbage collection would visit all these objects. This takes up to a second, in which no request gets a token.
     """
     gc.collect()
     gc.freeze()
@@ -302,7 +302,7 @@ def set_aside() -> None:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt: the argument `prompt`, or the text of `prompt_file`, or standard input if both are None or `prompt` is "-".
+    """The prompt: the argument `prompt`, or the text of `prompt_file`, or standard input, if both are None or `prompt` is "-".
 
     Raises:
         SettingsError: two prompts were given, or the prompt cannot be read, is empty or is no text.

@@ -1,4 +1,4 @@
-"""``decoders new-plugin``: writes the project of a new strategy, made from plugins/decoders-example."""
+"""``decoders new-plugin``: creates the project of a new strategy, a copy of plugins/decoders-example with other names."""
 
 from __future__ import annotations
 

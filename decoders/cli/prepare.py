@@ -1,4 +1,4 @@
-"""``decoders warmup``, ``calibrate`` and ``advise``: compile a model, measure its steps, and recommend a strategy, ahead of time."""
+"""``decoders warmup``, ``calibrate`` and ``advise``: compile a model ahead of time, measure its steps, and recommend a strategy."""
 
 from __future__ import annotations
 

@@ -195,20 +195,20 @@ def serve(
     )  # fmt: skip
     set_aside()
     _announce(server, service.name, console)
-    # After the server has ended, uvicorn sends this process again the signal that ended the server.
+    # When the server has ended after a signal, uvicorn sends the signal to this process once more.
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises SettingsError if the server cannot listen at `host` and `port`. uvicorn would raise only after minutes of loading."""
+    """Raises SettingsError if the server cannot listen at `host` and `port`. uvicorn would raise only after the model was loaded."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, *_, address in places:
             try:
                 socket.create_server(address[:2], family=family).close()
-            except OSError as error:  # a machine without IPv6 still has the other address of localhost
+            except OSError as error:  # without IPv6, one of localhost's two addresses fails
                 if len(places) == 1 or error.errno in (errno.EADDRINUSE, errno.EACCES):
                     raise
     except (OSError, UnicodeError) as error:
@@ -225,7 +225,7 @@ def _leave(*_: Any) -> None:
 
 
 def _keys(given: list[str] | None) -> list[str]:
-    """The valid API keys.
+    """The API keys in `given`, without surrounding blanks; empty if none were given.
 
     Raises:
         SettingsError: a key is empty, or the variable is set and empty, which is most likely a mistake.
@@ -261,7 +261,7 @@ def _service(
     thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, device: str | None,
     compile: bool, limits: Limits, told: Callable[[str], None],
 ) -> Any:  # fmt: skip
-    """Loads the model, decodes a first token, and returns the :class:`~decoders.server.service.Service`. told: shows progress."""
+    """Loads the model, decodes a first token, and returns the :class:`~decoders.server.service.Service`. told: called with progress."""
     from ..server.service import Service
     from . import models
 

@@ -1,4 +1,4 @@
-"""``decoders train …``: trains n-gram tables; :mod:`.train_drafters` has the other commands."""
+"""``decoders train …``: the command that trains n-gram tables. :mod:`.train_drafters` defines the other commands."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def conclude(figures: dict[str, Any], job: Job) -> None:
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
-    """Yields lines about the network's size and how many of its draft tokens are accepted, by kind of text or of decoding."""
+    """Yields lines of text: the network's size, the shares of its draft tokens that are accepted or right, and its draft tree."""
     if "parameters" in figures:
         beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
         yield f"{figures['parameters']:,} parameters{beside}"

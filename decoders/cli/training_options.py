@@ -16,8 +16,8 @@ from .models import Device, Threads, known_dtype
 if TYPE_CHECKING:
     from ..demo.data import Source
 
-#: Number of edit tasks (a function to copy, or to copy with a name replaced): about a quarter of the demo models' texts, as in the
-#: training of these models.
+#: Number of edit tasks (copying a function, as it is or with a name replaced) among the demo models' texts: about a quarter of the
+#: texts, as when the demo models were trained.
 EDIT_TASKS = 8000
 
 Data = Annotated[
@@ -92,9 +92,9 @@ def prepared(
     *,
     edit_tasks: int = EDIT_TASKS,
 ) -> tuple[Any, Any, Any]:
-    """Loads the model and its tokenizer, and makes the :class:`~decoders.training.texts.Job` that the options describe.
+    """Loads the model and its tokenizer. Returns them and the :class:`~decoders.training.texts.Job` that the options describe.
 
-    Every training command has the options from `data` on. Without `data`, the demo model is trained with its own texts.
+    The options from `data` on are options of every training command. Without `data`, the demo model is trained with its own texts.
 
     Args:
         edit_tasks: number of edit tasks in the demo model's own texts.
@@ -106,7 +106,7 @@ def prepared(
     from ..training.texts import Job, read_files, workplace
     from .models import load
 
-    # The folder is checked, and a missing file is reported, before the model is loaded.
+    # Errors of the folder and of missing files are raised before the model is loaded.
     workplace(out, resume=True)
     texts = demo_texts(edit_tasks) if data is None and model == "demo" else {"texts": read_files(data or [])}
     texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
@@ -124,7 +124,7 @@ def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
     prompts come; and ``held``, all other files.
 
     Args:
-        edit_tasks: number of edit tasks to add to ``texts``; a twentieth as many are added to ``held``, and to ``test``.
+        edit_tasks: number of edit tasks to add to ``texts``; ``held`` and ``test`` each get a twentieth as many.
     """
     from ..demo import data, prompts
 
@@ -153,7 +153,7 @@ def _edit_tasks(sources: list[Source], count: int) -> list[str]:
 
 
 def indices(layers: str | None) -> tuple[int, ...] | None:
-    """Parses ``"1,15,28"`` to numbers; None stays None.
+    """Parses ``"1,15,28"`` to numbers; returns None for None.
 
     Raises:
         SettingsError: the text has another form.

@@ -1,7 +1,7 @@
 """Checks a call of ``generate`` with a strategy: this package's decoding loop honours, translates or refuses each argument. Checks
 the prompts, too.
 
-An argument in none of the tables is refused as unknown. A test compares the tables with the installed transformers.
+An argument in none of the tables below is refused as unknown. A test compares the tables with the installed transformers.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _meant(name: str, value: Any, known: frozenset[str]) -> str:
 
 
 def refuse_misspelt(arguments: Iterable[str], function: Callable[..., Any]) -> None:
-    """Raises UnsupportedError for a keyword that `generate` lacks and that resembles a keyword of `function` itself."""
+    """Raises UnsupportedError if one of `arguments` is unknown to `generate` and resembles a keyword of `function` itself."""
     for name in arguments:
         if name not in PLAIN and name not in OWN:
             own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -180,8 +180,8 @@ def refuse_arguments(
         takes: names of the forward pass's arguments for other inputs than text, such as images.
 
     Raises:
-        UnsupportedError: an argument of :data:`REFUSED`, or an argument of the forward pass that the loop does not pass on.
-        SettingsError: a value of the wrong kind. InputError: a tensor on the meta device.
+        UnsupportedError: an argument of :data:`REFUSED` has a value that the loop cannot honour, or an argument is neither in
+            :data:`PLAIN` nor in `takes`. SettingsError: a value is of the wrong kind. InputError: a tensor is on the meta device.
     """
 
     def given(name: str) -> Any:
@@ -213,7 +213,7 @@ def refuse_arguments(
 
 
 def of_config(name: str) -> str:
-    """The last sentence of an error about a value from a generation config."""
+    """The last sentence of an error about the value of `name` in a generation config: it says how to unset the value."""
     return (
         f" It comes from a generation config, which transformers fills from the checkpoint's files: set {name} to None there "
         f"(model.generation_config.{name} = None)."
@@ -230,7 +230,7 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers' drafting arguments (:data:`HINTS`) in `source`."""
+    """transformers' drafting arguments (:data:`HINTS`) that `source` (a call or a generation config) sets, by name."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
     if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # draft lengths are learnt per call
         hints["num_assistant_tokens_schedule"] = "heuristic"
@@ -271,8 +271,8 @@ def _are_ids(value: Any, several: bool) -> bool:
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
-    """The seed of the sampling noise: `seed`, or a number drawn from `generator` or else from torch's global generator. Without `seed`,
-    0 if nothing is sampled.
+    """The seed of the sampling noise: `seed`; without it, 0 if nothing is sampled, else a number drawn from `generator` (None: torch's
+    global one).
     """
     if seed is not None and generator is not None:
         raise SettingsError("give seed= or generator=, not both")
@@ -291,7 +291,7 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
 
 
 def said_in(configs: list[GenerationConfig], name: str) -> Any:
-    """Like :func:`first_of`, but None if the value is the one in :data:`UNSAID`, which the user did not choose."""
+    """Like :func:`first_of`, but None if the value equals that of `name` in :data:`UNSAID`, which the user did not choose."""
     value = first_of(configs, name)
     return None if value == UNSAID.get(name, object()) else value
 
@@ -316,7 +316,7 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, ca
     Raises:
         InputError: `input_ids` are no tensor, have another shape or dtype, or contain an id outside the vocabulary; or the mask is
             invalid.
-        ContextLengthError: there is no prompt.
+        ContextLengthError: `input_ids` have no rows or no tokens.
     """
     if input_ids is None:
         return

@@ -1,4 +1,4 @@
-"""Draft models of an enabled model: loads them once, compares vocabularies, and creates an :class:`Engine` for each draft model."""
+"""Draft models of an enabled model: loads each once, compares its vocabulary with the target's, and creates its :class:`Engine`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Assistants:
         """The engine of a draft model, created once, and again after the model or these settings have changed.
 
         Args:
-            weights: number format of the draft model's matrices; None keeps the checkpoint's.
+            weights: number format of the draft model's matrices; None: as in the checkpoint.
 
         Raises:
             UnsupportedError: the loop does not support the draft model's architecture.
@@ -76,7 +76,7 @@ class Assistants:
     def tokens(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
     ) -> TokenMap:  # fmt: skip
-        """The map between the tokens of a draft model and of the target, cached.
+        """The map between the tokens of a draft model and of the target, cached. tokenizer: the target's; other: the draft model's.
 
         Raises:
             UnsupportedError: the bytes of tokens of one of the models are unknown.
@@ -96,8 +96,8 @@ class Assistants:
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
-        """A copy of the draft model with the target's vocabulary. It is created once, and again after a tokenizer, or the draft model's
-        embedding or head, has changed.
+        """A copy of the draft model with the target's vocabulary. It is created once, and again after a tokenizer (`tokenizer`: the
+        target's, `other`: the draft model's) or the draft model's embedding or head has changed.
 
         Raises:
             UnsupportedError: a tokenizer is missing (the error is `difference`), or the vocabularies share too few tokens.
@@ -143,7 +143,7 @@ class CallAssistants:
     """The draft models that one call may use (:class:`~decoders.engine.decode.request.DraftModels`).
 
     Attributes:
-        kept: all draft models of the target.
+        kept: all draft models of the target, also of other calls.
         target: the enabled model.
         engine, tokenizer: the target's engine and tokenizer.
         assistant_tokenizer: the tokenizer of a draft model that is an object, or whose folder has no tokenizer.
@@ -161,8 +161,8 @@ class CallAssistants:
         """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: the model cannot be loaded, its vocabulary cannot be mapped to the target's, it is on another device than
-                the target, or the loop does not support its architecture.
+            UnsupportedError: the model cannot be loaded, its vocabulary cannot be mapped to the target's, it is on another device or
+                other processes than the target, or the loop does not support its architecture.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine
@@ -185,7 +185,7 @@ class CallAssistants:
         return known
 
     def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
-        """See :attr:`decoders.strategy.Context.vocabulary_of`.
+        """The draft model's vocabulary, or None, see :attr:`decoders.strategy.Context.vocabulary_of`.
 
         Raises:
             UnsupportedError: the model cannot be loaded, or the bytes of tokens of one of the models are unknown.
@@ -231,7 +231,7 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedError unless every id means the same token in both models.
 
-    Compares the tokenizers if both are known, else the vocabulary sizes of the output heads. These may differ by padding: by less than
+    Compares the tokenizers if both are known, else the sizes of the output heads. The sizes may differ by padding: by less than
     :data:`~decoders.hf.tokenizers.PADDING`, or by the entries that a head has in addition to the tokens of the target's tokenizer.
     """
     if draft is target:
@@ -255,7 +255,7 @@ def check_vocabulary(
         )
 
 
-#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and the error or None.
+#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and their difference or None.
 _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -273,7 +273,7 @@ def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrain
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
-    # The draft never proposes ids after the target's last id, so extra tokens there do no harm.
+    # The draft never proposes ids above the target's last id, so additional tokens with such ids do no harm.
     if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
         return None
     shown = "; ".join(

@@ -1,4 +1,4 @@
-"""Attributes that ``enable`` sets on a model besides ``generate``: the state for copies, and methods that unload PEFT adapters.
+"""Attributes that ``enable`` sets on a model besides ``generate``: for copies of the model, and for unloading PEFT adapters.
 
 A ``PeftModel`` is recognised by its attributes, so PEFT need not be installed.
 """
@@ -53,7 +53,7 @@ class Unloading:
 
 
 def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Replaces those methods of :data:`UNLOADING` that a ``PeftModel`` has by :class:`Unloading` objects with `ready`."""
+    """Sets an :class:`Unloading` object with `ready` on a ``PeftModel`` in place of each method of :data:`UNLOADING` that it has."""
     for name in UNLOADING:
         if name not in vars(model) and hasattr(model.base_model, name):
             vars(model)[name] = Unloading(model, name, ready)
@@ -112,7 +112,7 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
             "the loop would decode without the adapter. Call generate without strategy= for this adapter."
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
-    # PEFT also sets the model's own method as an attribute again: only a different method comes from an adapter.
+    # PEFT may also set the model's own method as an attribute: only another method comes from an adapter.
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     if replaced is not None and getattr(replaced, "__func__", None) is not own:
         raise UnsupportedError(

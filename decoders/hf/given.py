@@ -46,7 +46,7 @@ class Beginning(ABC):
         return unpad(self.whole(input_ids, given_mask), mask, inferred_from)
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The ids ``[B, …]`` at all positions that the caller's `mask` covers; -1 at positions without a token id."""
+        """The token ids ``[B, …]`` at all positions that the caller's `mask` covers; -1 at positions without a token id."""
         return input_ids
 
     @abstractmethod
@@ -112,7 +112,7 @@ class CallCache(Beginning):
 
     @staticmethod
     def of(name: str, cache: Any) -> CallCache | None:
-        """`cache` as a beginning; None if it is empty."""
+        """The beginning that the value `cache` of argument `name` holds; None for an empty cache."""
         if not isinstance(cache, Cache):
             raise InputError(
                 f"{name} must be a cache of transformers (DynamicCache, StaticCache), not a {type(cache).__name__}; "
@@ -147,7 +147,7 @@ class CallCache(Beginning):
 
 @dataclass(frozen=True)
 class Embeddings(Beginning):
-    """The prompts as vectors instead of token ids, as the input embedding returns them.
+    """The prompts as vectors like those that the input embedding returns, instead of token ids.
 
     Attributes:
         vectors: ``[B, P, H]``.
@@ -171,7 +171,7 @@ class Embeddings(Beginning):
         return Embeddings(value.to(model.device, model.dtype))
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Ids for all vectors: -1, but `input_ids` at the last positions."""
+        """An id for each vector ``[B, P]``: `input_ids` at the last positions, -1 before them."""
         places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
         return torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]
 
@@ -246,10 +246,10 @@ class SoftPrompt(Beginning):
 def read_vectors(
     engine: Engine, model: PreTrainedModel, vectors: Tensor, side: int, mask: Tensor | None = None
 ) -> Cache | None:  # fmt: skip
-    """Runs transformers' forward pass of `model` on `vectors` ``[B, P, H]``, and returns the cache; None if P is 0.
+    """Runs transformers' forward pass of `model` on `vectors` ``[B, P, H]``. Returns the filled cache; None if P is 0.
 
     Args:
-        engine: holds the weights of `model`.
+        engine: the engine of `model`.
         side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         mask: ``[B, P]``, zeros for left padding.
 

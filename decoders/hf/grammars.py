@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Number of cached vocabularies. A tokenizer with added tokens has another vocabulary than before.
+#: Number of cached vocabularies. When tokens are added to a tokenizer, another vocabulary is cached for it.
 KEPT = 8
 
 
 @dataclass(frozen=True)
 class Grammars:
-    """A grammar and a report per row; None for a row without a grammar. Empty without ``grammar=`` and ``thinking=``."""
+    """For each row, the grammar and the report on its use, or None; both are empty without ``grammar=`` and ``thinking=``."""
 
     rows: tuple[CompiledGrammar | None, ...] = ()
     uses: tuple[GrammarUse | None, ...] = ()
@@ -41,7 +41,7 @@ class Grammars:
         Args:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
             rows: number of rows of the batch.
-            per_prompt: number of successive rows that share a prompt.
+            per_prompt: number of rows with the same prompt, which follow each other.
             thinking: the value of ``thinking=``.
             prompts: token ids per row; a prompt may end within a thought.
 
@@ -90,7 +90,7 @@ class Grammars:
         """Adds to every row's report whether its text is complete and valid, and returns the reports. texts: token ids of each row,
         stop tokens included.
 
-        Some schemas have conditions that no grammar expresses: for a complete text that breaks one, a warning is issued.
+        Some schemas have conditions that no grammar expresses. If a complete text breaks such a condition, a warning is issued.
         """
         for row, (grammar, use) in enumerate(zip(self.rows, self.uses, strict=True)):
             if grammar is None or use is None:

@@ -1,4 +1,4 @@
-"""Images, videos and sounds of a call of ``generate``: their arguments, their positions in the prompts, and their hashes.
+"""Images, videos and sounds in a call of ``generate``: the arguments that hold them, their positions in prompts, and their hashes.
 
 The code is the same for all architectures: the signature of a model's forward pass lists its arguments, and the config lists the
 placeholder tokens of images.
@@ -35,7 +35,7 @@ def arguments_of(model: PreTrainedModel) -> frozenset[str]:
 
 
 def may_change_itself(model: PreTrainedModel) -> bool:
-    """Whether a multimodal model has a ``generate`` of its own, which may change the model depending on the prompt.
+    """Whether a multimodal model's class overrides ``generate``, which may then change the model depending on the prompt.
 
     Granite Speech, for example, switches adapters on for sounds and off for text.
     """
@@ -47,7 +47,7 @@ def inputs_of(
     model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None, repeats: int,
     divides: bool = True,
 ) -> MultimodalInputs | None:  # fmt: skip
-    """The images, videos and sounds of a call's prompts; None for prompts of text alone.
+    """The images, videos and sounds of a call's prompts; None if all prompts are text.
 
     Args:
         model: a private copy of the model, because some architectures store positions in the module.
@@ -113,7 +113,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
 
     Args:
         contents: arguments that hold images, videos or sounds.
-        special: ``[B, P]`` bool, positions of images.
+        special: ``[B, P]`` bool, True at placeholder tokens.
     """
     begins = special & ~torch.nn.functional.pad(special, (1, 0))[:, :-1]
     images, places = begins.sum(1).tolist(), special.sum(1).tolist()
@@ -166,15 +166,15 @@ def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # With M-RoPE, a token has several positions. For a text token they are equal, except that the first may be the token's index, so
-    # the last one is read.
+    # With M-RoPE, a token has several positions. A text token's are equal, but the first may be the token's index instead, so the
+    # last position is read.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]
 
 
 def _digest(value: Any) -> str:
-    """A hash of `value`; a value that cannot be read gets a new hash each time."""
+    """A hash of the data in `value`. If it contains an object of an unknown type, every call returns another hash."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()

@@ -69,11 +69,11 @@ class PaddedPrompts:
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
 
     def have(self, sequences: Iterable[tuple[Sequence[int], float]]) -> bool:
-        """Whether the model has all tokens of the `sequences`; transformers raises if a token is missing."""
+        """Whether all tokens of the `sequences` are in the model's vocabulary; transformers raises if not."""
         return all(0 <= token < self.vocab for tokens, _ in sequences for token in tokens)
 
     def equal(self, ids: Tensor) -> bool:
-        """Whether `ids` are the prompts, each once or as often as ``num_return_sequences`` repeats it."""
+        """Whether the prompts are the rows of `ids`, each repeated as often as ``num_return_sequences`` says."""
         copies = max(len(self.ids) // max(len(ids), 1), 1)
         return torch.equal(ids.repeat_interleave(copies, 0), self.ids)
 
@@ -143,7 +143,7 @@ def _value(name: str, value: float) -> list[Operation]:
 
 
 def _alone(tokens: Any, bias: float) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """For each of `tokens`, the sequence of this token alone, with `bias`."""
+    """A sequence of one token for each of `tokens`, each with `bias`."""
     listed: Sequence[int] = torch.as_tensor(tokens).flatten().tolist()
     return tuple(((token,), bias) for token in dict.fromkeys(listed))
 

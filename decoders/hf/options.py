@@ -34,7 +34,7 @@ class Defaults:
     """Defaults of calls, from :func:`decoders.enable`.
 
     Attributes:
-        strategy: as in ``generate``; None leaves calls without a strategy to transformers.
+        strategy: as in ``generate``; None: transformers decodes calls that name no strategy.
         strategy_config: settings of the strategy.
         runtime: settings of the loop.
     """
@@ -72,8 +72,8 @@ class Options:
     """The options of one call.
 
     Attributes:
-        strategy: proposes draft tokens.
-        verifier: decides which draft tokens are accepted.
+        strategy: the strategy, which proposes draft tokens.
+        verifier: the verifier, which decides which draft tokens are accepted.
         runtime: settings of the loop.
         grammar: the value of ``grammar=``, as given.
         thinking: the value of ``thinking=``, as given.
@@ -105,7 +105,7 @@ class Options:
             defaults: the options that apply if neither `arguments` nor `config` set them.
 
         Raises:
-            SettingsError, UnknownNameError, UnsupportedError, PluginError.
+            SettingsError, UnsupportedError: an option is wrong. UnknownNameError, PluginError: a name is unknown, or its plugin failed.
         """
         own = {name: arguments.get(name) for name in OWN}
         others = {name: value for name, value in arguments.items() if name not in OWN}
@@ -153,7 +153,7 @@ class Options:
         )
 
     def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
-        """Takes out the arguments called `names`. Returns the taken arguments that are not None, and the remaining options."""
+        """Splits off the arguments called `names`. Returns those that are not None, and the options without these arguments."""
         taken = {name: value for name, value in self.arguments.items() if name in names}
         others = {name: value for name, value in self.arguments.items() if name not in names}
         given = {name: value for name, value in taken.items() if value is not None}
@@ -163,7 +163,7 @@ class Options:
         """Raises UnsupportedError if the strategy lacks an argument that it needs, or if two draft models are given, and SettingsError
         if ``assistant_model`` is no model.
 
-        For a draft model that the strategy does not use, it only warns, so that the same call can be tried with every strategy.
+        Only warns about a draft model that the strategy does not use, so that the same call can be tried with every strategy.
         """
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
@@ -214,7 +214,7 @@ class OwnDefaults:
     """The options in a checkpoint's own generation config.
 
     Attributes:
-        config: a copy with values that every strategy accepts.
+        config: a copy of the generation config, with only values that every strategy accepts.
         strategy_config: settings of the strategy, including those from transformers' drafting arguments (hints).
         left_out: values that are neither in `config` nor in `strategy_config`, by name, as text.
     """
@@ -226,7 +226,7 @@ class OwnDefaults:
     @staticmethod
     def of(config: GenerationConfig, strategy: str, strategy_config: Mapping[str, Any]) -> OwnDefaults:
         """Removes values that ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), sampling at temperature 0, and
-        ``num_return_sequences`` (each request has its own). Turns drafting hints into settings if `strategy` has these settings.
+        ``num_return_sequences`` (each request sets its own). Turns drafting hints into settings if `strategy` has these settings.
 
         Args:
             strategy, strategy_config: the default strategy of requests and its settings, which override hints.
@@ -242,7 +242,7 @@ class OwnDefaults:
                 settings = dict(with_hints(strategy, settings, {name: value}) or {})
             except UnsupportedError:
                 left_out[name] = value
-            except SettingsError:  # contradicts a setting: the setting counts
+            except SettingsError:  # contradicts a setting, which takes precedence
                 continue
         for name in (*left_out, *HINTS):
             setattr(own, name, None)

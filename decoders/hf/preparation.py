@@ -30,10 +30,10 @@ _OWN = frozenset(
     {"input_ids", "attention_mask", "max_new_tokens", "streamer", "tokenizer", "assistant_model", "assistant_tokenizer"}
 )
 _PLAIN = (bool, int, float, str, type(None))
-#: Greatest number of preparations that are kept: a server needs a preparation per combination of sampling parameters.
+#: Greatest number of cached preparations: a server needs one per combination of sampling parameters.
 LIMIT = 64
 
-#: All inputs of a preparation except prompt and length.
+#: The key of a preparation in a cache: all its inputs except prompt and length.
 Kind = tuple[object, ...]
 
 
@@ -77,7 +77,7 @@ class Preparation:
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
         stop_tokens = tuple(dict.fromkeys(token for tokens in ends for token in tokens.flatten().tolist()))
-        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers' own test
+        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers tests the same
         on_host = StoppingCriteriaList(c for c in criteria if type(c) not in _INSIDE)
         host_criteria = None
         if on_host:

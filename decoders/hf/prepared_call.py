@@ -64,8 +64,8 @@ class StreamAligner:
         self.sent = 0
 
     def step(self, new: list[list[int]], written: list[list[int]], ended: list[bool]) -> None:
-        """Sends the positions of `written` (all tokens of each row) that all rows have reached, except rows that have `ended`. new: the
-        tokens of each row in this step.
+        """Sends the tokens at positions that every row has reached, apart from rows that have `ended`. new: each row's tokens of this
+        step. written: all its new tokens.
         """
         if hasattr(self.streamer, "on_step"):
             self.streamer.on_step(new)
@@ -89,11 +89,11 @@ class PreparedCall:
     """A call of ``generate`` as a :class:`Request` for the engine. Also converts the request's output to transformers' form.
 
     Attributes:
-        engine: the model's engine.
+        engine, request: the model's engine, and what it decodes.
         input_ids: ``[B, P]`` as transformers prepared them.
         grammars: the grammars of the rows.
         aligner: sends tokens to the call's streamer; None without a streamer.
-        config: the generation config in force.
+        config: the generation config of the call, as transformers has completed it.
     """
 
     engine: Engine
@@ -114,7 +114,7 @@ class PreparedCall:
         return self.partial(written)
 
     def partial(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """The output so far: prompts and new tokens ``[B, …]`` int64, shorter rows padded; or transformers' output object."""
+        """The output so far: prompts and new tokens ``[B, …]`` int64, shorter rows padded; if requested, as :class:`DecodersOutput`."""
         config, longest = self.config, max(map(len, written.generated))
         new = torch.full((written.rows, longest), self.request.stopping.pad_token, dtype=torch.int64)
         for row, tokens in enumerate(written.generated):
@@ -124,7 +124,7 @@ class PreparedCall:
             return sequences
 
         def by_position(per_row: list[list[Tensor]]) -> tuple[Tensor, ...]:
-            # Ended rows get zeros.
+            # Rows that have ended get zeros.
             blank = next((torch.zeros_like(t) for row in per_row for t in row), torch.empty(0))
             return tuple(torch.stack([row[t] if t < len(row) else blank for row in per_row]) for t in range(longest))
 
@@ -190,7 +190,7 @@ def prepare(
         check_pad_token(model, preparation.pad_token)
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
-    grammars = Grammars.of(  # before the engine is made, which takes seconds, so that an error comes at once
+    grammars = Grammars.of(  # before the engine is created, which takes seconds: errors come at once
         options.grammar, len(prompts), copies, tokenizer, model, preparation.stop_tokens, runtime,
         options.thinking, prompts,
     )  # fmt: skip

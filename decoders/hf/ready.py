@@ -55,10 +55,10 @@ class Warmup:
     """The costs of a warm-up.
 
     Attributes:
-        pack_seconds: seconds of preparing the model (packing and quantizing weights, compiling kernels, checks); 0.0 if it was ready.
+        pack_seconds: seconds of preparing the model (packing and quantizing weights, compiling kernels, checks); 0.0 for a ready model.
         compile_seconds: seconds of compiling the forward pass and the strategies' functions.
         compilations: number of compiled graphs.
-        parts: an entry per number of rows, strategy and kind of sampling, in the order of the arguments.
+        parts: the costs for each number of rows, each strategy, and greedy decoding or sampling, nested in this order.
     """
 
     pack_seconds: float
@@ -103,7 +103,7 @@ def warm(
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """A strategy's own work in a short call on a periodic text.
+    """The time that a strategy's own work takes in a short call on a periodic text.
 
     Attributes:
         strategy: name.
@@ -124,8 +124,8 @@ class Calibration:
 
     Attributes:
         curve: the model's cost curve, earlier measurements included.
-        assistant: the draft model's cost curve, whose steps of one node are the passes for a draft token; None without a draft model.
-        strategies: costs of the strategies that run on the model without further files, such as heads.
+        assistant: the draft model's cost curve, where a step with one node is a pass that drafts a token; None without a draft model.
+        strategies: costs of the strategies that run on the model without files such as draft heads.
         path: the curve's file.
     """
 
@@ -168,7 +168,7 @@ def calibrate_model(
 def measured_curve(
     generate: Generate, runtime: RuntimeSettings, rows: Sequence[int], contexts: Sequence[int], seconds: float, anew: bool = False,
 ) -> CostCurve:  # fmt: skip
-    """The cost curve of a model, measured at these numbers of rows and context lengths. anew: repeats earlier measurements."""
+    """The cost curve of a model, measured at these numbers of rows and context lengths. anew: measures known points again."""
     engine = generate.engine(runtime)
     with engine.lock, engine.active():
         folder = runtime.cost_cache or default_folder()

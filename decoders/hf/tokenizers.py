@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.model.layout import embeddings_of
 from ..errors import SettingsError
 
-#: Tolerated differences: a number of tokens, and one in `PADDED_PART` embeddings, as padding. Published models pad embeddings by
-#: up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the placeholder token of images.
+#: A tokenizer and an embedding may differ by `PADDING` tokens; an embedding may also have 1 / `PADDED_PART` of its rows as padding.
+#: Published models pad embeddings by up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the
+#: placeholder token of images.
 PADDING, PADDED_PART = 256, 32
 
 
@@ -20,7 +21,7 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokeniz
     tokens than `model`.
 
     Args:
-        name, owner: the argument, and what `model` is, for the error.
+        name, owner: what the error calls the argument and the model.
     """
     if isinstance(tokenizer, str):
         raise SettingsError(

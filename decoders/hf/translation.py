@@ -1,6 +1,6 @@
 """Draft models with another vocabulary than the target's: token-level intersection, Timor et al. 2025 (arXiv 2502.05202).
 
-The draft model gets an embedding and a head with a row for every token of the *target*. Everything else (rows, cache, noise,
+A copy of the draft model gets an embedding and a head with a row for every token of the *target*. Everything else (rows, cache, noise,
 grammars, verification) works with the target's ids.
 """
 
@@ -32,10 +32,10 @@ class TokenMap:
     Attributes:
         written: ``[V]`` int64, the draft's token with the same bytes; -1 if there is none.
         read: ``[V]`` int64, the token that the draft reads: `written` or, if it is -1, the last token of the text in the draft's
-            encoding. So every token occupies one slot in both caches.
+            encoding. So every token of the target occupies one slot in both caches.
         shared: fraction of the target's text tokens that the draft has.
-        own: the target's tokens in bytes.
-        other: the draft's tokens in bytes.
+        own: the bytes of the target's tokens.
+        other: the bytes of the draft's tokens.
     """
 
     written: Tensor

@@ -51,7 +51,7 @@ class Generate:
     Args:
         previous: the ``generate`` that was set on the model object before, or None.
         wrapper: the ``PeftModel`` around the model whose ``generate`` is replaced, or None.
-        defaults: defaults of calls.
+        defaults: options for calls that do not set them.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Generate:
 
     @contextmanager
     def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """A context in which no other call changes the model. Without effect for a model that no call changes.
+        """A context in which no other call changes the model. Does nothing for a model that no call can change.
 
         Raises:
             UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with the model.
@@ -132,7 +132,7 @@ class Generate:
             yield
 
     def share(self, scheduler: Any) -> None:
-        """Forbids calls to change the model while `scheduler` is ``alive``. First waits for a running call that may have changed it."""
+        """Makes calls that may change the model fail while `scheduler` is ``alive``. First waits for a running call."""
         with self._lock if may_change_itself(self.model) else nullcontext():
             self._schedulers.add(scheduler)
 
@@ -153,7 +153,7 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
-        """Checks a call before anything is changed, then prepares it. shares: whether its steps will also decode other requests."""
+        """Checks a call before anything is changed, then prepares it. shares: whether a scheduler decodes it along with others."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
         if ready is None:  # an existing engine means that the model was checked
@@ -197,7 +197,7 @@ class Generate:
             config: ``decoders_config`` of the calls.
 
         Raises:
-            UnsupportedError: grammars are not possible with this tokenizer.
+            UnsupportedError: there is no tokenizer or no stop token, or the bytes of the tokens are unknown.
         """
         options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
         assert options is not None
@@ -224,7 +224,7 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The engine if there is one for the present model and these settings, else None. Does not wait for the lock.
+        """The existing engine if it fits the present model and these settings, else None. Does not wait for the lock.
 
         A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """

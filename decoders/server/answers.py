@@ -62,8 +62,8 @@ class Growing:
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """Returns the new text that may be sent, in spans, and its tokens (none if log probabilities were not requested). ended: the
-        choice has ended, so no text is held back.
+        """Returns the new text that may be sent, as spans (pieces of text, one per token), and its tokens (none if log probabilities
+        were not requested). ended: whether the choice has ended, so that no text is held back.
         """
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
@@ -108,7 +108,7 @@ class Growing:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's ``finish_reason``."""
+        """OpenAI's ``finish_reason``: "length" if the greatest number of tokens ended the text, else "stop"."""
         return "length" if self.choice.stopped_by_length and not self.text.stopped else "stop"
 
 
@@ -117,7 +117,7 @@ class Answer(ABC):
 
     Attributes:
         job: the client's request.
-        special: special tokens that appear in the text by name, because they are part of markers of thoughts or function calls.
+        special: special tokens whose names are written into the text, because markers of thoughts or function calls contain them.
     """
 
     special: frozenset[int] = frozenset()
@@ -137,18 +137,18 @@ class Answer(ABC):
 
     @abstractmethod
     def first_events(self) -> bytes:
-        """The events of a stream before the first text."""
+        """The encoded server-sent events to send before any text."""
 
     @abstractmethod
     def next_events(self, growing: Growing, ended: bool) -> bytes:
-        """The events of a stream for new text of a choice; empty if there is none. ended: whether the choice has ended."""
+        """The encoded events for the new text of a choice; empty if there is no new text. ended: whether the choice has ended."""
 
     @abstractmethod
     def last_events(self) -> bytes:
-        """The events of a stream after every choice has ended."""
+        """The encoded events to send after every choice has ended."""
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The event that ends a stream after an error."""
+        """The encoded event that ends a stream after an error."""
         return event(refusal.body)
 
     def usage(self) -> dict[str, Any]:
@@ -156,22 +156,22 @@ class Answer(ABC):
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """The field ``warnings`` of a choice that has ended: the rules that its grammar could not enforce, and the rule that its text
-        breaks. Without warnings the result is empty.
+        """``{"warnings": […]}`` for a choice that has ended: the rules that its grammar could not enforce, and the rule that its text
+        breaks. An empty dict if there are no warnings.
         """
         said = [*choice.use.left_out] if choice.use else []
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """The field ``decoders``: each span's text, and whether its token was drafted; empty if the request did not ask for it."""
+        """``{"decoders": …}``, each span's text and whether its token was drafted; an empty dict unless the body sets ``drafted``."""
         if not self.body.drafted:
             return {}
         return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
 
 
 class ChoicesAnswer(Answer):
-    """An answer in OpenAI's form with a list ``choices``, which is streamed in chunks.
+    """An answer whose JSON object has OpenAI's list ``choices``. A stream consists of chunks: objects of the same form with new text.
 
     Attributes:
         kind: the field ``object`` of the whole answer.
@@ -191,7 +191,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
-        """The chunks for new text of a choice. If the choice has `ended`, the last chunk has the ``finish_reason``."""
+        """The chunks for new text of a choice. If the choice has `ended`, the last chunk contains the ``finish_reason``."""
 
     def whole(self) -> dict[str, Any]:
         choices = [self.complete(choice) for choice in self.job.choices]
@@ -222,7 +222,7 @@ def joined(spans: Sequence[Span]) -> str:
     return "".join(span.text for span in spans)
 
 
-#: Seconds without an event after which a comment is sent, so that proxies keep the connection open.
+#: Seconds without an event after which a stream sends a comment, so that proxies keep the connection open.
 KEEP_ALIVE = 15.0
 _DONE = b"data: [DONE]\n\n"
 
@@ -262,13 +262,13 @@ async def settled(answer: Answer, receive: Receive) -> None:
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event with `content` as JSON. name: the type of the event."""
+    """The encoded server-sent event with `content` as JSON. name: the event's type; None: no type."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
-    """Yields the events of an answer while its choices are decoded. Raises the errors of the choices."""
+    """Yields the encoded events of an answer while its choices are decoded, and comments in pauses. Raises the choices' errors."""
     news, choices = asyncio.Event(), answer.job.choices
     growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time
@@ -283,7 +283,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 news.clear()
                 content = b""
                 for choice in list(running):
-                    # `done` is read before the tokens, so that the tokens of an ended choice are complete.
+                    # `done` is called before the tokens are read: if it returns True, all tokens of the choice are there.
                     ended = choice.generation.done()
                     if ended:
                         running.remove(choice)
@@ -313,7 +313,7 @@ class EventStream(Response):
 
     Args:
         answer: the answer that is streamed.
-        on_end: called when the stream ends, with the error that ended it or None; returns the refusal to send (None: no refusal).
+        on_end: called once the answer has ended, with its error or None. Returns the refusal to send to the client, or None.
     """
 
     media_type = "text/event-stream"

@@ -202,8 +202,8 @@ async def _prepared(
     """Runs `work` in a thread of `pool` and returns its result.
 
     Raises:
-        Refusal: the client disconnected, or the server began to shut down, before `work` ended. DeadlineError: the request's
-            `seconds` passed before `work` ended. Errors of `work` are raised as they are.
+        Refusal: before `work` ended, the client disconnected, or the server cancelled its requests to shut down. DeadlineError: the
+            request's `seconds` passed before `work` ended. Errors of `work` are raised as they are.
     """
 
     todo = [work]
@@ -213,7 +213,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels the choices of the answer in `late`, which came after the wait for it had ended."""
+        """Cancels the choices of the answer (the result of `late`) if `work` returns one after the wait has ended."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
@@ -241,7 +241,7 @@ def _refused(error: Refusal) -> JSONResponse:
 
 
 def _endpoint(path: str) -> str:
-    """The value of the metrics' label ``endpoint`` for a path. Unknown paths share one value, so that clients cannot create more."""
+    """The value of the metrics' label ``endpoint`` for a path. Paths outside `_ROUTES` share one: clients cannot create labels."""
     return path.removeprefix("/v1/") if path in _ROUTES else "other"
 
 

@@ -25,7 +25,7 @@ LEAST_TEMPERATURE = 1e-5
 
 
 def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
-    """The sampling arguments of ``generate`` for a body. The model's generation config gives the values that the body leaves out."""
+    """The sampling arguments of ``generate`` for a body. Values that the body leaves out come from the model's generation config."""
     given = [value for value in (body.temperature, body.top_p, body.top_k, body.min_p) if value is not None]
     more = {"repetition_penalty": body.repetition_penalty} if body.repetition_penalty not in (None, 1) else {}
     if not given:
@@ -54,8 +54,8 @@ class Stops:
 
     Attributes:
         strings: the stop strings.
-        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings contains these
-            tokens by name, and no other special tokens.
+        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings contains the names
+            of these special tokens, and of no others.
     """
 
     strings: tuple[str, ...] = ()

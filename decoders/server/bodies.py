@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-#: Fields of OpenAI's API or of other servers that this server refuses, and what the client can do instead.
+#: Fields that OpenAI or other servers accept and this server refuses, each with what the client can do instead.
 INSTEAD = {
     "best_of": "ask for n and choose yourself",
     "suffix": "text is written from left to right only",
@@ -30,12 +30,12 @@ INSTEAD = {
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
 }
-#: The greatest share of a thought (reasoning text) in the new tokens, by reasoning effort; None: no limit.
+#: By reasoning effort: the fraction of the new tokens that a thought (reasoning text) may take; None: no limit.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-#: Fields and the values with which they have no effect. ``best_of`` has no effect if it equals n.
+#: Refused fields that are accepted with this value, because it has no effect. A ``best_of`` equal to ``n`` is accepted, too.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
-#: For error messages: the shapes that a field may have.
+#: For error messages: what a field may contain.
 SHAPES = {
     "prompt": "a text, token ids, or a list of either",
     "stop": "a text or a list of up to 16",
@@ -114,7 +114,7 @@ class RegexFormat(Part):
 
 
 class GrammarFormat(Part):
-    """Text that a grammar allows: a grammar in Lark's notation, or the name of a grammar of this package."""
+    """Text that a grammar allows: ``grammar``, in Lark's notation, or the grammar of this package called ``name``."""
 
     type: Literal["grammar"]
     grammar: str | None = None
@@ -136,7 +136,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Asked(Part):
-    """The fields that all routes have. Sampling fields that a body leaves out take their values from the model's generation config.
+    """The fields that all routes accept. Values of sampling fields that a body leaves out come from the model's generation config.
 
     Attributes:
         instead: the fields that the route refuses, each with advice on what the client can do instead.
@@ -164,7 +164,7 @@ class Asked(Part):
     deadline: float | None = Field(None, gt=0)
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
     drafted: bool = False
-    # Accepted without effect; a kept response repeats them:
+    # Without effect, except ``store`` in /v1/responses, whose answers repeat most of these fields:
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -279,7 +279,7 @@ class NamedTool(Part):
 
 
 class AllowedTools(Part):
-    """The tools that the model may call or, with mode "required", must call."""
+    """The tools that the model may call. With mode "required" it must call at least one of them."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)

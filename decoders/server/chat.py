@@ -82,14 +82,14 @@ class Conversing(Answer):
         self._turns: dict[int, Turn] = {}
 
     def turn(self, growing: Growing) -> Turn:
-        """The :class:`Turn` that parses the text of a choice, the same object in every call."""
+        """The :class:`Turn` that parses the text of a choice. Every call for the choice returns the same object."""
         return self._turns.setdefault(growing.choice.index, Turn(growing, self.reasoning, self.calling))
 
     def usage(self) -> dict[str, Any]:
         return self.job.usage(sum(turn.thought_tokens for turn in self._turns.values()))
 
     def logprobs(self, tokens: Sequence[TextToken]) -> list[dict[str, Any]]:
-        """The log probabilities of tokens, in OpenAI's form."""
+        """The log probabilities of tokens in OpenAI's form: an object per token, with its likeliest alternatives."""
         entries = []
         for token in tokens:
             top = [_entry(self.service.spelling.of(each), value) for each, value in token.logprobs.top]

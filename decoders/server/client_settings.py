@@ -17,20 +17,20 @@ from ..strategies.merged import Merged
 from ..strategy import Strategy
 from .refusals import Refusal
 
-#: Settings that name files or models. Only the operator decides what a server loads.
+#: Settings that name files or models, which only the operator may set.
 OPERATORS = ("draft_model", "heads", "head", "table")
 
 
 class ClientSettings:
-    """The settings of strategies that clients may set, as ``--client-settings`` gives them.
+    """Which settings of strategies clients may set, as the option ``--client-settings`` says.
 
     Args:
         given: ``"bounded"``: every setting that is a switch, a choice from a list, or a number with a minimum and a maximum;
-            ``"none"``: no setting; ``"suffix.remember"``: this setting; ``"suffix.remember=0..100000"``: this setting between these
-            bounds.
+            ``"none"``: no setting; ``"suffix.remember"``: strategy ``suffix``'s setting ``remember``; ``"suffix.remember=0..100000"``:
+            the same within these bounds.
 
     Raises:
-        SettingsError: `given` has another form, or names a setting that does not exist.
+        SettingsError: a text in `given` has another form, or names a setting that does not exist or only the operator may set.
     """
 
     def __init__(self, given: Sequence[str] = ("bounded",)) -> None:
@@ -79,7 +79,7 @@ class ClientSettings:
 
 
 def refuse_files(config: Any, place: str = "strategy_config") -> None:
-    """Raises Refusal for settings that name files or models, and for values that look like paths, at any depth."""
+    """Raises Refusal if `config` sets a file or a model, or contains a string that looks like a path, at any depth."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             if key in OPERATORS and value is not None:

@@ -13,7 +13,7 @@ from .refusals import Refusal
 from .service import Service
 from .texts import Choice, named
 
-#: Default number of new tokens, as in OpenAI's API.
+#: Number of new tokens if the body sets none, as in OpenAI's API.
 DEFAULT_TOKENS = 16
 
 

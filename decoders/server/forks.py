@@ -51,8 +51,8 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled by their attributes, because a
-    constructor may take other arguments than ``args``.
+    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled as class, ``args`` and attributes,
+    because their constructor may take other arguments than ``args``.
     """
 
     def persistent_id(self, value: Any) -> Any:
@@ -87,7 +87,7 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
-    """The value that :func:`pickled` has converted to `content`. vocabulary: takes the place of the value's vocabulary."""
+    """The value that :func:`pickled` converted to `content`. vocabulary: this process's vocabulary, which is put into the value."""
     return _Unpickler(content, vocabulary).load()
 
 

@@ -43,7 +43,7 @@ def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
     """The grammar of a ``response_format``; None for free text.
 
     Raises:
-        Refusal: the format cannot be parsed.
+        Refusal: the schema, pattern or grammar in the format is invalid.
     """
     try:
         return _spec(wanted)
@@ -74,7 +74,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
 
 
 def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
-    """The description from which an answer's grammar is compiled; None for free text.
+    """What an answer's grammar is compiled from: function calls or a response format; None for free text.
 
     Raises:
         Refusal: see :meth:`Calling.of`.
@@ -95,7 +95,7 @@ class Calling:
         required: whether the answer must be a call; otherwise it may be text.
         several: whether the answer may contain more than one call.
         named: whether the request names one function, which must be called.
-        format: the format of an answer that is no call; None: free text.
+        format: the response format (or its grammar) of an answer without calls; None: free text.
     """
 
     tools: tuple[Tool, ...]
@@ -179,7 +179,7 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """The format of text in an answer that may also consist of calls; None: free text.
+    """The response format of an answer that may consist of calls instead; None: free text.
 
     Raises:
         Refusal: no grammar can combine the format with calls.

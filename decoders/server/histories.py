@@ -40,7 +40,7 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
 
 
 def _read(text: str) -> tuple[Any, str]:
-    """The value of a JSON text, and the parsed text. A truncated text is first closed after its last complete member. Raises
+    """The value of a JSON text, and the text itself. A truncated text is first closed after its last complete member. Raises
     ValueError.
     """
     text.encode()
@@ -93,7 +93,7 @@ class Links:
     Each object serves one conversation, whose messages must be passed in order.
 
     Args:
-        style: gives the form of ids that the template takes.
+        style: converts ids to the template's form.
     """
 
     def __init__(self, style: CallStyle) -> None:
@@ -123,7 +123,7 @@ class Links:
 
 
 def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the conversation with one call per message, and after each message with a call the answer to this call."""
+    """Returns the conversation with at most one call per message, followed by the answer to the call."""
     split, place = list[dict[str, Any]](), 0
     while place < len(messages):
         message, place = messages[place], place + 1

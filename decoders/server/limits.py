@@ -1,4 +1,4 @@
-"""The limits of a server (sizes, times, keys, hosts), which are checked before a request costs anything, and a request's arrival."""
+"""The limits of a server (sizes, times, keys, hosts), checked before a request is processed, and facts about a request's arrival."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .refusals import Refusal, log
 #: Names of this server's entries in an ASGI scope: the digest of the request's key, a function that returns the request's token
 #: counts, and the seconds that threads spent on preparing the request.
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
-#: Share of the time that answers without new tokens (see :class:`Pace`) may take while requests are decoded, and the longest burst
-#: of these answers in seconds.
+#: Fraction of the server's time that answers without new tokens (see :class:`Pace`) may take while requests are decoded, and the
+#: seconds of such answers that may come in a burst.
 IDLE_SHARE, BURST = 0.1, 0.02
-#: Longest delay in seconds: of answers to GET requests such as /health, and of refusals and answers to large bodies.
+#: Longest delays in seconds: the first of answers to GET requests such as /health, the second of refusals and answers to large bodies.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at a time.
 BODIES = 64
@@ -38,8 +38,8 @@ class Arrival:
 
     Attributes:
         client: digest of the request's key; "" without a key.
-        moment: the request's time of arrival, by ``time.monotonic()``.
-        gone: whether the client has disconnected or has been answered. The event loop sets it, threads read it.
+        moment: when the request arrived, by ``time.monotonic()``.
+        gone: whether the client has disconnected or has been answered, so that threads need not work for it any more.
     """
 
     client: str = ""
@@ -83,7 +83,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Pace:
-    """Delays answers without new tokens (refusals, /health, …), so that a flood of these answers does not slow down decoding.
+    """Computes delays of answers without new tokens (refusals, /health, …), so that a flood of them does not slow down decoding.
 
     A client waits for its answer before it asks again, so delayed answers bound how much of the server's time a client can use.
 
@@ -95,7 +95,7 @@ class Pace:
         self.longest, self._until = longest, 0.0
 
     def delay(self, seconds: float) -> float:
-        """Adds an answer that took `seconds` to compute, and returns the number of seconds by which to delay it."""
+        """Counts an answer that took `seconds` to compute, and returns the number of seconds by which to delay it."""
         now = time.monotonic()
         self._until = min(max(self._until, now - BURST / IDLE_SHARE) + seconds / IDLE_SHARE, now + self.longest)
         return max(self._until - now, 0.0)
@@ -122,7 +122,7 @@ class Limits:
         schedulers: greatest number of strategies that have a scheduler at a time, in addition to the default strategy.
         constrained: greatest number of slow requests (large, with images or with new grammars) that wait to be prepared.
         connections: greatest number of connections at a time.
-        read: seconds within which a request's head has to arrive; its body gets the same time.
+        read: seconds within which a request's head has to arrive, and then its body.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
             strategies have learned.
         client_settings: the strategies' settings that a request may set, see
@@ -192,8 +192,8 @@ def values(content: bytes) -> int:
 
 
 class Gate:
-    """Refuses a request without a valid key, for a foreign host, with too large a body, or with a content type that web pages of
-    other origins may send without permission (CORS).
+    """Refuses requests without a valid key, for a foreign host, or with too large a body, and POST requests whose content type is not
+    JSON, because web pages of other origins may send other types without permission (CORS).
 
     While other requests are decoded, answers without new tokens are delayed (:class:`Pace`).
 
@@ -204,7 +204,7 @@ class Gate:
             domain resolves to that address (DNS rebinding).
         body: greatest number of bytes of a body.
         refused: called with every refusal.
-        busy: returns whether requests are being decoded.
+        busy: returns whether requests are being decoded. If none are, no answer is delayed.
     """
 
     def __init__(
@@ -327,8 +327,8 @@ class Gate:
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
-    """The names that a server at `host` answers to: on a loopback address the loopback names and `more`; elsewhere `host` and
-    `more`, or None (any name) if `more` is empty.
+    """The names by which clients may address a server at `host`: on a loopback address the loopback names and `more`; elsewhere `host`
+    and `more`, or None (any name) if `more` is empty.
     """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))

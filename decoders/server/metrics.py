@@ -13,7 +13,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 #: Greatest number of strategies with a label of their own; further strategies share the label "other". (Clients can merge a few
 #: strategies in thousands of orders.)
 NAMED = 32
-#: Number of positions in a draft for which accepted tokens are counted.
+#: Accepted draft tokens are counted by position in the draft, up to this number of positions.
 POSITIONS = 32
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -22,7 +22,7 @@ class Metrics:
     """The metrics of a server.
 
     Args:
-        pool: the schedulers whose queues and rows are reported.
+        pool: the schedulers whose queue lengths and used rows are reported.
         rows: number of rows of one scheduler.
         model: the model's name.
     """
@@ -84,7 +84,7 @@ class Metrics:
         self.seconds = 1.0  # moving mean of the seconds that a request takes
 
     def ended(self, generation: Generation) -> None:
-        """Adds the figures of a request that has ended. Called in the decoding thread."""
+        """Adds the figures of an ended request to the metrics. Called in the decoding thread."""
         now, times = time.monotonic(), generation.times
         self.whole.observe(now - generation.submitted)
         self.seconds += 0.1 * (now - generation.submitted - self.seconds)

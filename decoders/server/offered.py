@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Offered:
-    """The strategies that run on this server.
+    """The strategies that requests can name on a server: those that run with its model and draft model.
 
     Args:
         model: the served model.
@@ -33,8 +33,8 @@ class Offered:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the strategies that run here. The first call tries out every strategy that needs heads or layers: each generates
-        a token.
+        """Names of the strategies that run here. On first use, every strategy that needs draft heads or certain layers is tried: it
+        generates a token.
         """
         known = registry().strategies()
         able = {name for name, entry in known.items() if self._can_run(name, entry.cls)}
@@ -62,7 +62,8 @@ class Offered:
             constrained: whether the request has a grammar.
 
         Raises:
-            Refusal: there is no strategy of that name, the server lacks something that the strategy needs, or a setting names a file.
+            Refusal: there is no strategy of that name, the server lacks something that the strategy needs, or a setting names a file or
+                model.
         """
         refuse_files(config)
         for name in map(str.strip, (asked or self._pool.default).split("+")):

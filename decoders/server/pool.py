@@ -59,10 +59,10 @@ class SchedulerPool:
     Args:
         model, tokenizer: shared by all schedulers.
         strategy, config: the default strategy and its settings, for requests that name no strategy. The settings also apply to
-            requests that name the default strategy.
+            requests that name the default strategy, unless the request sets them.
         most: greatest number of schedulers of other strategies. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
-        options: arguments of every :class:`~decoders.Scheduler`.
+        options: further arguments of every :class:`~decoders.Scheduler`.
         client: the settings that requests may set.
     """
 
@@ -87,7 +87,7 @@ class SchedulerPool:
         """Puts a request in the queue of its strategy's scheduler, and returns it.
 
         Args:
-            client: a name of the client. Requests of different clients alternate in the queue, however many requests each has.
+            client: a name of the client. Requests of different clients alternate in the queue, however many each client sends.
             on_done: called in the decoding thread when the request is done.
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
 
@@ -119,7 +119,7 @@ class SchedulerPool:
         key = _key(name, settings)
         with self._lock:
             entry = self._entries.get(key)
-            # An error outside of any request has ended the scheduler, so a new scheduler replaces it.
+            # If an error outside of any request has ended the scheduler, a new scheduler replaces it.
             if entry is not None and not entry.scheduler.alive:
                 del self._entries[key]
                 entry = None

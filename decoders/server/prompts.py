@@ -27,12 +27,12 @@ class Conversations:
         template: replaces the tokenizer's chat template.
         thinking: begin and end markers of thoughts; None: the known markers of the tokenizer or the template.
         tool_format: name of the format of function calls; None: the template's format.
-        processor: the processor of a vision model; None: messages cannot have images.
+        processor: the processor of a vision model; None: messages with images are refused.
 
     Attributes:
         style: how the template writes calls.
         thinking: the markers of thoughts; None if they are not known.
-        messages: which roles' messages the template shows the model, and in which form.
+        messages: which roles' messages the template renders, and in which form it takes their content.
         special: the special tokens by name.
     """
 
@@ -112,12 +112,12 @@ class Conversations:
             raise Refusal(400, message, param="messages", code="chat_template_error") from error
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a rendered text. The tokenizer adds no special tokens, because the template has written them."""
+        """The token ids of a rendered text. The tokenizer adds no special tokens, because the template has written them."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
     def inputs(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
-        """The tokens of a rendered text, and the model's image inputs.
+        """The token ids of a rendered text, and the model's inputs for `images` by name (empty without images).
 
         Raises:
             Refusal: the processor rejects the images.
@@ -192,7 +192,7 @@ def _introduced(
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with each system message merged into the next user message."""
+    """The conversation with each system message merged into the next user message, or at the end turned into one."""
     conversation, waiting = list[dict[str, Any]](), list[str]()
     for message in messages:
         if message["role"] == "system":
@@ -213,7 +213,7 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _text_of(
     content: str | list[dict[str, Any]] | None, place: int, images: list[Any] | None
 ) -> str | list[dict[str, Any]]:
-    """The text of a message or, if it has images, its parts for the template.
+    """The text of a message or, if it contains images, the list of its parts for the template.
 
     Args:
         images: a list to which the images are added; None refuses images.

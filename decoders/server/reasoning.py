@@ -51,7 +51,7 @@ class Reasoning:
     def of(
         body: ChatBody, conversations: Conversations, prompt: list[int], spelling: Spelling, most: int
     ) -> Reasoning | None:
-        """How to separate the thoughts in the answer to a request; None if no markers are known, or the thought ends in the prompt.
+        """How to separate the thoughts in the answer to a request; None if no markers are known, or if the prompt ends the thought.
 
         Args:
             most: greatest number of new tokens. A reasoning effort that the template does not use limits the thought to a share of
@@ -77,13 +77,13 @@ class Reasoning:
 
     @property
     def argument(self) -> dict[str, Any]:
-        """The argument ``thinking=`` of ``generate``."""
+        """The value of ``thinking=`` in calls of ``generate``: the markers, and the budget of tokens."""
         return {"tokens": self.budget, "begin": self.markers.begin, "end": self.markers.end}
 
     def parts(self, text: str, ended: bool) -> list[Part]:
         """The thoughts and answers in a growing text, in order.
 
-        Text that may become a marker is held back until `ended`.
+        Text that may become a marker is left out until the text has `ended`.
         """
         begin, end = str(self.markers.begin), str(self.markers.end)
         if self.markers.closing is not None:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, for requests that are refused or fail. The status says whether the client or the server is at fault.
+"""Errors in OpenAI's form, for requests that are refused or fail. The HTTP status says whether the client or the server is at fault.
 
 Errors in a body are explained here, too: the field, its value and the nearest valid value.
 """
@@ -155,7 +155,7 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one of pydantic's errors `every` that the refusal explains; in a union, of the branch whose validation got furthest."""
+    """Of pydantic's errors, the one that the refusal explains: an unknown field, else that of the union branch that got furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
     # A missing field may have been sent under a wrong name, and the error about this name explains more.
     if unknown is not None:

@@ -208,7 +208,7 @@ class TurnBody(ChatBody):
 
     Attributes:
         asked: the original body.
-        items: the items of the conversation, up to the request's input.
+        items: the items of the conversation, including the request's input.
         large: whether earlier requests' items have so many bytes that preparing the request takes long.
     """
 
@@ -239,7 +239,7 @@ def of_assistant(item: dict[str, Any]) -> bool:
 
 
 def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
-    """Converts items to messages; thoughts and calls are merged into the assistant's message next to them.
+    """Converts items to messages. A thought is merged into the assistant's message or call after it, a call into the message before it.
 
     Args:
         earlier: number of items from earlier responses.
@@ -316,7 +316,7 @@ def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
 
     Args:
         read: the allowed types of parts, for error messages.
-        first: number of the first part, for error messages.
+        first: index of the first part, for error messages.
     """
     if isinstance(content, str):
         return content

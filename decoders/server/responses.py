@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: the next items of a conversation. The server keeps conversations."""
+"""``POST /v1/responses``: the next items of a conversation. The server stores conversations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Kept:
 
 
 class Kept:
-    """Kept responses, which clients can retrieve or continue. Thread-safe.
+    """Stores responses, which clients can retrieve or continue. Thread-safe.
 
     If space runs out, the client with the most bytes loses its least recently used responses.
 
@@ -122,8 +122,8 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `items` without the thoughts that later prompts leave out. A prompt contains a thought only if a message or call of the
-    assistant follows the thought directly.
+    """Returns `items` without thoughts that no later prompt contains: a prompt contains only thoughts directly before a message or call
+    of the assistant.
     """
     following = [*items[1:], {}]
     return [
@@ -168,7 +168,7 @@ class Response(Conversing):
         kept: the store in which the response is kept.
 
     Attributes:
-        output: the items so far.
+        output: the answer's items so far.
     """
 
     body: TurnBody
@@ -219,7 +219,7 @@ class Response(Conversing):
         return event({"type": name, "sequence_number": number, **fields}, name)
 
     def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """Returns the log probabilities of those tokens of text `number` that were not sent yet, and marks them as sent."""
+        """Returns the log probabilities of the unsent tokens of the text with this part number, and marks them as sent."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]
@@ -231,7 +231,7 @@ class Response(Conversing):
         return entries
 
     def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
-        """Adds a piece to the growing item or to a new item, and returns the events."""
+        """Adds a piece to the growing item or to a new item, and returns the encoded events that say so."""
         content = b""
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
@@ -284,7 +284,7 @@ class Response(Conversing):
         return content
 
     def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
-        """Ends the growing item and returns the events; empty if no item is growing."""
+        """Ends the growing item and returns the encoded events that say so; empty if no item is growing."""
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None

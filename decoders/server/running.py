@@ -74,7 +74,7 @@ class _Bounded(H11Protocol):
 
     Attributes:
         most: greatest number of connections.
-        seconds: time within which a request's head has to arrive; its body gets the same time.
+        seconds: time within which a request's head has to arrive, and then its body.
     """
 
     most: int
@@ -189,8 +189,8 @@ class Server(uvicorn.Server):
     """uvicorn's server for a :class:`~decoders.server.service.Service`.
 
     Args:
-        app: the application that :func:`~decoders.server.app.make_app` has made for `service`.
-        grace: seconds that running requests have to finish after SIGTERM or SIGINT.
+        app: the application that :func:`~decoders.server.app.make_app` returned for `service`.
+        grace: seconds after SIGTERM or SIGINT in which running requests may finish.
         port: the port; 0 for a free one.
     """
 
@@ -218,7 +218,7 @@ class Server(uvicorn.Server):
             await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The second Ctrl-C ends the grace period, so that clients get an error. Only the third Ctrl-C cuts connections."""
+        """The second Ctrl-C ends the grace period: clients receive an error. Only the third Ctrl-C closes connections at once."""
         if self.should_exit and sig == signal.SIGINT and not self.hurried:
             self.hurried = True
         else:

@@ -36,7 +36,7 @@ from .workshop import Wanted, Workshop, judged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Number of threads that parse bodies, render prompts and submit requests, so that the event loop does not.
+#: Number of threads that parse bodies, render prompts and submit requests, which would take too long in the event loop.
 THREADS = 4
 #: Number of threads for requests that take long (large ones, images, new grammars), so that other requests do not wait for them.
 PATIENT_THREADS = 2
@@ -68,8 +68,8 @@ class Service:
         pace: delays the answers to requests with large bodies.
         keys: number of API keys. Requests of different clients alternate in the queue: with several keys each key counts as a client,
             otherwise each request does.
-        draining: whether new requests are refused.
-        ending: an event that is set when the accepted requests are cancelled.
+        draining: whether the server is shutting down, so that new requests are refused.
+        ending: an event that is set when the requests that are left at shutdown are cancelled.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Gives the model a generation config with which every request can be decoded. Logs a warning about fields that were dropped.
+        """Replaces the model's generation config by one with which every request can be decoded. Logs a warning about dropped fields.
 
         Returns:
             `config` (settings of `strategy`), with transformers' drafting arguments in the checkpoint's generation config added.
@@ -162,7 +162,7 @@ class Service:
         return _workshop(vocabulary, type(backend), seconds)
 
     async def judge(self, job: Job, choice: Choice) -> None:
-        """Validates the text of a choice that has ended, if the text is complete, and sets `choice.invalid`."""
+        """Validates the text of an ended choice if its grammar calls it complete, and stores the result in `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
@@ -229,8 +229,8 @@ class Service:
 
         Args:
             kind: prefix of the answer's id.
-            arrival: the request's arrival; the request is given up once `arrival.gone` is set.
-            wanted: what to compile the grammar of all choices from; None: free text.
+            arrival: the request's arrival. Submitting ends with an error once `arrival.gone` is True.
+            wanted: the calls or response format from which the grammar of all choices is compiled; None: free text.
             thinking: the argument ``thinking=`` of ``generate`` for all choices.
             default_tokens: number of new tokens if the body sets none; None: as many as the limits allow.
             images: images of the prompts, as arguments of ``generate``.
@@ -278,8 +278,8 @@ class Service:
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
-        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` or this number exceeds its limit. default: see
-        `default_tokens` of :meth:`start`.
+        """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` is empty, or if `prompt` or this number exceeds
+        its limit. default: see `default_tokens` of :meth:`start`.
         """
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
@@ -306,7 +306,7 @@ class Service:
 
     @property
     def retry_after(self) -> int:
-        """An estimate of the seconds until the queue has room."""
+        """An estimate of the seconds (1 to 60) until the queue has room."""
         return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
 
     def cancel(self) -> None:
@@ -315,7 +315,7 @@ class Service:
         self.pool.cancel()
 
     def close(self) -> None:
-        """Cancels the remaining requests, and ends the schedulers and threads."""
+        """Cancels the remaining requests, closes the schedulers, and ends the threads."""
         self.draining = True
         self.pool.close()
         self.patient.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
 """The texts of a request while they are generated.
 
-Texts are passed on in pieces. No piece ends within a character, or within text that may become a stop string.
+Clients receive texts in pieces. No piece ends within a character, or within text that may become a stop string.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def use(self) -> GrammarUse | None:
-        """The report on the choice's grammar, once the text has ended; None without a grammar."""
+        """The report on the choice's grammar; None before the text has ended, or without a grammar."""
         report = self.generation.report
         return report.grammars[0] if report is not None and report.grammars else None
 
@@ -85,12 +85,12 @@ class Job:
             choice.generation.cancel()
 
     def tokens(self) -> tuple[int, int]:
-        """The numbers of prompt tokens and of new tokens."""
+        """The number of prompt tokens (each prompt counts once) and the number of new tokens in all texts."""
         prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
         return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
     def usage(self, thought: int = 0) -> dict[str, Any]:
-        """The ``usage`` object: OpenAI's figures, and further figures under ``decoders``. thought: number of tokens in thoughts."""
+        """The object in ``usage``: OpenAI's figures, and this package's under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
         lengths = _summed([report.accepted_lengths for report in reports])
@@ -120,7 +120,7 @@ class Job:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The ``metrics`` object: the acceptance of drafts in vLLM's form, which AIPerf reads. Empty without drafts, or for several
+        """``{"metrics": …}``: the acceptance of drafts in vLLM's form, which AIPerf reads. An empty dict without drafts, or for several
         choices.
         """
         reports = self._reports
@@ -153,7 +153,7 @@ class Span:
 
     Attributes:
         text: the piece.
-        drafted: whether the token was drafted.
+        drafted: whether the token, or the last of several, was drafted.
     """
 
     text: str
@@ -216,7 +216,7 @@ class _Held:
     drafted: bool
 
     def at(self, place: int) -> tuple[_Held, _Held | None]:
-        """Splits the token at a place in `matched`. Returns the part before the place, and the rest (None without a rest)."""
+        """Splits the token at a place in `matched`. Returns the part before the place, and the rest (None if nothing is left)."""
         if place >= len(self.matched):
             return self, None
         return (
@@ -230,7 +230,7 @@ class ChoiceText:
 
     Args:
         prompt: token ids in front of the text.
-        special: special tokens that appear in the text by name.
+        special: special tokens whose names are written into the text.
 
     Attributes:
         stopped: whether a stop string was found.
@@ -247,7 +247,7 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # For each token whose text may still change: the unsettled text up to the end of the token, and whether the token was drafted.
+        # The last tokens, whose text may still change: for each, the text from the first of them up to it, and whether it was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
@@ -272,7 +272,8 @@ class ChoiceText:
         """Divides `piece`, the text of all tokens in `_unsettled` together, among these tokens.
 
         Args:
-            token: the last of these tokens; if it is special, its name may be shown, or searched for stop strings. None at the end.
+            token: the last of these tokens; if it is special, its name may be shown, or searched for stop strings. None once the text
+                has ended.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)

@@ -58,7 +58,7 @@ class Turn:
     Attributes:
         thoughts, texts: the thoughts and texts so far, by part number. Empty thoughts and texts are left out.
         calls: the calls so far.
-        places: begin and end of each text in the whole text, by part number.
+        places: begin and end of each text within the turn's whole text, by part number.
     """
 
     def __init__(self, growing: Growing, reasoning: Reasoning | None, calling: Calling | None) -> None:
@@ -66,7 +66,7 @@ class Turn:
         self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
         self.places, self._written = dict[int, tuple[int, int]](), ""
         self._known = dict[int, dict[int, Any]]()  # by part number: how far the arguments of its calls are parsed
-        self._thinking = list[tuple[int, int]]()  # (begin, end) of each thought with its markers, in the whole text
+        self._thinking = list[tuple[int, int]]()  # (begin, end) of each thought with its markers, in `_written`
 
     @property
     def thought(self) -> str:
@@ -83,8 +83,8 @@ class Turn:
         return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
-        """The pieces that are new since the last call, the new spans, and the new tokens if log probabilities were requested. ended:
-        whether the choice has ended.
+        """Since the last call: the new pieces, the new spans (text per token), and the new tokens if log probabilities were requested.
+        ended: whether the choice has ended.
         """
         spans, tokens = self.growing.read(ended)
         self._written += joined(spans)
@@ -95,7 +95,7 @@ class Turn:
         pieces, calls = list[Piece](), list[Call]()
         for number, part in enumerate(parts):
             text = part.text
-            if calls:  # the answer ends with its calls, so later parts do not count
+            if calls:  # an answer ends with its calls, so later parts are ignored
                 break
             if part.kind == "thought":
                 pieces += self._grown("thought", self.thoughts, number, text)
@@ -129,7 +129,7 @@ class Turn:
         return [Piece(kind, text[len(before) :], number, not before)]
 
     def part_of(self, token: TextToken, ended: bool) -> int | None:
-        """The part number of the text to which a token belongs, else None. Tokens without text at the end belong to the last text."""
+        """The part number of the text that contains a token, or None. Tokens without text at the end belong to the last text."""
         for number, (begin, end) in self.places.items():
             if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
                 return number

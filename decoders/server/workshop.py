@@ -87,7 +87,7 @@ def _try(grammar: CompiledGrammar) -> None:
 
 @dataclass(frozen=True)
 class Judging:
-    """A task of the workshop: validates a finished text. Returns why the text is invalid, or None if it is valid."""
+    """A task of the workshop: validates a finished text with `whole`. Returns the error that `whole` raised, as text, or None."""
 
     whole: Callable[[str], None]
     text: str
@@ -115,7 +115,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Remote:
-    """Validates a text in a fork of the workshop. In threads that must not wait, such as the decoding thread, it does nothing."""
+    """Validates a text in a fork of the workshop. Does nothing in threads that must not wait, such as the decoding thread."""
 
     whole: Callable[[str], None]
     workshop: Workshop
@@ -162,10 +162,10 @@ class Workshop:
         return _name(wanted) in self._known
 
     def prepared(self, wanted: Wanted, check: Check) -> Prepared:
-        """The compiled grammar for a description.
+        """The grammar compiled from a description (function calls or a response format), or the cached one.
 
         Args:
-            check: called while the task runs; an error that it raises ends the task.
+            check: called while the grammar is compiled; an error that it raises ends the compilation.
 
         Raises:
             GrammarError, Refusal: the description is invalid, or compiling exceeds the limits.
@@ -196,7 +196,7 @@ class Workshop:
         return answer
 
     def begin(self) -> None:
-        """Starts the workshop's process unless it runs. The process is ready some seconds later; tasks wait until then."""
+        """Starts the workshop's process unless it runs. Tasks wait until the process is ready, some seconds later."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
