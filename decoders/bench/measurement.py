@@ -54,7 +54,7 @@ class Measurement:
         observe: ``report.timings.observe``.
         mask: ``report.timings.mask``.
         host: ``report.timings.host``.
-        draft_passes: number of forward passes of the draft models that the strategy runs itself.
+        draft_passes: number of forward passes of the draft models that the strategy itself calls; None without draft models.
         prompt_tokens: number of prompt tokens in the longest row.
         compiled_share: share of the steps that ran compiled.
     """
@@ -139,7 +139,7 @@ class Competitor:
     """A method at one batch size.
 
     Attributes:
-        status: "ok", "skipped" (the method does not do this) or "failed" (an error).
+        status: "ok", "skipped" (not supported, or no time was left) or "failed" (an error).
         reason: why the method has no figures; "" if it was measured.
         warmup: times and memory of the first two calls.
         checks: the output of one untimed call, by workload.
@@ -170,7 +170,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def rotation(items: Sequence[T], turn: int) -> list[T]:
-    """`items` rotated by `turn` places, and reversed in every second round, so that no item always follows the same other item."""
+    """`items` rotated by `turn` places, and reversed in every second cycle of turns, so that no item always follows the same other
+    item.
+    """
     if not items:
         return []
     order = deque(items)
@@ -247,7 +249,8 @@ def warm_up(
     rounds: float = 0.0,
     deadline: float | None = None,
 ) -> list[Competitor]:
-    """Makes two calls of every method on the first workload, in which methods compile and memory is measured. Returns all methods.
+    """Makes two calls of every method on the first workload, in which methods compile and memory is measured. Returns an entry per
+    method.
 
     Args:
         rounds: number of texts that each method will then write per workload, to estimate the remaining seconds.
@@ -288,8 +291,8 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload, which gives the text to compare and fills caches for the workload's shape.
-    Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
+    """Makes one untimed call of each method per workload, whose text is compared with the baseline's, and which fills caches for the
+    shape. Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.

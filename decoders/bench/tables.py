@@ -138,14 +138,14 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def subject(record: Record) -> str:
-    """The model's name, with its scaling if it was padded."""
+    """The model's name and, if the model was padded, :attr:`Record.scaled`."""
     if not record.scaled:
         return record.model
     return f"{record.model or 'demo target'}, {record.scaled}"
 
 
 def loops(records: Sequence[Record]) -> str:
-    """The share of the first method's text that loops; "" if nothing loops or the weights are random."""
+    """A text with the share of the first method's tokens that continue a loop; "" if it is under 0.5 % or the weights are random."""
     share = next((r.looping for r in records if r.looping is not None and not r.random_weights), 0.0)
     return f" · {share:.0%} of the text loops" if share >= 0.005 else ""
 
@@ -198,7 +198,9 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """First tokens, first and second call, compiling, memory. Memory that all methods share is counted for the first method."""
+    """A table of times to first tokens and of first calls, compiling, memory. Memory that all methods share is counted for the first
+    method.
+    """
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)

@@ -176,7 +176,7 @@ def _come_and_go(
 
 
 def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """For each text that an unfinished row has had, the draft after this text, as the set of its tree's paths."""
+    """For each text of an unfinished row in a logged step, the draft after this text, as the set of paths in its tree."""
     return {
         text: _paths(log.draft, row)
         for log in spy.seen

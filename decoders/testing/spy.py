@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """Wraps a guide so that its `forced` may read the device: whether it does is declared by the guide, not by the strategy."""
+    """Wraps ``context.guide`` so that its `forced` may read the device: the guide, not the strategy, declares whether it does."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
@@ -77,7 +77,7 @@ class Spy(Wrapped):
     the state of the process (random states, default dtype, grad mode and others). The message names the hook.
 
     Args:
-        forbid_host_reads: whether hooks that read the device are refused, too.
+        forbid_host_reads: whether hooks that read tensors of the device from the host raise errors, too.
         part: whether `inner` is a part of another strategy; messages then name `inner`.
     """
 
@@ -164,7 +164,7 @@ class Spy(Wrapped):
 
 
 def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
-    """`strategy` in a :class:`Spy`. Each part of a merged strategy gets its own spy, so that messages name the part."""
+    """`strategy` in a :class:`Spy`. Each part of a merged strategy is wrapped in its own spy, so that messages name the part."""
     if type(strategy) is Merged:
         parts = [Spy(part, forbid_host_reads, part=True) for part in strategy.parts]
         spy = Spy(Merged(parts, strategy.settings))

@@ -41,7 +41,7 @@ class Lesson:
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
         best: ``[B, T]`` int64, the target's likeliest token of the whole vocabulary.
         total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` covers all of it.
-        counted: ``[B, T]`` bool, the positions whose predictions count.
+        counted: ``[B, T]`` bool, the positions that losses and figures include, see :func:`~decoders.training.texts.counted`.
     """
 
     features: Tensor
@@ -71,7 +71,9 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Lets :meth:`lesson` store its results for `texts`, if they fit in :data:`KEPT` bytes and determine the logits exactly."""
+        """Lets :meth:`lesson` store its results for `texts`, if they fit in :data:`KEPT` bytes and exact logits can be computed from
+        them.
+        """
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -205,11 +207,13 @@ class FeatureLearner(EpochLearner):
             teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this network. identity: fingerprints of text and target; a resumed run must have equal ones."""
+        """The :class:`Run` of this network. identity: fingerprints of text and target; a run is resumed only if they are equal."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
-        """Initializes a new network from the training text. It is not called for a network from `start` or from a checkpoint."""
+        """Initializes a new network from the training text. It is not called for a network that was read from files or from a
+        checkpoint.
+        """
 
     @abstractmethod
     def acceptance(self, texts: Texts) -> Acceptance:
@@ -386,7 +390,9 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
 
 
 def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
-    """The size ``D`` of the draft vocabulary. Raises SettingsError if it is larger than the target's vocabulary."""
+    """The size ``D`` of the draft vocabulary: `named`, or if that is None, the target's. Raises SettingsError if `named` is not in 1 …
+    target's.
+    """
     vocab = len(model.get_output_embeddings().weight)
     if named is not None and not 0 < named <= vocab:
         raise SettingsError(f"{owner}: the draft vocabulary must have 1 … {vocab} tokens, not {named}")
