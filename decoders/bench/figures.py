@@ -83,9 +83,7 @@ def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
 
 
 def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Draft passes per step: the median over the timed calls if they report draft passes, else over the untimed calls; None if none
-    does.
-    """
+    """Draft passes per step: the median over the timed calls, or, if they report none, over the untimed calls; None if neither does."""
     for calls in (samples, checks):
         passes = [call.draft_passes / call.steps for call in calls if call.draft_passes is not None and call.steps]
         if passes:
@@ -100,9 +98,7 @@ def looping(rows: Sequence[Sequence[int]]) -> float | None:
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models, each followed by those of the model that drafts for it. calls: pairs of a call's stages and the
-    call.
-    """
+    """Figures of the draft models, each followed by those of its own draft model. calls: pairs of a call's stages and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
         passes, tokens_and_passes, shares = [], [0, 0], []

@@ -170,9 +170,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def rotation(items: Sequence[T], turn: int) -> list[T]:
-    """`items` rotated by `turn` places, and reversed in every second cycle of turns, so that no item always follows the same other
-    item.
-    """
+    """`items` rotated by `turn` places, and reversed in every second cycle of turns, so that no two items always follow each other."""
     if not items:
         return []
     order = deque(items)
@@ -249,8 +247,7 @@ def warm_up(
     rounds: float = 0.0,
     deadline: float | None = None,
 ) -> list[Competitor]:
-    """Makes two calls of every method on the first workload, in which methods compile and memory is measured. Returns an entry per
-    method.
+    """Makes two calls of every method on the first workload, to compile and to measure memory. Returns an entry per method.
 
     Args:
         rounds: number of texts that each method will then write per workload, to estimate the remaining seconds.

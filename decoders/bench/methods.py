@@ -76,7 +76,7 @@ OnTokens = Callable[[list[int]], bool]
 
 
 class Engine(Protocol):
-    """An inference engine other than this package, such as vLLM. It decodes greedily, and prefills all prompts in full in every call."""
+    """An inference engine other than this package, such as vLLM. It decodes greedily, and prefills all prompts in every call."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None

@@ -329,8 +329,8 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending: drawn from the positions in :attr:`Lesson.counted`, from others only if
-        these are too few.
+        """The anchors of a step, ``[B, A]`` int64, ascending: drawn from :attr:`Lesson.counted`, from other positions only if it has
+        too few.
         """
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)

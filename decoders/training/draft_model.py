@@ -46,8 +46,7 @@ def train_draft(
             texts.
 
     Returns:
-        The figures: numbers of steps, tokens and parameters, seconds, agreement by kind of held-out text, tokens per step of
-            ``speculative``.
+        The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and the results of :func:`measure`.
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.

@@ -100,9 +100,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. Its layer adds nothing yet, so its logits are near those of the target's output head for the highest layer that is
-    read.
-    """
+    """A new head. Its layer adds nothing yet, so it starts near the target's output head applied to the highest layer that is read."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)

@@ -71,9 +71,7 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Lets :meth:`lesson` store its results for `texts`, if they fit in :data:`KEPT` bytes and exact logits can be computed from
-        them.
-        """
+        """Lets :meth:`lesson` store its results for `texts`, if they take at most :data:`KEPT` bytes and yield exact logits."""
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -211,9 +209,7 @@ class FeatureLearner(EpochLearner):
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
-        """Initializes a new network from the training text. It is not called for a network that was read from files or from a
-        checkpoint.
-        """
+        """Initializes a new network from the training text. Not called for a network from files or from a checkpoint."""
 
     @abstractmethod
     def acceptance(self, texts: Texts) -> Acceptance:
@@ -390,9 +386,7 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
 
 
 def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
-    """The size ``D`` of the draft vocabulary: `named`, or if that is None, the target's. Raises SettingsError if `named` is not in 1 …
-    target's.
-    """
+    """The size ``D`` of the draft vocabulary: `named`, or if that is None, the target's. Raises SettingsError if `named` exceeds it."""
     vocab = len(model.get_output_embeddings().weight)
     if named is not None and not 0 < named <= vocab:
         raise SettingsError(f"{owner}: the draft vocabulary must have 1 … {vocab} tokens, not {named}")

@@ -157,9 +157,7 @@ class _TextSet:
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """For each kind of text (:meth:`.Texts.kinds`), accuracies, and :func:`ranks_of` the positions where all heads' right tokens
-        are known.
-        """
+        """For each kind of text (:meth:`.Texts.kinds`), accuracies, and :func:`ranks_of` positions whose labels are all known."""
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))

@@ -161,9 +161,7 @@ class BlockTraining(Recipe):
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """The indices of a low, a middle and a high layer: EAGLE-3's choice for 12 layers or more; in shallower targets, all three are
-    nearer to the top.
-    """
+    """The indices of a low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, else nearer to the top."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 

@@ -68,9 +68,7 @@ class Learner(ABC):
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data; at least one in a run with checks. The run returns to the weights with the greatest mean
-        accuracy.
-        """
+        """Accuracies on held-out data, at least one if there are checks. A run ends with the weights of the greatest mean accuracy."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -315,9 +313,7 @@ def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int
 
 
 def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) -> float:
-    """The learning rate: half a cosine from `peak` to zero over all steps, times a linear rise in the first `warmup_share` of the
-    steps.
-    """
+    """The learning rate: half a cosine from `peak` to zero, with a linear warm-up over the first `warmup_share` of the steps."""
     warmup = min(1.0, (step + 1) / max(1.0, warmup_share * steps))
     return peak * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 

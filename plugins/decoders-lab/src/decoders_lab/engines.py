@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: The modes in which an engine can decode, as written in the brackets.
 PLAIN, LOOKUP, DRAFT = "", "lookup", "draft"
 MODES = (PLAIN, LOOKUP, DRAFT)
-#: By number format, the dtype of the table that lists an engine with this format, if the dtype is measured. All others: bfloat16.
+#: By number format, the dtype of the table that lists an engine with this format, if that is measured. Other formats: bfloat16.
 _NEAREST = {"f32": "float32", "f16": "float16"}
 
 

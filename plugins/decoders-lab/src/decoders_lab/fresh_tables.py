@@ -50,7 +50,9 @@ def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def memory_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Memory of the process after each call, its growth since the model was loaded, and this growth as a multiple of the weights."""
+    """Memory of the process after each call, its growth since the model was loaded, and that without the cache, divided by the weights'
+    size.
+    """
     table = plain_table(title, "in memory", "added", "of the weights", "weights", "cache")
     for run in runs:
         marks = [mark for mark in run.get("memory", ()) if mark["bytes"] is not None]

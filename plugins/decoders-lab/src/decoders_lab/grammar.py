@@ -80,7 +80,7 @@ class Tree:
     Attributes:
         taken: tokens before the tree.
         parents: parent of each node; the root is node 0, without a parent.
-        tokens: token of each node; the root's token is the last of `taken`.
+        tokens: token of each node; 0 for the root, which stands for the last of `taken`.
     """
 
     taken: list[int]

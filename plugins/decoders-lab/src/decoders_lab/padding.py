@@ -154,7 +154,7 @@ class Padding:
         return 1 + self._random((self.target.hidden,))
 
     def _random(self, shape: Any) -> Tensor:
-        """The next numbers of the random block."""
+        """The next numbers of the random block, as a tensor of the given shape."""
         count = math.prod(shape)
         taken = torch.empty(count)
         filled = 0

@@ -60,7 +60,7 @@ class Replica:
         """Yields the new tokens of a request as they arrive.
 
         Args:
-            prompt: token ids. It is the first argument, because the router reads it there.
+            prompt: token ids. The router expects the prompt as the first argument.
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
         """
         self.requests += 1

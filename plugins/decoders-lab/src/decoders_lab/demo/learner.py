@@ -191,7 +191,7 @@ class UnlikelihoodTraining:
 
 
 class UnlikelihoodLearner(Learner):
-    """A demo model that unlearns its loops.
+    """A demo model that learns not to repeat itself in loops.
 
     Every step learns from a batch of files, as before. It also lowers the probability of the tokens that :func:`in_loops` finds in the
     model's greedy continuations of the batch's rows: the sequence-level objective of Welleck et al. 2020 (arXiv 1908.04319, equation
