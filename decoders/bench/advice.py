@@ -203,7 +203,7 @@ def advise(
     compile = compile and seconds >= 2 * COMPILING
     first_parts = seconds - COMPILING * compile
     new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
-    #: Newest measured seconds in which a method writes all texts once, and in which weights are converted to a number format.
+    #: The latest measurements, in seconds: a method writes all texts once; weights are converted to a number format.
     each, packing = 0.0, time.monotonic() - begin
 
     def told(what: str, _: float = 0.0) -> None:

@@ -74,7 +74,7 @@ class StageFigures:
 
 
 def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Mean tokens per row and step, over the timed calls if they report it, else over the untimed calls; None without steps."""
+    """Mean tokens per row and step, over the timed calls if they report acceptance, else over the untimed calls; None without steps."""
     if lengths := [s.accepted_lengths for s in samples if s.accepted_lengths]:
         tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
         return tokens / sum(map(sum, lengths))
@@ -118,7 +118,7 @@ def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int =
 
 
 def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
-    """Tokens per second in each repeat, over all prompts of the repeat."""
+    """Tokens per second over all prompts of a repeat, by the repeat's number."""
     ordered = sorted(samples, key=lambda s: s.repeat)
     speeds = {}
     for repeat, group in groupby(ordered, key=lambda s: s.repeat):

@@ -25,7 +25,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Processor, threads, device, versions, whether memory can be measured, and the text of :func:`busy`, JSON-safe."""
+    """JSON-safe facts: processor, threads, device, versions, whether memory can be measured, and the text of :func:`busy`."""
     from ..common.version import __version__
 
     return {

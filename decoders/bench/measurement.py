@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timed call; times in seconds. Values of our :class:`~decoders.report.Report` are None or empty for transformers.
+    """One timed call; times in seconds. Values of our :class:`~decoders.report.Report` are None, empty or 0 for transformers.
 
     Attributes:
         workload: the workload's name.
@@ -96,7 +96,7 @@ class WarmupCost:
         second_compilations: number of graphs compiled in the second call.
         peak_memory: peak memory in bytes; None if the system does not report it.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
-        cache_bytes: size of the loop's key-value cache.
+        cache_bytes: size of the loop's KV cache; None for transformers, and if `memory_kind` is "device".
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
         pack_seconds: ``report.timings.pack`` of the first call.
@@ -356,7 +356,7 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
 
 
 def calls(methods: int, workloads: int, repeats: int) -> int:
-    """The number of times that :func:`measure` reports progress: once per method in the warm-up, then in :func:`take_turns`."""
+    """The number of progress reports of :func:`measure` with `checks`: once per method in the warm-up, then in :func:`take_turns`."""
     return methods * (1 + workloads * (1 + repeats))
 
 

@@ -220,10 +220,10 @@ def strategy_methods(
 
     A name may have settings, as in ``speculative[length=2]``, and occur several times with different settings. ``a+b`` merges
     strategies, each with brackets of its own. Some keys in brackets are not settings of the strategy: ``verifier=…`` names a verifier;
-    ``grammar=…`` names a grammar of the library or a file; ``compile=false`` measures uncompiled steps; with ``memory=true``,
-    strategies remember, within a round, what they learned from earlier prompts; ``weights=int4``, ``kv_cache=int8`` and
-    ``draft_weights=int8`` set number formats, on a second model object with the same parameters. Every call prefills its whole prompt,
-    unless `decoders_config` says otherwise. When sampling, plain decoding comes first: the other methods are compared with it.
+    ``grammar=…`` names a grammar that ``decoders grammars`` lists, or a file; ``compile=false`` measures uncompiled steps; with
+    ``memory=true``, strategies remember, within a round, what they learned from earlier prompts; ``weights=int4``, ``kv_cache=int8``
+    and ``draft_weights=int8`` set number formats, on a second model object with the same parameters. Every call prefills its whole
+    prompt, unless `decoders_config` says otherwise. When sampling, plain decoding comes first: the other methods are compared with it.
 
     Args:
         settings: by strategy name, settings for all variants of the strategy; settings in brackets take precedence.

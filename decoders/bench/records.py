@@ -71,7 +71,7 @@ class Record:
         recompilations: number of graphs compiled in all later calls.
         peak_memory: peak memory in bytes.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
-        cache_bytes: size of the loop's key-value cache.
+        cache_bytes: size of the loop's KV cache; None for transformers, and if `memory_kind` is "device".
         weight_bytes: bytes of the target's weights that one step reads.
         samples: the timed calls.
         model: the measured model, as the user named it.

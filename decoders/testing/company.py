@@ -83,7 +83,9 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` writes the same tokens if it is left out of steps or observes others' draft tokens, as in ``auto``."""
+    """A strategy that `rests`, or observes nothing, writes the same tokens if left out of steps or shown others' drafts, as in
+    ``auto``.
+    """
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)

@@ -167,7 +167,7 @@ def check_forced(case: GrammarCase) -> None:
 
 
 def check_tables(case: GrammarCase) -> None:
-    """If a grammar has tables, its masks by state number and the masks in its tensors equal its matcher's masks."""
+    """If a grammar has tables, the masks that it finds by state number, and those in its tensors, equal its matcher's masks."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):
         return

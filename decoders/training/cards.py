@@ -1,4 +1,4 @@
-"""The model cards (README.md) of trained heads and draft models."""
+"""The texts of model cards (README.md) for trained heads and draft models."""
 
 from __future__ import annotations
 

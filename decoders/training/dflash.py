@@ -312,7 +312,8 @@ class BlockLearner(FeatureLearner):
 
     def learn(self, step: int) -> Tensor:
         """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy at place ``k`` against the
-        target's distribution over the draft vocabulary. A place counts only if this vocabulary contains the target's best token.
+        target's distribution over the draft vocabulary. Places outside ``lesson.counted``, and places whose best token is not in this
+        vocabulary, have no weight.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)

@@ -59,7 +59,7 @@ def train_draft(
     train, judged = store.learnt_and_held(job.texts, job.held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
     trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
-    # The card also shows the agreement before training. The weights are the initial ones even in a resumed run, because
+    # The card also shows the agreement before training. The weights are still the initial ones here, even in a resumed run:
     # :meth:`Trainer.train` loads the checkpoint.
     before = agreement(learner, judged.part(0, learner.training.rows))
     checkpoint = work / "checkpoint.pt"

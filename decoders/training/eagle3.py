@@ -224,8 +224,8 @@ class HeadLearner(FeatureLearner):
 def unrolled(
     head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int, chains: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Yields the states of simulated tokens 0, 1, … ``depth - 1`` before the last norm: ``[B, S, H]`` for token 0, and ``[B, C, H]``
-    for each later token.
+    """Yields the states of simulated tokens 0, 1, … ``depth - 1`` before the head's final norm: ``[B, S, H]`` for token 0, and ``[B, C,
+    H]`` for each later token.
 
     Args:
         embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot. Simulated token ``k`` of index ``t``

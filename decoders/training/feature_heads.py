@@ -82,10 +82,10 @@ class Teacher:
     def lesson(
         self, texts: Texts, stops: Sequence[int], ids: Tensor | None = None, rows: Tensor | None = None
     ) -> Lesson:
-        """The target's results for all rows of `texts`, computed in one pass, or as an earlier call stored them.
+        """The target's results for all rows of `texts`, computed in one pass, or read from what an earlier call stored.
 
         Args:
-            stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on do not count.
+            stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on are excluded.
             ids: ``[D]``, the tokens that can be drafted; None: all.
             rows: indices of the rows, under which results are stored if :meth:`keep` allowed it; None: nothing is stored.
         """

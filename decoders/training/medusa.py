@@ -157,7 +157,7 @@ class _TextSet:
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """For each kind of text (:meth:`.Texts.kinds`), accuracies, and :func:`ranks_of` positions whose labels are all known."""
+        """By kind of text (:meth:`.Texts.kinds`), accuracies, and the :func:`ranks_of` positions with a known label for every head."""
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))
@@ -181,7 +181,7 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # In a row that the target continued, positions in the prompt do not count, except its last token.
+    # In a row that the target continued, positions in the prompt are left out, except its last token.
     in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
     labels[in_prompt] = UNKNOWN
     return labels

@@ -144,7 +144,7 @@ class Trainer:
 
     Attributes:
         step: number of optimizer steps done.
-        seconds: duration of the steps and checks so far, over all sessions of the run.
+        seconds: duration of all steps and checks so far, also of those before the run was resumed.
         best: weights with the best mean score so far; None in a run without checks.
         best_score: the mean score of `best`.
         checks_since_best: number of checks since `best` was found.
