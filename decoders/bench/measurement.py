@@ -161,7 +161,7 @@ class Interrupted(KeyboardInterrupt):
     """A run was interrupted after some of its prompts had been measured.
 
     Attributes:
-        entries: the methods' measurements, of only those prompts that every method has decoded.
+        entries: the methods' measurements, reduced to the prompts that every method has decoded.
     """
 
     def __init__(self, entries: list[Competitor]) -> None:
@@ -223,7 +223,7 @@ def measure(
 
 
 def complete(entries: Sequence[Competitor]) -> list[Competitor]:
-    """`entries` with only those prompts that every method has decoded; an empty list if there is no such prompt."""
+    """`entries`, reduced to the prompts that every method has decoded; an empty list if there is no such prompt."""
     sampled = [{sample.workload for sample in entry.samples} for entry in entries if entry.status == "ok"]
     names = set.intersection(*sampled) if sampled else set()
     kept = [
@@ -250,7 +250,7 @@ def warm_up(
     """Makes two calls of every method on the first workload, to compile and to measure memory. Returns an entry per method.
 
     Args:
-        rounds: number of texts that each method will then write per workload, to estimate the remaining seconds.
+        rounds: number of texts that each method writes per workload after the warm-up, to estimate the remaining seconds.
         deadline: by ``time.monotonic``; methods whose turn comes later are skipped, except the first method and the first strategy
             of ours.
     """
@@ -365,7 +365,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
     first, stamps = stamped(entry.method, workload, new_tokens, decode)
     with PeakMemory(entry.method.model.device) as memory:
         second = decode(entry.method, workload, new_tokens)
-    # transformers does not report its compile time. If it compiled, the time by which the first call was longer is taken instead.
+    # transformers does not report its compile time. If it compiled, the additional seconds of the first call are taken instead.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)

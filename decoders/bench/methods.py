@@ -103,7 +103,7 @@ class Method:
         sampling: how tokens are drawn; None: greedy.
         verifier: name of the verifier; "" for transformers' methods.
         coupled: whether the verifier makes every strategy draw the same tokens from the same seed.
-        grammar: the grammar of the text, as written; "" without one.
+        grammar: the grammar that the text must follow, as the user wrote it; "" without one.
         assistant: transformers' assistant model.
         assistant_config: values set in the assistant's generation config during a call.
         engine: another engine that decodes in place of `model`. Stop tokens and sizes still come from `model`.

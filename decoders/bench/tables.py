@@ -53,7 +53,7 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """The records of each group by the group's heading, which is empty for a single group whose model was not scaled."""
+    """The records of each group by the group's heading, which is "" for a single group whose model was not padded."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}

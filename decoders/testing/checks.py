@@ -36,7 +36,7 @@ def _automaton(seed: int, *stops: int) -> TokenAutomaton:
 
 
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The class has a name and a summary, and its traits have the right types."""
+    """The class has a name and a summary, and its traits (``exact``, ``hidden_layers`` …) have the right types."""
     cls = type(strategy)
     check_name_and_summary(cls)
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (

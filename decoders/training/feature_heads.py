@@ -87,7 +87,7 @@ class Teacher:
         Args:
             stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on are excluded.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: indices of the rows, under which results are stored if :meth:`keep` allowed it; None: nothing is stored.
+            rows: the rows' indices, the keys of stored results (:meth:`keep`); None: nothing is stored or read.
         """
         model, read = self.model, texts.ids.to(self.model.device)
         output = model.get_output_embeddings()

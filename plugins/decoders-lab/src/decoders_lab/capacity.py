@@ -23,8 +23,8 @@ LENGTH, SLOTS = 128, (256, 8192)
 
 @dataclass(frozen=True)
 class CapacityCost:
-    """Milliseconds per step of the core (forward pass, verification, commit) with `slots` cache slots per row, and as a ratio to the
-    time with the first capacity.
+    """Milliseconds per step of the core (forward pass, verification, commit) with `slots` cache slots per row, and their ratio to the
+    milliseconds with the first capacity. reason: why they are missing.
     """
 
     dtype: str

@@ -163,7 +163,7 @@ class DeviceBench:
             yield _measured(what, "ms", measure, beside)
 
     def _in_turns(self, text: Workload, *methods: Method) -> list[float]:
-        """Milliseconds of a step of each of `methods`, in their order, measured in turns after warming up."""
+        """Milliseconds per step with each of `methods`, in their order, measured in turns after warming up."""
         self.say(f"warming up: {methods[0].name}")
         for method in methods:
             for _ in range(2):

@@ -38,7 +38,7 @@ class Request:
         engine: a name of :data:`ENGINES`.
         number_format: number format of the matrices; "" if a file determines it.
         mode: one of :data:`MODES`.
-        file: a model file to use; None writes one.
+        file: a model file to use; None: a file is written.
     """
 
     engine: str

@@ -130,7 +130,7 @@ class Padding:
         norm.copy_(scales)
 
     def _length(self) -> float:
-        """The greatest Euclidean norm of the last residual stream over some random tokens."""
+        """The greatest Euclidean norm of the small model's last residual stream over some random tokens."""
         if not hasattr(self, "_longest"):
             tokens = torch.randint(self.small.vocabulary, (2, 32), generator=torch.Generator().manual_seed(1))
             ends: list[Tensor] = []

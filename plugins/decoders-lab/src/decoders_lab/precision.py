@@ -41,7 +41,7 @@ class PrecisionCost:
         logit_error: error of the log probabilities: its standard deviation over the vocabulary, averaged over the tokens.
         matrix_bytes: bytes of the matrices.
         slot_bytes: bytes of one token's keys and values.
-        same_bits: whether a token's logits have the same bits in blocks of all sizes; None if this was not checked.
+        same_bits: whether a token's logits have the same bits in every block that contains it; None if this was not checked.
         step_seconds: median seconds of a step, by number of nodes.
     """
 
@@ -159,7 +159,7 @@ def _times(
 
 
 def precision_table(costs: Sequence[PrecisionCost], title: str = "") -> Table:
-    """A row for each precision."""
+    """A table with a row for each precision."""
     nodes = list(costs[0].step_seconds) if costs else []
     table = plain_table(
         title, "perplexity", "KL", "same best", "logit error", "weights MB", "cache B/token", "same bits",

@@ -25,7 +25,7 @@ def complete(
     and the ``failed`` among the latter.
 
     Args:
-        prompts: each has an ``id``, a ``prompt``, and arguments of ``generate`` for this prompt alone.
+        prompts: mappings, each with an ``id``, a ``prompt``, and arguments of ``generate`` for this prompt alone.
         output: a folder to which all actors can write. Its files hold a line of JSON per prompt: an object with ``id``, and either
             ``text`` and ``tokens``, or ``error``.
         model: a path, or a function that returns model and tokenizer.

@@ -94,7 +94,7 @@ class Replica:
 
 
 class Front:
-    """Answers clients with the text of a replica. If the replica is lost, it asks another.
+    """Answers clients with the text of a replica, or, if that replica is lost, of another.
 
     Args:
         replicas: the model's replicas.

@@ -19,7 +19,7 @@ from decoders.costs import CostCurve
 
 @dataclass(frozen=True)
 class Load:
-    """The distribution of requests.
+    """The distribution of the requests' lengths.
 
     Attributes:
         prompt: mean number of tokens of a prompt.
