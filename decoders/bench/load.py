@@ -88,7 +88,7 @@ def arrivals(
 def rehearse(
     model: PreTrainedModel, drafters: Sequence[Synthetic], load: Sequence[Arrival], options: Mapping[str, Any]
 ) -> None:
-    """Writes the texts of a load by plain decoding, and stores them in synthetic drafters (:meth:`.Synthetic.learn`)."""
+    """Writes the texts of a load by plain decoding, and stores them in synthetic drafters (``Synthetic.learn``)."""
     longest: dict[tuple[int, ...], int] = {}
     for request in load if drafters else ():
         longest[tuple(request.prompt)] = max(longest.get(tuple(request.prompt), 0), request.new_tokens)

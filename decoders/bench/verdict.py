@@ -27,7 +27,7 @@ class Verdict:
     Attributes:
         model, dtype, batch, temperature: the conditions of the measurement.
         method: the recommended method in the bench's notation; "" if transformers is at least as fast, or the weights are random.
-        tokens_per_second, ratio: the fastest strategy's speed, and its ratio to transformers', over all prompts.
+        tokens_per_second, ratio: speed of the strategy from :func:`chosen`, and its ratio to transformers', over all prompts.
         by_kind: the median ratio for each kind of prompt.
         arguments: arguments of ``generate``.
         text: the recommendation, in a sentence.

@@ -25,7 +25,7 @@ PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 
 def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """As first or last part of a merged strategy, the strategy passes the checks of :class:`.Spy`, and the tokens stay the same."""
+    """As first or last part of a merged strategy, the strategy passes the checks of ``Spy``, and the tokens stay the same."""
     parts = parts_of(strategy) or (strategy,)
     free = [name for name in PARTNERS if name not in {part.name for part in parts}]
     if not free:

@@ -312,8 +312,8 @@ class BlockLearner(FeatureLearner):
 
     def learn(self, step: int) -> Tensor:
         """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy at place ``k`` against the
-        target's distribution over the draft vocabulary. Places outside ``lesson.counted``, and places whose best token is not in this
-        vocabulary, have no weight.
+        target's distribution over the draft vocabulary. Places outside ``lesson.counted``, and places at which the target's best token
+        is not in this vocabulary, have no weight.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)

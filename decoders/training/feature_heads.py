@@ -386,7 +386,9 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
 
 
 def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
-    """The size ``D`` of the draft vocabulary: `named`, or if that is None, the target's. Raises SettingsError if `named` exceeds it."""
+    """The size ``D`` of the draft vocabulary: `named`, or the target's if None. Raises SettingsError if `named` is below 1 or above the
+    target's.
+    """
     vocab = len(model.get_output_embeddings().weight)
     if named is not None and not 0 < named <= vocab:
         raise SettingsError(f"{owner}: the draft vocabulary must have 1 … {vocab} tokens, not {named}")

@@ -74,7 +74,7 @@ def measure(
     model: PreTrainedModel, names: Sequence[str], texts: Sequence[Tensor], nodes: Sequence[int], repeats: int,
     compile: bool, length: int = 200, advance: Callable[[str], object] = lambda what: None,
 ) -> list[PrecisionCost]:  # fmt: skip
-    """Measures the errors of precisions relative to the model's own, and, in turns, the times of their steps. Returns the own first.
+    """Measures the errors of precisions relative to the model's own, and, in turns, the times of steps. The model's own come first.
 
     Args:
         texts: token ids, ``[tokens]`` each.
