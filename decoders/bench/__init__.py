@@ -1,4 +1,4 @@
-"""Decoding measured side by side: strategies, transformers' own methods, prompts, batch sizes and dtypes in one run.
+"""Measures ways of decoding side by side: strategies, transformers' own methods, prompts, batch sizes and dtypes in one run.
 
 from decoders import bench
 methods = bench.transformers_methods(model) + bench.strategy_methods(model, ["prompt_lookup"])

@@ -37,15 +37,15 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: Number formats of weights that are tried with the winning strategy. `NARROW` is tried only if 16 bits hold all numbers of some
-#: float32 matrix. The formats in `WEIGHTS` change the text, so they are mentioned, but not recommended.
+#: Number formats of weights that are tried with the winning strategy. `NARROW` is tried only if 16 bits can hold all numbers of at
+#: least one float32 matrix. The formats in `WEIGHTS` change the text, so they are mentioned, but not recommended.
 WEIGHTS, NARROW = ("int8", "int4"), "16bit"
 #: Numbers of new tokens: the greatest per text; the least per text, for a slow machine or many prompts; the number in warm-up calls.
 MOST, FEWEST, FEW = 96, 16, 2
 #: Methods above this share of the fastest method's speed count as equally fast, because only few texts are measured.
 ABOUT = 0.9
-#: Shares of the time at which these parts must have ended: comparisons of strategies, of settings, of weights, of compiled steps.
-#: The first three are shares of the time without :data:`COMPILING`, if steps are compiled.
+#: Shares of the given seconds by which each part must have ended: comparing strategies, settings, weights, compiled steps.
+#: If steps are compiled, the first three are shares of the seconds without :data:`COMPILING`.
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
 #: Seconds reserved for compiling, which takes one to three minutes on two cores. With less than twice this time, nothing is compiled.
 COMPILING = 60.0
@@ -57,7 +57,7 @@ HEADS_NODES, HEADS_TOKENS, HEADS_TIME = 24, 2.5, 0.1
 
 @dataclass(frozen=True)
 class Outlook:
-    """An estimate of what a draft model or heads would bring.
+    """An estimate of the speed with a draft model or with heads.
 
     Attributes:
         what: the drafter: "A draft model" or "Heads (medusa, eagle3)".
@@ -181,8 +181,9 @@ def advise(
             instructions if the tokenizer has a chat template.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: wall time for the measurement. On a slow machine, texts get shorter, and then prompts are left out. A part that is
-            expected to end later is not begun. The measurement is longer only if one text per strategy, compiling or quantizing is.
+        seconds: wall time for the measurement. On a slow machine, first the texts are shortened, then prompts are left out. A part that
+            is expected to end later is not begun. The measurement takes longer only if one text per strategy, compiling or quantizing
+            takes longer.
         compile: whether to measure compiled steps, too, if `seconds` is at least 120. With the default settings, a model in long use is
             compiled in the background.
         progress: called at the start of each part, with its description and the remaining seconds.
@@ -202,7 +203,7 @@ def advise(
     compile = compile and seconds >= 2 * COMPILING
     first_parts = seconds - COMPILING * compile
     new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
-    #: Last measured seconds of a method to write all texts once, and of a conversion of the weights to a number format.
+    #: The latest measurements, in seconds: a method writes all texts once; weights are converted to a number format.
     each, packing = 0.0, time.monotonic() - begin
 
     def told(what: str, _: float = 0.0) -> None:
@@ -337,7 +338,7 @@ def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float
 
 
 def _has_narrow_weights(model: PreTrainedModel) -> bool:
-    """Whether 16 bits hold all numbers of at least one float32 matrix of `model`."""
+    """Whether 16 bits can hold all numbers of at least one float32 matrix of `model`."""
     wide = (own.detach() for own in model.parameters() if own.dim() == 2 and own.dtype == torch.float32)
     return any(torch.equal(own.to(dtype).float(), own) for own in wide for dtype in (torch.bfloat16, torch.float16))
 
@@ -347,7 +348,7 @@ def _compiled(arguments: Any) -> dict[str, Any]:
 
 
 def _speed(records: Sequence[Record], method: str) -> float:
-    """The method's ratio to transformers over all prompts; 0 if it was not measured."""
+    """The method's tokens/s divided by transformers', over all prompts; 0 if it was not measured."""
     (together,) = pooled(records).values()
     return next((r.ratio.median for r in together if r.method == method and r.ratio is not None), 0.0)
 

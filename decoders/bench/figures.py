@@ -1,4 +1,4 @@
-"""Figures of one method on one kind of prompt, made from its samples."""
+"""Figures of one method on one kind of prompt, computed from its samples (timed calls)."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """A draft model's work per target step; medians over the calls.
+    """A draft model's work per target step; medians over the calls, except `tokens_per_pass`.
 
     Attributes:
         model: name or path.
         depth: 0 for a model that drafts for the target, 1 for a model that drafts for that model, and so on.
         drafter: name of the strategy that drafts for this model.
         passes: forward passes per target step.
-        tokens_per_pass: number of tokens per row and pass with the help of `drafter`; None without a drafter.
+        tokens_per_pass: mean number of tokens per row and pass with the help of `drafter`; None without a drafter.
         forward_share: seconds of this model's passes divided by seconds of the target's steps.
     """
 
@@ -74,7 +74,7 @@ class StageFigures:
 
 
 def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Mean tokens per row and step: in the timed calls if they report steps, else in the untimed calls."""
+    """Mean tokens per row and step, over the timed calls if they report acceptance, else over the untimed calls; None without steps."""
     if lengths := [s.accepted_lengths for s in samples if s.accepted_lengths]:
         tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
         return tokens / sum(map(sum, lengths))
@@ -83,7 +83,7 @@ def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
 
 
 def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Draft passes per step: the median over the timed calls if they report draft passes, else over the untimed calls."""
+    """Draft passes per step: the median over the timed calls, or, if they report none, over the untimed calls; None if neither does."""
     for calls in (samples, checks):
         passes = [call.draft_passes / call.steps for call in calls if call.draft_passes is not None and call.steps]
         if passes:
@@ -98,7 +98,7 @@ def looping(rows: Sequence[Sequence[int]]) -> float | None:
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models, each followed by the model that drafts for it. calls: pairs of a call's stages and the call."""
+    """Figures of the draft models, each followed by those of its own draft model. calls: pairs of a call's stages and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
         passes, tokens_and_passes, shares = [], [0, 0], []
@@ -118,7 +118,7 @@ def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int =
 
 
 def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
-    """Tokens per second in each repeat, over all prompts of the repeat."""
+    """Tokens per second over all prompts of a repeat, by the repeat's number."""
     ordered = sorted(samples, key=lambda s: s.repeat)
     speeds = {}
     for repeat, group in groupby(ordered, key=lambda s: s.repeat):
@@ -151,8 +151,8 @@ def parts_of_a_step(sample: Measurement) -> dict[str, float]:
 
 
 def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Medians over the calls; None if no step was timed. For transformers, the time after the first token is divided by the number of
-    later steps. steps: the number of steps of each workload.
+    """Median times over the calls; None if no step was timed. For transformers, the time after the first token is divided by the number
+    of later steps. steps: the number of steps of each workload.
     """
     parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if parts_of_calls:

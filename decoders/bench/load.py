@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..scheduling.scheduler import Scheduler
 from .synthetic import Synthetic
 
-#: Spread of the lengths: standard deviation of their logarithm.
+#: Spread of the requests' numbers of new tokens: standard deviation of their logarithm.
 SPREAD = 0.9
 #: Seconds without a result after which a run of transformers' continuous batching is ended.
 PATIENCE = 120.0
@@ -69,13 +69,13 @@ def arrivals(
     prompts: Sequence[list[int]], count: int, median: float, longest: int, rate: float | None = None, seed: int = 0,
     spread: float = SPREAD,
 ) -> list[Arrival]:  # fmt: skip
-    """`count` requests with lengths from a log-normal distribution.
+    """`count` requests whose numbers of new tokens follow a log-normal distribution.
 
     Args:
         prompts: token ids of the prompts, which the requests use in turns.
         median, longest: median and greatest number of new tokens.
         rate: arrivals per second, a Poisson process; None: all arrive at once.
-        spread: standard deviation of the logarithm of the lengths; 0: all requests have the median.
+        spread: standard deviation of the logarithm of these numbers; 0: all requests have the median.
     """
     drawn, now, requests = random.Random(seed), 0.0, []
     for number in range(count):
@@ -88,7 +88,7 @@ def arrivals(
 def rehearse(
     model: PreTrainedModel, drafters: Sequence[Synthetic], load: Sequence[Arrival], options: Mapping[str, Any]
 ) -> None:
-    """Gives synthetic drafters the texts that plain decoding writes for a load."""
+    """Writes the texts of a load by plain decoding, and stores them in synthetic drafters (``Synthetic.learn``)."""
     longest: dict[tuple[int, ...], int] = {}
     for request in load if drafters else ():
         longest[tuple(request.prompt)] = max(longest.get(tuple(request.prompt), 0), request.new_tokens)

@@ -1,4 +1,4 @@
-"""What a measurement runs on: processor and versions, the speed of its memory, and the memory of this process.
+"""What a measurement runs on: processor, versions of software, the speed of the device's memory; and the memory in use.
 
 The resident memory of this process comes from psutil (``pip install 'hf-decoders[bench]'``) on Linux, macOS and Windows; without
 psutil it is None. The peak is read from /proc, because psutil reports only the peak of the process's whole life.
@@ -25,7 +25,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Processor, threads, device, versions, whether memory can be measured, and the text of :func:`busy`, JSON-safe."""
+    """JSON-safe facts: processor, threads, device, versions, whether memory can be measured, and the text of :func:`busy`."""
     from ..common.version import __version__
 
     return {
@@ -88,7 +88,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int =
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of weights that one forward pass reads: all parameters, except an embedding that is only looked up.
 
-    In a mixture of experts all experts count, though a step may read only a few.
+    In a mixture of experts all experts are included, though a step may read only a few.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     looked_up = None

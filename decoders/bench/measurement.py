@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timed call; times in seconds. Values of our :class:`~decoders.report.Report` are None or empty for transformers.
+    """One timed call; times in seconds. Values of our :class:`~decoders.report.Report` are None, empty or 0 for transformers.
 
     Attributes:
         workload: the workload's name.
@@ -54,7 +54,7 @@ class Measurement:
         observe: ``report.timings.observe``.
         mask: ``report.timings.mask``.
         host: ``report.timings.host``.
-        draft_passes: number of forward passes of the draft models that the strategy runs itself.
+        draft_passes: number of forward passes of the draft models that the strategy itself calls; None without draft models.
         prompt_tokens: number of prompt tokens in the longest row.
         compiled_share: share of the steps that ran compiled.
     """
@@ -96,7 +96,7 @@ class WarmupCost:
         second_compilations: number of graphs compiled in the second call.
         peak_memory: peak memory in bytes; None if the system does not report it.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
-        cache_bytes: size of the loop's key-value cache.
+        cache_bytes: size of the loop's KV cache; None for transformers, and if `memory_kind` is "device".
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
         pack_seconds: ``report.timings.pack`` of the first call.
@@ -139,7 +139,7 @@ class Competitor:
     """A method at one batch size.
 
     Attributes:
-        status: "ok", "skipped" (the method does not do this) or "failed" (an error).
+        status: "ok", "skipped" (not supported, or no time was left) or "failed" (an error).
         reason: why the method has no figures; "" if it was measured.
         warmup: times and memory of the first two calls.
         checks: the output of one untimed call, by workload.
@@ -161,7 +161,7 @@ class Interrupted(KeyboardInterrupt):
     """A run was interrupted after some of its prompts had been measured.
 
     Attributes:
-        entries: the methods' measurements, of only those prompts that every method has decoded.
+        entries: the methods' measurements, reduced to the prompts that every method has decoded.
     """
 
     def __init__(self, entries: list[Competitor]) -> None:
@@ -170,7 +170,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def rotation(items: Sequence[T], turn: int) -> list[T]:
-    """`items` rotated by `turn` places, and reversed in every second round, so that no item always follows the same other item."""
+    """`items` rotated by `turn` places, and reversed in every second cycle of turns, so that no two items always follow each other."""
     if not items:
         return []
     order = deque(items)
@@ -223,7 +223,7 @@ def measure(
 
 
 def complete(entries: Sequence[Competitor]) -> list[Competitor]:
-    """`entries` with only those prompts that every method has decoded; an empty list if there is no such prompt."""
+    """`entries`, reduced to the prompts that every method has decoded; an empty list if there is no such prompt."""
     sampled = [{sample.workload for sample in entry.samples} for entry in entries if entry.status == "ok"]
     names = set.intersection(*sampled) if sampled else set()
     kept = [
@@ -247,10 +247,10 @@ def warm_up(
     rounds: float = 0.0,
     deadline: float | None = None,
 ) -> list[Competitor]:
-    """Makes two calls of every method on the first workload, in which methods compile and memory is measured. Returns all methods.
+    """Makes two calls of every method on the first workload, to compile and to measure memory. Returns an entry per method.
 
     Args:
-        rounds: number of texts that each method will then write per workload, to estimate the remaining seconds.
+        rounds: number of texts that each method writes per workload after the warm-up, to estimate the remaining seconds.
         deadline: by ``time.monotonic``; methods whose turn comes later are skipped, except the first method and the first strategy
             of ours.
     """
@@ -288,8 +288,8 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload, which gives the text to compare and fills caches for the workload's shape.
-    Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
+    """Makes one untimed call of each method per workload, whose text is compared with the baseline's, and which fills caches for the
+    shape. Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.
@@ -356,7 +356,7 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
 
 
 def calls(methods: int, workloads: int, repeats: int) -> int:
-    """The number of times that :func:`measure` reports progress: once per method in the warm-up, then in :func:`take_turns`."""
+    """The number of progress reports of :func:`measure` with `checks`: once per method in the warm-up, then in :func:`take_turns`."""
     return methods * (1 + workloads * (1 + repeats))
 
 
@@ -365,7 +365,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
     first, stamps = stamped(entry.method, workload, new_tokens, decode)
     with PeakMemory(entry.method.model.device) as memory:
         second = decode(entry.method, workload, new_tokens)
-    # transformers does not report its compile time. If it compiled, the time by which the first call was longer is taken instead.
+    # transformers does not report its compile time. If it compiled, the additional seconds of the first call are taken instead.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)

@@ -26,7 +26,7 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Settings that are fixed in an engine. A model has one engine, so other values need a second model object.
+#: Settings that are fixed in an engine. A model has one engine (its decoding loop), so other values need a second model object.
 OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"
@@ -60,7 +60,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """The output of another engine.
+    """The output of an :class:`Engine`.
 
     Attributes:
         tokens: new tokens of each row, up to and including a stop token.
@@ -76,7 +76,7 @@ OnTokens = Callable[[list[int]], bool]
 
 
 class Engine(Protocol):
-    """An engine other than ours. It decodes greedily, and prefills all prompts in full in every call."""
+    """An inference engine other than this package, such as vLLM. It decodes greedily, and prefills all prompts in every call."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
@@ -103,9 +103,9 @@ class Method:
         sampling: how tokens are drawn; None: greedy.
         verifier: name of the verifier; "" for transformers' methods.
         coupled: whether the verifier makes every strategy draw the same tokens from the same seed.
-        grammar: the grammar of the text, as written; "" without one.
+        grammar: the grammar that the text must follow, as the user wrote it; "" without one.
         assistant: transformers' assistant model.
-        assistant_config: fields of the assistant's generation config during a call.
+        assistant_config: values set in the assistant's generation config during a call.
         engine: another engine that decodes in place of `model`. Stop tokens and sizes still come from `model`.
         weights: number format of the other engine's matrices.
         bits: bits per weight in the other engine.
@@ -149,7 +149,9 @@ class Method:
 
 
 def baseline_named(text: str) -> tuple[str, int | None]:
-    """Name and number of draft tokens of one of transformers' methods. Raises UnknownNameError or SettingsError if `text` is wrong."""
+    """Name and number of draft tokens (None: not given) of transformers' method `text`. Raises UnknownNameError for an unknown name,
+    SettingsError for wrong brackets.
+    """
     name, tokens = assistant_tokens(text)
     if name not in (every := (BASELINE, STATIC, COMPILED, LOOKUP, ASSISTED)):
         raise UnknownNameError("baseline", name, every)
@@ -173,7 +175,7 @@ def transformers_methods(
             vocabulary.
 
     Raises:
-        UnknownNameError: the method was not found.
+        UnknownNameError: `names` contains an unknown method.
         SettingsError: the brackets are wrong.
     """
     dtype = dtype or str(model.dtype).removeprefix("torch.")
@@ -218,10 +220,10 @@ def strategy_methods(
 
     A name may have settings, as in ``speculative[length=2]``, and occur several times with different settings. ``a+b`` merges
     strategies, each with brackets of its own. Some keys in brackets are not settings of the strategy: ``verifier=…`` names a verifier;
-    ``grammar=…`` names a grammar of the library or a file; ``compile=false`` measures uncompiled steps; with ``memory=true``,
-    strategies remember, within a round, what they learned from earlier prompts; ``weights=int4``, ``kv_cache=int8`` and
-    ``draft_weights=int8`` set number formats, on a twin of `model` that shares its parameters. Every call prefills its whole prompt,
-    unless `decoders_config` says otherwise. When sampling, plain decoding comes first: the other methods are compared with it.
+    ``grammar=…`` names a grammar that ``decoders grammars`` lists, or a file; ``compile=false`` measures uncompiled steps; with
+    ``memory=true``, strategies remember, within a round, what they learned from earlier prompts; ``weights=int4``, ``kv_cache=int8``
+    and ``draft_weights=int8`` set number formats, on a second model object with the same parameters. Every call prefills its whole
+    prompt, unless `decoders_config` says otherwise. When sampling, plain decoding comes first: the other methods are compared with it.
 
     Args:
         settings: by strategy name, settings for all variants of the strategy; settings in brackets take precedence.
@@ -230,7 +232,7 @@ def strategy_methods(
 
     Raises:
         UnknownNameError, PluginError: the strategy was not found.
-        SettingsError: the setting does not exist, or `settings` names a strategy that is not measured.
+        SettingsError: a setting does not exist, or `settings` names a strategy that is not measured.
     """
     enable(model, tokenizer)
     names = list(registry().strategies()) if names is None else list(names)
@@ -277,7 +279,7 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def named_grammar(name: str) -> Spec | CompiledGrammar:
-    """The grammar named in the brackets: from the library, a plugin or a file; ``anything`` allows all texts."""
+    """The grammar `name`, from this package's grammars, a plugin or a file; ``anything`` allows all texts."""
     return regex(r"(?:.|\n)*") if name == ANYTHING else grammar_or_file(name)
 
 
@@ -317,7 +319,7 @@ class Configured:
 def configured_variants(
     names: Sequence[str], settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Configured]:
-    """The variants `names` with all that can be determined without a model. Raises the errors of :func:`strategy_methods`."""
+    """Parses and checks the variants `names`, without a model. Raises the errors of :func:`strategy_methods`."""
     settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}
     variants = [_configured(parse(text), settings_by_strategy) for text in names]
     unused = settings_by_strategy.keys() - {part for variant in variants for part in variant.parts}
@@ -353,7 +355,7 @@ def _method(
     configured: Configured, model: PreTrainedModel, draft: PreTrainedModel | None, decoders_config: Mapping[str, Any],
     sampling: Sampling | None,
 ) -> Method:  # fmt: skip
-    """The method of a variant."""
+    """The method that decodes `model` with a variant's strategy, settings, verifier and grammar."""
     variant, classes, resolved, impossible = (
         configured.variant, configured.classes, configured.strategy, configured.impossible,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Speed as horizontal bars, one panel per dtype, batch size and kind of prompt."""
+"""Draws speed as horizontal bars, one panel per model, dtype, batch size and kind of prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: the figures of one method, dtype, batch size and kind of prompt, made from the samples."""
+"""Records: the figures of one method, dtype, batch size and kind of prompt, computed from samples (timed calls)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Record:
         dtype: dtype of the weights.
         batch: number of rows.
         kind: kind of prompt.
-        status: "ok", "skipped" (the method does not do this) or "failed" (an error).
+        status: "ok", "skipped" (not supported, or no time was left) or "failed" (an error).
         reason: why there are no figures.
         ours: whether it is a strategy of an enabled model.
         exact: whether its output must equal plain decoding's.
@@ -71,7 +71,7 @@ class Record:
         recompilations: number of graphs compiled in all later calls.
         peak_memory: peak memory in bytes.
         memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
-        cache_bytes: size of the loop's key-value cache.
+        cache_bytes: size of the loop's KV cache; None for transformers, and if `memory_kind` is "device".
         weight_bytes: bytes of the target's weights that one step reads.
         samples: the timed calls.
         model: the measured model, as the user named it.
@@ -160,7 +160,7 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns `records` and ""; or, if steps waited for more than the share `BUSY` of their time, without ratios, and a warning."""
+    """Returns `records` and "". If steps waited for more than `BUSY` of their time, returns copies without ratios, and a warning."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (

@@ -18,7 +18,7 @@ from .workloads import Workload
 
 #: Number of random numbers, which are repeated to fill weights. It is a prime, so that no two rows of a matrix are equal.
 BLOCK = 4_194_301
-#: The note beside figures of shapes.
+#: The note beside figures that were measured with random weights.
 RANDOM_WEIGHTS = (
     "Random weights: times and memory are those of the real model, how often drafts are accepted means nothing."
 )

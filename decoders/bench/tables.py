@@ -53,7 +53,7 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """The records of each group by the group's heading, which is empty for a single group whose model was not scaled."""
+    """The records of each group by the group's heading, which is "" for a single group whose model was not padded."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}
@@ -61,7 +61,7 @@ def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Recor
 
 
 def group_name(record: Record) -> str:
-    """Model, dtype, number of rows, and the temperature of a sampled run."""
+    """A heading: model, dtype, number of rows, and the temperature of a sampled run."""
     named = [subject(record), record.dtype, amount(record.batch, "row")]
     return ", ".join(filter(None, [*named, f"T = {record.temperature:g}" if record.temperature else ""]))
 
@@ -138,14 +138,14 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def subject(record: Record) -> str:
-    """The model's name, with its scaling if it was padded."""
+    """The model's name and, if the model was padded, :attr:`Record.scaled`."""
     if not record.scaled:
         return record.model
     return f"{record.model or 'demo target'}, {record.scaled}"
 
 
 def loops(records: Sequence[Record]) -> str:
-    """The share of the first method's text that loops; "" if nothing loops or the weights are random."""
+    """A text with the share of the first method's tokens that continue a loop; "" if it is under 0.5 % or the weights are random."""
     share = next((r.looping for r in records if r.looping is not None and not r.random_weights), 0.0)
     return f" · {share:.0%} of the text loops" if share >= 0.005 else ""
 
@@ -173,7 +173,7 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def step_table(records: Sequence[Record], title: str = "") -> Table:
-    """Milliseconds of a step by part, and how close the core is to reading the weights at copy speed."""
+    """A table of a step's milliseconds by part, and how close the core is to reading the weights at copy speed."""
     parts = ("total", *PARTS)
     table = plain_table(title, *parts, "outside core", "overhead", "bandwidth")
     for r in records:
@@ -185,7 +185,7 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def stage_table(records: Sequence[Record], title: str = "") -> Table:
-    """The work of the draft models per target step. A model that drafts for a draft model follows that model, indented."""
+    """A table of the draft models' work per target step. A model that drafts for a draft model follows that model, indented."""
     table = plain_table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
     for r in records:
         for stage in r.stages:
@@ -198,7 +198,7 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """First tokens, first and second call, compiling, memory. Memory that all methods share is counted for the first method."""
+    """A table: first tokens, first calls, compiling, memory. Memory that all methods share is counted for the first method."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)
@@ -253,12 +253,12 @@ def identical(record: Record) -> Text:
 
 
 def ratio_style(ratio: Spread | None) -> str:
-    """Green if every repeat was faster than the baseline, red if every repeat was slower."""
+    """The style of a ratio: green if every repeat was faster than the baseline, red if every repeat was slower, else ""."""
     return "" if ratio is None else "green" if ratio.low > 1 else "red" if ratio.high < 1 else ""
 
 
 def ranged(spread: Spread | None, form: str, style: str = "") -> Text:
-    """The median, and, dimmed, the smallest and the largest value of the repeats."""
+    """A text with the median and, dimmed, the smallest and largest value of the repeats; empty for None."""
     if spread is None:
         return Text("")
     if spread.low == spread.high:
@@ -282,7 +282,7 @@ def size(count: int | None) -> str:
 
 
 def load_table(results: Sequence[LoadResult], within: float, title: str = "") -> Table:
-    """A row for each method. within: seconds within which a request must end to count for goodput."""
+    """A table with a row for each method. within: seconds within which a request must end to count for goodput."""
     table = plain_table(
         title, "tokens/s", "first token s, 50/90/99 %", "ms per token, 50/90 %", "latency s, 50/90/99 %",
         f"done in {within:g} s, per s",

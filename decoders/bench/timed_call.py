@@ -96,7 +96,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
 
 
 def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Gives a synthetic drafter the text that plain decoding writes in this call, unless the drafter has it already."""
+    """Writes this call's text by plain decoding, and stores it in a synthetic drafter, unless its last text is from an equal call."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
     if drafter.rehearsed == key:
@@ -108,7 +108,9 @@ def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[
 
 
 def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:
-    """A timed call of another engine. Rows are padded as in our calls. An exception in the streamer ends the call and is raised."""
+    """Times a call of another engine. Returned rows are padded as in our calls. An exception in the streamer ends the call and is
+    raised.
+    """
     assert method.engine is not None
     ids, mask = workload.input_ids, workload.attention_mask
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
@@ -216,7 +218,7 @@ class PutCounter(BaseStreamer):
 
 @contextlib.contextmanager
 def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
-    """Yields a list whose only entry is the number of the assistant's passes so far, prefill included, because it also drafts."""
+    """Yields a list with one entry, the number of the assistant's passes so far. The prefill is included, because it also drafts."""
     count = [0]
     if model is None:
         yield count

@@ -12,7 +12,7 @@ from ..settings import parse_assignments
 
 #: A key in the brackets that is no setting of the strategy: the verifier.
 VERIFIER = "verifier"
-#: A key in the brackets that is no setting of the strategy: the grammar, by its name in the library or as a file.
+#: A key in the brackets that is no setting of the strategy: the grammar, by a name that ``decoders grammars`` lists or as a file.
 GRAMMAR = "grammar"
 COMPILE = "compile"
 #: Settings of the loop that brackets may hold, and their values: compiling, memory of strategies between calls, number formats of
@@ -134,7 +134,7 @@ def parse(text: str) -> Variant:
 
 
 def with_setting(name: str, setting: str) -> str:
-    """The method called `name` with one more ``KEY=VALUE`` in the brackets of its first part."""
+    """`name`, in the notation of methods, with one more ``KEY=VALUE`` in the brackets of its first part."""
     first, plus, rest = name.partition("+")
     return (f"{first[:-1]},{setting}]" if first.endswith("]") else f"{first}[{setting}]") + plus + rest
 

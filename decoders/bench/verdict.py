@@ -26,8 +26,8 @@ class Verdict:
 
     Attributes:
         model, dtype, batch, temperature: the conditions of the measurement.
-        method: the recommended method in the bench's notation; "" if transformers is as fast, or the weights are random.
-        tokens_per_second, ratio: speed and ratio to transformers, over all prompts.
+        method: the recommended method in the bench's notation; "" if transformers is at least as fast, or the weights are random.
+        tokens_per_second, ratio: speed of the strategy from :func:`chosen`, and its ratio to transformers', over all prompts.
         by_kind: the median ratio for each kind of prompt.
         arguments: arguments of ``generate``.
         text: the recommendation, in a sentence.
@@ -96,7 +96,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
 
 
 def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
-    """A verdict for each group with a usable method: ours, exact, without a grammar, with the right tokens. near: see :data:`NEAR`."""
+    """A verdict for each group with a usable method: ours, exact, not synthetic, no grammar, right tokens. near: see :data:`NEAR`."""
     result = []
     for group, methods in pooled(records).items():
         usable = [
@@ -154,7 +154,7 @@ def _wrong(record: Record) -> bool:
 
 
 def _made_up(record: Record) -> bool:
-    """Whether the drafter is synthetic: it knew the text in advance, so no user can have it."""
+    """Whether the drafter is synthetic: it knew the text in advance, so no user can reach this speed."""
     return record.method.startswith("synthetic[")
 
 

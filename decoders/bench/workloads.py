@@ -21,7 +21,7 @@ class Workload:
 
     Attributes:
         name: the prompt's name, or the names of the first and last prompt.
-        kind: the kind of prompt under which it is summarised.
+        kind: the kind of its prompts, by which results are summarised.
         input_ids: ``[B, P]`` int64, padded on the left.
         attention_mask: ``[B, P]``.
     """

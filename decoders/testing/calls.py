@@ -1,4 +1,4 @@
-"""Checks of reading prompts, of state between calls, and of `finish`."""
+"""Checks that the chunks of a prompt do not matter, that no state leaks from call to call, and that `finish` is called."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .tape import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 from .wrapped import Replayed, ShapeError
 
-#: Sampling arguments of the comparisons of sampled text.
+#: Arguments of ``generate`` in checks that sample.
 DRAWS = (dict(seed=1, temperature=0.3, top_k=0), dict(seed=7, temperature=0.8, top_k=40, top_p=0.95))
 
 
@@ -36,7 +36,7 @@ def _automaton(seed: int, *stops: int) -> TokenAutomaton:
 
 
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The class has a name and a summary, and its traits have the right types."""
+    """The class has a name and a summary, and its traits (``exact``, ``hidden_layers`` …) have the right types."""
     cls = type(strategy)
     check_name_and_summary(cls)
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
@@ -233,7 +233,7 @@ def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = 
 
 
 def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Processors that read the text see, for each draft token, the row's text and the token's path in the tree."""
+    """Logits processors that read the text see, for each draft token, the row's text and the token's path in the tree."""
     for options in (dict(repetition_penalty=1.3), dict(no_repeat_ngram_size=3)):
         for rows in (1, 4):
             name, inputs = conditions.models[0], prompts(rows)

@@ -25,7 +25,7 @@ PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 
 def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """As first or last part of a merged strategy, the strategy keeps the contract, and the tokens stay the same."""
+    """As first or last part of a merged strategy, the strategy passes the checks of ``Spy``, and the tokens stay the same."""
     parts = parts_of(strategy) or (strategy,)
     free = [name for name in PARTNERS if name not in {part.name for part in parts}]
     if not free:
@@ -83,7 +83,9 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` writes the same tokens if it is left out of steps or observes others' draft tokens, as in ``auto``."""
+    """A strategy that `rests`, or observes nothing, writes the same tokens if left out of steps or shown others' drafts, as in
+    ``auto``.
+    """
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)
@@ -176,7 +178,7 @@ def _come_and_go(
 
 
 def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """For each text that an unfinished row has had, the draft after this text, as the set of its tree's paths."""
+    """For each text of an unfinished row in a logged step, the draft after this text, as the set of paths in its tree."""
     return {
         text: _paths(log.draft, row)
         for log in spy.seen

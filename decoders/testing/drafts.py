@@ -112,8 +112,8 @@ def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     """The quantile of each drawn token in its distribution, ``[draws]``, see :func:`_ranks`.
 
-    Only the children of the root, of its first child, of this node's first child, and so on are counted, because children of other
-    nodes may repeat these draws.
+    Of each level only the children of one node are included: the root, its first child, that child's first child, and so on. Children
+    of other nodes may repeat these draws.
     """
     draft = seen.draft
     if draft.scores is None:
@@ -126,7 +126,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     vocabulary = torch.arange(q.shape[-1])
     rows, ranks = torch.arange(len(tokens)), []
     spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the node whose children are counted
-    taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # tokens taken by earlier siblings
+    taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # tokens of earlier siblings
     eldest = torch.full_like(spine[:, 0], -1)
     for node in range(1, parents.shape[1]):
         token, own = tokens[:, node - 1], q[:, node - 1]
@@ -138,7 +138,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
         left = own.masked_fill(taken, 0.0)
         left = left / left.sum(-1, keepdim=True)
         mass = left[rows, token.clamp(min=0)]
-        # A token that an earlier sibling has, and a token with probability 1, are not counted.
+        # A token equal to an earlier sibling's, and a token with probability 1, are left out.
         first = counted & ~taken[rows, token.clamp(min=0)]
         assert not (first & (mass == 0)).any(), (
             "a draft token has probability 0 in Draft.scores: it was not drawn from them, and is never accepted"
@@ -152,8 +152,8 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
 
 
 def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """The total probability of likelier tokens plus a random share of the token's own probability. If the token was drawn from
-    `distribution`, this is uniform in 0 … 1.
+    """For each token, the total probability of likelier tokens plus a random share of its own probability, ``[…]``. If the token was
+    drawn from `distribution`, this is uniform in 0 … 1.
 
     Args:
         distribution: ``[…, V]``. tokens: ``[…]`` int64.

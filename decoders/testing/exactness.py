@@ -111,7 +111,7 @@ def _frozen(value: Any) -> Any:
 def assert_same_tokens(
     model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor, actual: Tensor, what: str
 ) -> None:
-    """Raises AssertionError if two outputs differ. It shows the first different token, and the target's logits of both tokens there.
+    """Raises AssertionError if two outputs differ. The message shows the first different token, and the target's logits of both tokens.
 
     Args:
         expected, actual: ``[B, P + new]`` sequences, prompts ``[B, P]`` included.

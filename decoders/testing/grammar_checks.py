@@ -42,7 +42,9 @@ class GrammarCase:
         return legal
 
     def walks(self, count: int = WALKS, steps: int = STEPS) -> Iterator[tuple[Matcher, Hashable, list[int]]]:
-        """Yields matcher, automaton's state and tokens so far at every position of walks of at most `steps` tokens."""
+        """Yields, at every position of `count` random walks of at most `steps` tokens, the matcher, the automaton's state and the
+        tokens so far.
+        """
         for _ in range(count):
             matcher, state = self.grammar.start(), self.start
             taken: list[int] = []
@@ -165,7 +167,7 @@ def check_forced(case: GrammarCase) -> None:
 
 
 def check_tables(case: GrammarCase) -> None:
-    """If a grammar has tables, its masks by state number and the masks in its tensors equal its matcher's masks."""
+    """If a grammar has tables, the masks that it finds by state number, and those in its tensors, equal its matcher's masks."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):
         return

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import UnknownNameError
 from .seeing import BEGIN, BLIND, END, HEARING, IMAGE, SEEING, SeeingArchitecture
 
-#: For each row the number of text tokens after the last image.
+#: For each row the number of text tokens after the last image or sound; longer batches start again with the first number.
 QUESTIONS = (9, 6, 11, 7)
 
 
@@ -25,12 +25,13 @@ def tiny_seeing_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def image_prompts(name: str, images: Sequence[int] = (1,), seed: int = 0, question: int = 0) -> dict[str, Tensor]:
-    """Arguments of ``generate`` for prompts of random text, images or sounds, and random text after them.
+    """Arguments of ``generate`` for random prompts: text with images or sounds in it, then more text.
 
     Args:
-        images: for each row its number of images or sounds.
-        seed: seed of the images, and of the text before each image.
-        question: seed of the text after the images.
+        name: name of a tiny model, as in :func:`tiny_seeing_model`.
+        images: number of images or sounds in each row.
+        seed: seed of the images or sounds, and of the text before each of them.
+        question: seed of the text after the last image or sound.
     """
     made, texts = _architecture(name), []
     for row, count in enumerate(images):

@@ -1,6 +1,6 @@
 """The conformance kit, which every strategy must pass.
 
-In one call, or as one pytest case per check::
+Use it in one call, or as one pytest case per check::
 
     check_strategy(MyStrategy(width=3))
 
@@ -70,7 +70,7 @@ EXACT_ONLY: frozenset[Check] = frozenset(
 
 
 def checks_for(strategy: Strategy | type[Strategy]) -> tuple[Check, ...]:
-    """The checks that apply to a strategy, chosen by its traits."""
+    """The checks that apply to a strategy: all, or for a lossy strategy all but :data:`EXACT_ONLY`."""
     return tuple(check for check in CHECKS if strategy.exact or check not in EXACT_ONLY)
 
 

@@ -71,7 +71,7 @@ def _strategies(strategy: Strategy, seen: set[int]) -> Iterator[Strategy]:
 
 
 def _reached(cls: type) -> Iterator[tuple[str, Any]]:
-    """Names and values of a class's attributes, and of the globals that its methods use."""
+    """Names and values of a class's attributes, and of the globals, defaults and closures that its methods use."""
     package = cls.__module__.partition(".")[0]
     done: set[int] = set()
     pending: list[tuple[str, Any]] = [

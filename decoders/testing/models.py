@@ -109,7 +109,7 @@ def _other(model_type: str, embedding: float = 1.0, **options: Any) -> Architect
     return Architecture(model_type, options, embedding)
 
 
-#: Designs that the shared loop decodes: their builders by name. A builder takes an optional seed.
+#: Designs that the decoding loop supports: their builders by name. A builder takes an optional seed.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": _decoder("llama"),
@@ -184,7 +184,7 @@ _MAMBA2: dict[str, Any] = dict(
 )  # fmt: skip
 _MAMBA: dict[str, Any] = dict(mamba_d_state=8, mamba_d_conv=4, mamba_dt_rank=4, use_mamba_kernels=False)
 
-#: Designs with recurrent states beside attention that the shared loop decodes: linear attention, state spaces, short convolutions.
+#: Designs with recurrent states beside attention that the decoding loop supports: linear attention, state spaces, short convolutions.
 RECURRENT: Mapping[str, Architecture] = MappingProxyType(
     {
         "qwen3_next": _decoder(
@@ -230,7 +230,7 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
     }
 )  # fmt: skip
 
-#: Designs that the shared loop must refuse: models with position biases, models of recurrent states alone, and encoders.
+#: Designs that the decoding loop must refuse: models with position biases, models of recurrent states alone, and encoders.
 UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
     {
         "bloom": _other("bloom", **_SMALL, n_layer=2, n_head=4),

@@ -182,7 +182,7 @@ _GEMMA4 = _text(
     num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8,
 )  # fmt: skip
 
-#: Designs whose prompts with images the shared loop decodes: their builders by name. A builder takes an optional seed.
+#: Designs whose prompts with images the decoding loop supports: their builders by name. A builder takes an optional seed.
 SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "llava": _llava("llava", _text("llama"), _CLIP, 16, _square, image_seq_length=16),
@@ -255,7 +255,7 @@ def _hearing(
     return SeeingArchitecture(model_type, own | _AUDIO | others, tokens, sound)
 
 
-#: Designs whose prompts with sounds the shared loop decodes: their builders by name. A builder takes an optional seed.
+#: Designs whose prompts with sounds the decoding loop supports: their builders by name. A builder takes an optional seed.
 HEARING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "qwen2_audio": SeeingArchitecture(

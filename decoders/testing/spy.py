@@ -1,4 +1,4 @@
-"""A wrapper of a strategy that checks every draft and every hook."""
+"""A wrapper that checks every draft and every hook of a strategy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """Wraps a guide so that its `forced` may read the device: whether it does is declared by the guide, not by the strategy."""
+    """Wraps ``context.guide`` so that its `forced` may read the device: the guide, not the strategy, declares whether it does."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
@@ -71,13 +71,13 @@ class SpyLog:
 
 
 class Spy(Wrapped):
-    """Forwards every call to `inner`, raises AssertionError for drafts that break the contract, and logs the steps in `seen`.
+    """Forwards every call to `inner`, raises AssertionError for drafts that break the contract of ``Draft``, and logs steps in `seen`.
 
     It also raises AssertionError for hooks that write to the loop's tensors, or that change the strategy's instance, its settings, or
     the state of the process (random states, default dtype, grad mode and others). The message names the hook.
 
     Args:
-        forbid_host_reads: whether hooks that read the device are refused, too.
+        forbid_host_reads: whether hooks that read tensors of the device from the host raise errors, too.
         part: whether `inner` is a part of another strategy; messages then name `inner`.
     """
 
@@ -164,7 +164,7 @@ class Spy(Wrapped):
 
 
 def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
-    """`strategy` in a :class:`Spy`. Each part of a merged strategy gets its own spy, so that messages name the part."""
+    """`strategy` in a :class:`Spy`. Each part of a merged strategy is wrapped in its own spy, so that messages name the part."""
     if type(strategy) is Merged:
         parts = [Spy(part, forbid_host_reads, part=True) for part in strategy.parts]
         spy = Spy(Merged(parts, strategy.settings))
@@ -174,7 +174,7 @@ def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
 
 
 def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """Raises AssertionError or DraftError if `draft` breaks the contract. It also checks the values in tensors."""
+    """Raises AssertionError or DraftError if `draft` breaks the contract of ``Draft``, also by the values in its tensors."""
     rows = sequences.length.shape[0]
     assert isinstance(draft, Draft), f"propose must return a Draft, not {type(draft).__name__}"
     draft.check(rows)
@@ -192,7 +192,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """Raises AssertionError if the scores of a draft break the contract."""
+    """Raises AssertionError if the scores of a draft have a wrong dtype or shape, or values that are no logits."""
     scores = draft.scores
     assert scores is not None
     wanted = [*draft.tokens.shape, vocab]
@@ -208,7 +208,7 @@ def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_tree(tree: TreeTensors, rows: int) -> None:
-    """Raises AssertionError if a tree of tensors breaks the contract."""
+    """Raises AssertionError if tensors of a tree have a wrong dtype or shape, or contradict each other."""
     n = len(tree)
     for name, shape, dtype in (
         ("parents", (rows, n), torch.int64), ("offsets", (rows, n), torch.int64),

@@ -18,7 +18,7 @@ from ..engine.model.recordings import Recorder
 from ..engine.model.torch_compat import TorchDispatchMode, schema_of, waiting_operators
 
 aten = torch.ops.aten
-#: Functions that make the host wait for the device, or whose result has a size that only the device knows.
+#: Functions that make the host wait for the device, or whose result has a size that is computed on the device.
 HOST_READS = frozenset(
     {
         "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__",
@@ -201,7 +201,7 @@ def _flat(value: Any) -> list:
 
 
 class TapeRecorder(Recorder):
-    """A recorder that uses tapes and counts its calls, for tests of the code around a recording.
+    """A recorder that records with :class:`Tape` and counts its calls, for tests of the code around a recording.
 
     Args:
         late: whether all work is delayed until the host waits for it, as on a slow device.

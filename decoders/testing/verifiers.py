@@ -67,7 +67,7 @@ class EnumerationCase:
         return depths
 
     def drafts(self) -> Enumeration:
-        """Enumerates all drafts: node by node, every row is split into a row for each token that the node can draw."""
+        """Enumerates all drafts: node by node, replaces every row by one row for each token that the node can draw."""
         weight = torch.ones(1, dtype=self.target[0].dtype)
         nodes = torch.zeros(1, 1, dtype=torch.int64)
         prefix = torch.zeros(1, 1, dtype=torch.int64)
@@ -88,7 +88,7 @@ class EnumerationCase:
         return Enumeration(Block(nodes, tree, target, draft), weight, prefix)
 
     def _proposal(self, node: int, nodes: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
-        """A node's ``q [R, V]`` in the block, and the probabilities ``[R, V+1]`` of each token and, in the last column, of no token."""
+        """A node's draft distribution in the block, ``[R, V]``, and ``[R, V+1]``: its chances to draw each token and, last, none."""
         parent = self.parents[node]
         rows, vocab = len(nodes), self.vocab
         if parent < 0:
@@ -133,7 +133,7 @@ class EnumerationCase:
         return joint
 
     def wanted(self) -> Tensor:
-        """The target's joint distribution of sequences of the greatest length that a step can emit."""
+        """The target's joint distribution of the longest sequences that a step can emit, flattened to one dimension."""
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
@@ -236,7 +236,7 @@ def check_contract(block: Block, outcomes: Outcomes) -> None:
 
 
 def cases(*, trees: bool, seed: int = 0) -> Iterator[EnumerationCase]:
-    """The cases: targets and drafts of several kinds, on chains and, if `trees`, on trees; tokens are drawn, sure or missing."""
+    """Yields cases: pairs of models of several kinds, on chains and, if `trees`, on trees, with drawn, sure or missing draft tokens."""
     shapes = CHAINS | (TREES if trees else {})
     generator = torch.Generator().manual_seed(seed)
     for (shape, parents), kind in itertools.product(shapes.items(), KINDS):

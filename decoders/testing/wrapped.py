@@ -71,7 +71,7 @@ class Replayed(Wrapped):
 
     Attributes:
         drafts: the draft tokens of every step, as lists.
-        rebound: path of the first value in the state that changed and is no tensor; None if no value did.
+        rebound: path of the first value in the state that has changed and is no tensor; None if there is none.
     """
 
     def __init__(self, inner: Strategy, record: bool) -> None:
@@ -81,7 +81,7 @@ class Replayed(Wrapped):
         self.rebound: str | None = None
 
     def start(self, context: Context) -> Any:
-        # Steps with a guide on the host are never recorded.
+        # Steps with a grammar's guide on the host are never recorded.
         self._recordable = context.guide is None or context.guide.on_device
         self.drafts = []
         self._tapes: dict[str, tuple[Tape, Any]] = {}
@@ -128,7 +128,7 @@ class Replayed(Wrapped):
         return result
 
     def _sequences(self, sequences: Sequences) -> Sequences:
-        """The rows in copied tensors, which are never replaced and have slots for the whole call, as on CUDA."""
+        """A copy of `sequences`, in tensors that are never replaced and have slots for the whole call, as on CUDA."""
         parts = tensors_of(sequences)
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])

@@ -1,4 +1,4 @@
-"""The model cards (README.md) of trained heads and draft models."""
+"""The texts of model cards (README.md) for trained heads and draft models."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _agreement(agreement: Mapping[str, Any]) -> str:
 
 
 def _by_text(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The title and the figures of each held-out text that was measured."""
+    """For each set and kind of text in `figures`: its title (:data:`NAMES`) and its figures."""
     found = ((title, figures.get(which, {}).get(kind)) for (which, kind), title in NAMES.items())
     return [(title, facts) for title, facts in found if facts]
 

@@ -3,7 +3,8 @@
 A block begins at an anchor, a position of the text. The anchor's token stands for the last committed token, and the tokens before it
 are the context. One pass over a row drafts the blocks of many anchors. The nodes of a block (the anchor's token and mask tokens) attend
 to the context before the anchor and to each other. A place is the position of a draft token. Its logits are trained towards the
-target's distribution at this place. If the draft model has a head (DSpark), these logits also depend on the text's token before it.
+target's distribution at this place. If the draft model has a head (DSpark), these logits also depend on the text's token before the
+place.
 
 Letters: ``B`` rows, ``A`` anchors of a row, ``K`` places of a block, ``D`` tokens that can be drafted.
 """
@@ -64,7 +65,7 @@ def train_dflash(
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
-        SettingsError: a layer does not exist, the draft vocabulary is larger than the target's, or `start` has another shape.
+        SettingsError: the target lacks a layer of `run`, the draft vocabulary is larger than the target's, or `start` differs in shape.
     """
     layers = layers_read(model, run)  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
@@ -94,12 +95,13 @@ def train_dflash(
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
-    """The config of a draft model. shape: config of the layers. size: ``D``. mask: the input token at the places to draft."""
+    """The config of a draft model. shape: config of its decoder layers. size: ``D``. mask: the input token at the places to draft."""
     markov = {
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     }  # fmt: skip
-    # With a head, the node of the last committed token drafts the first token (DSpark). Without a head, the first mask does (DFlash).
+    # With a head, the node of the last committed token drafts the first token (DSpark). Without a head, the first mask token's node
+    # does (DFlash).
     from_last = run.rank > 0
     nodes = run.block + (not from_last)
     fields = HeadFields(markov if run.rank else {}, "dflash", shape, run.block, size)
@@ -117,9 +119,10 @@ class BlockDraft(nn.Module):
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
     """A new draft model, initialized from the target.
 
-    `fc` nearly copies the features of the highest layer that is read, and the head's bias is zero. Each layer copies weights of equal
-    name and shape from one layer of the target. The first layer copies from the target's first, because both read embeddings. The last
-    layer copies from the target's last, and the layers between copy from target layers at even distances.
+    `fc`, the projection of the features, nearly copies the features of the highest layer that is read. The head's bias is zero. Each
+    layer copies weights of equal name and shape from one layer of the target. The first layer copies from the target's first, because
+    both read embeddings. The last layer copies from the target's last, and the layers between copy from target layers at even
+    distances.
     """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
@@ -155,15 +158,15 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Fits the keys and values that each layer computes for the context to the keys and values of its target layer (:func:`_origins`).
+    """Fits each layer's keys and values of the context to the keys and values of its target layer (:func:`_origins`).
 
-    `fc` becomes the projection of the features that predicts all these keys and values best (reduced-rank regression). Each key and
-    value matrix is then the least-squares fit over `texts`. Matrices whose shape differs from the target's are not changed. If the
-    target does not norm queries and keys, the weights of the network's query and key norms become the root mean squares of the target's
-    queries and keys.
+    `fc` becomes the projection of the features that best predicts the keys and values of all target layers (reduced-rank regression).
+    Then each key matrix and each value matrix is fitted by least squares over `texts`. Matrices whose shape differs from the target's
+    are not changed. If the target does not norm queries and keys, the weights of the network's query and key norms become the root mean
+    squares of the target's queries and keys.
 
     Args:
-        rows: number of rows of `texts` that one pass reads.
+        rows: number of rows of `texts` in each pass of the target.
     """
     pairs, norms = list[tuple[nn.Linear, nn.Linear]](), list[tuple[Tensor, nn.Linear]]()
     for layer, origin in zip(network.layers, _origins(network, teacher.model), strict=True):
@@ -221,7 +224,7 @@ def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> Bloc
     """The draft model in `given` as a trainable module, to continue its training.
 
     Args:
-        output: ``[D, H]``, the rows of the target's output matrix that belong to the tokens that can be drafted.
+        output: ``[D, H]``, the target's output matrix, only the rows of the tokens that can be drafted.
 
     Raises:
         SettingsError: the draft model's config differs from `config`, or its embedding or output matrix is not the target's.
@@ -268,7 +271,7 @@ def _weights(layer: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _scale(norm: Any) -> Tensor | None:
-    """The weight of `norm` if it maps a vector of ones to this weight, as RMSNorm does; None for any other module."""
+    """The weight of `norm` if the module maps a vector of ones to its weight, as RMSNorm does; None for any other module."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
         return None
@@ -285,8 +288,8 @@ class BlockLearner(FeatureLearner):
     """A :class:`FeatureLearner` of a block draft model.
 
     Attributes:
-        own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias: if
-            its draft vocabulary is reduced, or if the target scales or bounds its logits, which training does not do.
+        own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias.
+            True if its draft vocabulary is reduced, or if the target scales or bounds its logits: training does neither.
     """
 
     model: BlockDraft
@@ -309,7 +312,8 @@ class BlockLearner(FeatureLearner):
 
     def learn(self, step: int) -> Tensor:
         """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy at place ``k`` against the
-        target's distribution over the draft vocabulary. A place counts only if this vocabulary contains the target's best token.
+        target's distribution over the draft vocabulary. Places outside ``lesson.counted``, and places at which the target's best token
+        is not in this vocabulary, have no weight.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)
@@ -326,7 +330,9 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending: random positions that count, and others only if these are too few."""
+        """The anchors of a step, ``[B, A]`` int64, ascending: drawn from :attr:`Lesson.counted`, from other positions only if it has
+        too few.
+        """
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
@@ -363,7 +369,7 @@ class BlockLearner(FeatureLearner):
 
         Args:
             tokens: ``[B·A, K]``: the token before each place. ``[B·A, 1]``: the token before the first place; every later place uses
-                the token that was drafted at the place before.
+                the token that was drafted at the preceding place.
         """
         head, above = self.model.head, None
         if head is None:

@@ -42,10 +42,11 @@ def train_draft(
 
     Args:
         run: shape of the draft model, and settings of the training.
-        measurement: settings of the measurement of ``speculative`` on the test texts, or on held-out texts if there are none.
+        measurement: settings of the final calls of ``speculative``, on beginnings of the test texts or, if there are none, of held-out
+            texts.
 
     Returns:
-        The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and tokens per step of ``speculative``.
+        The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and the results of :func:`measure`.
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
@@ -58,7 +59,8 @@ def train_draft(
     train, judged = store.learnt_and_held(job.texts, job.held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
     trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
-    # The card also shows the agreement before training. A resumed run has its starting weights here: its checkpoint is loaded later.
+    # The card also shows the agreement before training. The weights are still the initial ones here, even in a resumed run:
+    # :meth:`Trainer.train` loads the checkpoint.
     before = agreement(learner, judged.part(0, learner.training.rows))
     checkpoint = work / "checkpoint.pt"
     trainer.train(
@@ -147,8 +149,8 @@ _SCALED = ("head_dim", "num_key_value_heads", *_WIDTHS)
 
 
 def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -> PreTrainedModel:
-    """A model of the class of `model` with `count` layers and random weights. Attention heads keep their size. The number of query
-    heads per key head also stays, if possible.
+    """A new model of the same class as `model`, with `count` layers and random weights. hidden: its hidden size; None: about a quarter.
+    Attention heads keep their size. The number of query heads per key head also stays, if possible.
 
     Raises:
         SettingsError: `hidden` is too large or no multiple of the head size, or the target's layers differ in a field of `_SCALED`.
@@ -184,7 +186,7 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
 
 
 def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
-    """Reduces a config of `count` layers to `layers`. Of every list with one entry per layer, only the entries of `layers` stay."""
+    """Reduces a config of `count` layers to those with the indices `layers`, also in each of its lists with one entry per layer."""
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
@@ -226,7 +228,7 @@ class DraftLearner(EpochLearner):
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a resumed run must have equal ones."""
+        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a run is resumed only if they are equal."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
@@ -286,11 +288,11 @@ def measure(
     rows: Tensor,
     measurement: Measurement,
 ) -> dict[str, Any]:
-    """Measures ``speculative``, greedy and at temperature 1. Returns the tokens per step, the target's own token included, and for each
-    draft token the share of steps that accept it.
+    """Measures ``speculative``, greedy and at temperature 1. Returns figures of both: the tokens per step, the target's own token
+    included, and for each draft token the share of steps that accept it.
 
     Args:
-        rows: ``[W, T]`` int64, held-out text; the first quarter of each row is the prompt.
+        rows: int64, one row of text tokens per prompt; the first quarter of each row is the prompt.
     """
     enabled = "generate" in vars(model)
     enable(model, tokenizer)

@@ -65,7 +65,7 @@ def train_eagle3(
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
-        SettingsError: a layer does not exist, the draft vocabulary is larger than the target's, or `start` has another shape.
+        SettingsError: the target lacks a layer of `run`, the draft vocabulary is larger than the target's, or `start` differs in shape.
     """
     config = head_config(model, run, layers_read(model, run))  # wrong settings are reported before hours of work
     given = load_head(start, model.device, torch.float32) if start is not None else None
@@ -100,7 +100,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. Its layer adds nothing yet, so it starts near the target's output head, applied to the highest layer that is read."""
+    """A new head. Its layer adds nothing yet, so it starts near the target's output head applied to the highest layer that is read."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -172,7 +172,7 @@ class HeadLearner(FeatureLearner):
         """Adds the gradients of ``Σ_k decay^k · CE_k`` to the head's parameters, and returns the loss.
 
         ``CE_k`` is the cross entropy of simulated token k against the target's distribution over the tokens that the head can propose.
-        A position counts if the head can propose the target's best token there.
+        A position in ``lesson.counted`` counts if the head can propose the target's best token there.
 
         Args:
             chains: ``[C]`` int64, ascending, the indices for which more than one token is simulated; None: all.
@@ -224,8 +224,8 @@ class HeadLearner(FeatureLearner):
 def unrolled(
     head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int, chains: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Yields the states of simulated tokens 0, 1, … ``depth - 1`` before the last norm: ``[B, S, H]`` for token 0, and ``[B, C, H]``
-    for each later token.
+    """Yields the states of simulated tokens 0, 1, … ``depth - 1`` before the head's final norm: ``[B, S, H]`` for token 0, and ``[B, C,
+    H]`` for each later token.
 
     Args:
         embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot. Simulated token ``k`` of index ``t``
@@ -264,7 +264,7 @@ def _layer(
 
 
 def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
-    """The attention output ``[B, heads, S or C, d]`` of each index, over the slots up to the index and its own simulated tokens."""
+    """The attention outputs ``[B, heads, S or C, d]``: each index attends to the slots up to it and to its own simulated tokens."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)

@@ -41,7 +41,7 @@ class Lesson:
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
         best: ``[B, T]`` int64, the target's likeliest token of the whole vocabulary.
         total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` covers all of it.
-        counted: ``[B, T]`` bool, the positions whose predictions count.
+        counted: ``[B, T]`` bool, the positions that losses and figures include, see :func:`~decoders.training.texts.counted`.
     """
 
     features: Tensor
@@ -71,7 +71,7 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Lets :meth:`lesson` store its results for `texts`, if they fit in :data:`KEPT` bytes and determine the logits exactly."""
+        """Lets :meth:`lesson` store its results for `texts`, if they take at most :data:`KEPT` bytes and yield exact logits."""
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -82,12 +82,12 @@ class Teacher:
     def lesson(
         self, texts: Texts, stops: Sequence[int], ids: Tensor | None = None, rows: Tensor | None = None
     ) -> Lesson:
-        """The target's results for all rows of `texts`, computed in one pass, or as an earlier call stored them.
+        """The target's results for all rows of `texts`, computed in one pass, or read from what an earlier call stored.
 
         Args:
-            stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on do not count.
+            stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on are excluded.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: indices of the rows, under which results are stored if :meth:`keep` allowed it; None: nothing is stored.
+            rows: the rows' indices, the keys of stored results (:meth:`keep`); None: nothing is stored or read.
         """
         model, read = self.model, texts.ids.to(self.model.device)
         output = model.get_output_embeddings()
@@ -205,11 +205,11 @@ class FeatureLearner(EpochLearner):
             teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this network. identity: fingerprints of text and target; a resumed run must have equal ones."""
+        """The :class:`Run` of this network. identity: fingerprints of text and target; a run is resumed only if they are equal."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
-        """Initializes a new network from the training text. It is not called for a network from `start` or from a checkpoint."""
+        """Initializes a new network from the training text. Not called for a network from files or from a checkpoint."""
 
     @abstractmethod
     def acceptance(self, texts: Texts) -> Acceptance:
@@ -386,7 +386,9 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
 
 
 def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
-    """The size ``D`` of the draft vocabulary. Raises SettingsError if it is larger than the target's vocabulary."""
+    """The size ``D`` of the draft vocabulary: `named`, or the target's if None. Raises SettingsError if `named` is below 1 or above the
+    target's.
+    """
     vocab = len(model.get_output_embeddings().weight)
     if named is not None and not 0 < named <= vocab:
         raise SettingsError(f"{owner}: the draft vocabulary must have 1 … {vocab} tokens, not {named}")

@@ -1,7 +1,8 @@
 """`train_medusa` trains heads for a frozen target (Medusa-1), and searches the best draft tree for them, in one resumable run.
 
-From the target's hidden states, which are stored on disk, the heads learn to predict tokens further ahead. The text comes from files.
-The target continues a share of the rows (section 2.3.2 of the paper), because in decoding the heads read text that the target wrote.
+From the target's hidden states, which are stored on disk, the heads learn to predict tokens after the next token. The text comes from
+files. The target continues a share of the rows (section 2.3.2 of the paper), because in decoding the heads read text that the target
+wrote.
 
 Letters: ``W`` rows, ``T`` tokens of a row, ``P`` = ``W·T`` positions, ``Q`` positions with a known label, ``K`` heads.
 """
@@ -52,7 +53,7 @@ def train_medusa(
     """Trains heads for the frozen target `model`, searches the best draft tree for them, and writes both to `out` with a card.
 
     Until the run is complete, ``out/training`` holds hidden states and checkpoints. With `resume` an interrupted run continues from
-    there, and its weights are those of a run without interruption.
+    these files, and its final weights equal those of a run without interruption.
 
     Args:
         texts: training texts.
@@ -156,7 +157,7 @@ class _TextSet:
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """For each kind of text (:meth:`.Texts.kinds`), the accuracies, and the ranks where all heads' right tokens are known."""
+        """By kind of text (:meth:`.Texts.kinds`), accuracies, and the :func:`ranks_of` positions with a known label for every head."""
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))
@@ -180,7 +181,7 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # In a row that the target continued, positions in the prompt do not count, except its last token.
+    # In a row that the target continued, positions in the prompt are left out, except its last token.
     in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
     labels[in_prompt] = UNKNOWN
     return labels
@@ -212,7 +213,7 @@ class HiddenStates:
         return done if self.file.exists() and note == self._identity else 0
 
     def fill(self, progress: Progress = lambda rows: None) -> None:
-        """Runs the target over the rows without hidden states, and calls `progress` with each batch's number of rows."""
+        """Runs the target over the rows whose hidden states are missing, and calls `progress` with each batch's number of rows."""
         model, seen = self.model, list[Tensor]()
         # The input of the output head is recorded, because models differ in the names and norms of their hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -295,7 +296,7 @@ class HeadsLearner(EpochLearner):
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of these heads. identity: fingerprints of text and target; a resumed run must have equal ones."""
+        """The :class:`Run` of these heads. identity: fingerprints of text and target; a run is resumed only if they are equal."""
         return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:
@@ -339,7 +340,7 @@ def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
 
 
 def accuracies(ranks: Tensor, among: int = 1) -> list[float]:
-    """For each head, how often the right token is among its `among` best tokens."""
+    """For each head, the share of its known ranks (:func:`ranks_of`) below `among`; with 1, how often its best token is right."""
     known = (ranks >= 0).sum(0).clamp(min=1)
     return (((ranks >= 0) & (ranks < among)).sum(0) / known).tolist()
 

@@ -57,7 +57,7 @@ class Pace:
         self._began = False
 
     def update(self, loss: float, seconds: float) -> None:
-        """Includes a step that took `seconds`."""
+        """Includes in the averages a step that took `seconds` and had the loss `loss`."""
         speed = self.positions / max(seconds, 1e-9)
         keep = 0.95 if self._began else 0.0
         self.loss = keep * self.loss + (1 - keep) * loss

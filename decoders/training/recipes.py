@@ -1,4 +1,4 @@
-"""The settings of training heads and draft models. This file does not import torch."""
+"""Settings for the training of heads and draft models. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Recipe:
         epochs: greatest number of passes over the examples.
         rate: peak learning rate.
         bf16: whether to compute in bfloat16; the trained weights are float32.
-        checks: number of times per epoch that the held-out scores are measured.
+        checks: number of measurements of the held-out scores per epoch.
         patience: number of checks without a gain after which training stops.
         seed: seed of the initial weights and of the order of the data.
     """
@@ -72,7 +72,7 @@ class HeadTraining(Recipe):
         intermediate: width of the layer's MLP; None: the target's.
         draft_vocab: number of tokens that the head can propose, the most frequent tokens of the text; None: all.
         rows: number of rows per step.
-        chains: share of the positions at which more than one token is simulated; the positions are drawn anew in every step.
+        chains: share of the positions, drawn anew in every step, at which more than one token is simulated.
         decay: the loss at simulated token k has the weight ``decay ** k``.
     """
 
@@ -117,7 +117,7 @@ class BlockTraining(Recipe):
             network's hidden state for it.
         draft_vocab: number of tokens that the draft model can propose, the most frequent tokens of the text; None: all.
         rows: number of rows per step.
-        blocks: share of a row's positions at which a block begins; the positions are drawn anew in every step.
+        blocks: share of a row's positions, drawn anew in every step, at which a block begins.
         decay: the loss at a block's draft token k has the weight ``decay ** k``.
     """
 
@@ -161,7 +161,7 @@ class BlockTraining(Recipe):
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """The indices of a low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, higher ones for shallower targets."""
+    """The indices of a low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, else nearer to the top."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 

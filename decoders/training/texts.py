@@ -32,7 +32,7 @@ ROWS = 32
 HELD_OUT_SHARE = 0.05
 #: Share of a row that is the prompt, if the target continues the row.
 PROMPT_SHARE = 0.25
-#: Least number of held-out rows, and of test rows.
+#: Least number of held-out rows. There may be fewer test rows, if their text is short.
 LEAST_ROWS = 4
 #: Names of the files in which a run stores its state.
 OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|json)")
@@ -139,8 +139,8 @@ def own_texts(
 
 
 def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
-    """The positions whose predictions count, ``[W, T]`` bool: in rows of files all positions; in rows that the target continued, the
-    positions from the prompt's last token up to the end of sequence, which itself does not count.
+    """The positions whose predictions losses and figures include, ``[W, T]`` bool: in rows of files all positions; in rows that the
+    target continued, the positions from the prompt's last token up to the end of sequence, which itself is excluded.
     """
     ids, own = texts.ids, texts.own[:, None]
     positions = torch.arange(ids.shape[1])
@@ -176,8 +176,8 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 class Job:
     """All that a training run needs besides its recipe: the texts, the output folder, and how to resume.
 
-    Until a run is complete, ``out/training`` holds its checkpoints and its rows of text. With `resume` an interrupted
-    run continues from there, and its weights are those of a run without interruption.
+    Until a run is complete, ``out/training`` holds its checkpoints and its rows of text. With `resume` an interrupted run continues
+    from these files, and its final weights equal those of a run without interruption.
 
     Attributes:
         texts: training texts.
@@ -206,8 +206,8 @@ def workplace(out: Path, resume: bool) -> Path:
     """Returns the folder in which a run that writes to `out` stores its state. Without `resume`, the folder is emptied.
 
     Raises:
-        SettingsError: `out` cannot be written, or has files that training might replace. Hidden files and the state of an unfinished
-            run are allowed.
+        SettingsError: `out` cannot be written, or contains files that training might replace. Hidden files and the state of an
+            unfinished run are allowed.
     """
     work = out / "training"
     try:
@@ -228,7 +228,7 @@ def workplace(out: Path, resume: bool) -> Path:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """A digest of the model's weights."""
+    """A digest of the names and sums of the model's weight tensors."""
     sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 

@@ -68,7 +68,7 @@ class Learner(ABC):
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data: the run's result is the weights with the greatest mean. With checks, at least one is needed."""
+        """Accuracies on held-out data, at least one if there are checks. A run ends with the weights of the greatest mean accuracy."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -144,7 +144,7 @@ class Trainer:
 
     Attributes:
         step: number of optimizer steps done.
-        seconds: duration of the steps and checks so far, over all sessions of the run.
+        seconds: duration of all steps and checks so far, also of those before the run was resumed.
         best: weights with the best mean score so far; None in a run without checks.
         best_score: the mean score of `best`.
         checks_since_best: number of checks since `best` was found.
@@ -245,7 +245,7 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the whole state so that torch can load it with ``weights_only``. If interrupted, the earlier checkpoint remains."""
+        """Writes the whole state so that torch can load it with ``weights_only``. If writing fails, the earlier checkpoint remains."""
         state = {
             "identity": dict(self.run.identity),
             "step": self.step,
@@ -313,7 +313,7 @@ def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int
 
 
 def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) -> float:
-    """The learning rate: half a cosine from `peak` to zero over all steps, lowered in the first `warmup_share` of the steps."""
+    """The learning rate: half a cosine from `peak` to zero, with a linear warm-up over the first `warmup_share` of the steps."""
     warmup = min(1.0, (step + 1) / max(1.0, warmup_share * steps))
     return peak * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 

@@ -1,4 +1,4 @@
-"""The network: one decoder layer reads, side by side, a token's embedding and the target's hidden state of the token before."""
+"""The network: one decoder layer reads, side by side, a token's embedding and the target's hidden state at the preceding token."""
 
 from __future__ import annotations
 

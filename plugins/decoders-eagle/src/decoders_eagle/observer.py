@@ -9,7 +9,7 @@ from decoders import ObservedCall, Observer, hookimpl
 
 
 class Depths(Observer):
-    """Counts, by strategy, the tokens that a row writes in a step: ``counts["tiny_eagle"][3]`` is how often a row wrote 3 tokens."""
+    """Counts, by strategy, how many tokens a row writes in a step: ``counts["tiny_eagle"][3]`` is how often a row wrote 3 tokens."""
 
     name = "depths"
     summary = "counts steps by the number of tokens that they write, for each strategy"

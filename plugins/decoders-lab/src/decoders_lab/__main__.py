@@ -1,4 +1,4 @@
-"""``python -m decoders_lab bench device``: the command line, if both packages are on the path but not installed."""
+"""``python -m decoders_lab bench device``: the command line, if decoders and decoders_lab are on the path but not installed."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ LENGTH, SLOTS = 128, (256, 8192)
 
 @dataclass(frozen=True)
 class CapacityCost:
-    """Milliseconds per step of the core (forward pass, verification, commit) with `slots` cache slots per row, and as a ratio to the
-    time with the first capacity.
+    """Milliseconds per step of the core (forward pass, verification, commit) with `slots` cache slots per row, and their ratio to the
+    milliseconds with the first capacity. reason: why they are missing.
     """
 
     dtype: str
@@ -51,7 +51,7 @@ def check_capacity(
     progress: Callable[[str], None] = lambda what: None,
     decode: Decode = decode,
 ) -> list[CapacityCost]:
-    """Times the core of each method's steps (one of our methods per dtype) at every capacity, in turns.
+    """Times the core of each method's steps (one of our methods per dtype) at every capacity, in turns. Returns all costs by method.
 
     The prompts are random tokens, because plain decoding takes the same time for every text.
     """
@@ -98,7 +98,7 @@ def check_capacity(
 
 
 def capacity_table(rows: Sequence[CapacityCost]) -> Table:
-    """Time of the core by capacity of the cache."""
+    """A table of the core's time, with a row for each cache capacity."""
     table = plain_table("step time against cache capacity", "rows", "length", "slots", "core ms/step", "ratio")
     for c in rows:
         table.add_row(

@@ -37,7 +37,7 @@ class Figure:
         name: what was measured.
         value: the measured value; None if there is a `reason`.
         unit: unit of the value.
-        ratio: ratio to the figure named by `to`; None if there is no such figure.
+        ratio: ratio to the figure that `to` names; None if there is no such figure.
         reason: why the value is missing.
     """
 
@@ -163,7 +163,7 @@ class DeviceBench:
             yield _measured(what, "ms", measure, beside)
 
     def _in_turns(self, text: Workload, *methods: Method) -> list[float]:
-        """Milliseconds of a step of each of `methods`, in their order, measured in turns after warming up."""
+        """Milliseconds per step with each of `methods`, in their order, measured in turns after warming up."""
         self.say(f"warming up: {methods[0].name}")
         for method in methods:
             for _ in range(2):
@@ -214,7 +214,7 @@ def _reason(error: Exception) -> str:
 def exactness(
     model: PreTrainedModel, draft: PreTrainedModel | None, workload: Workload, new_tokens: int, say: Callable[[str], None]
 ) -> Iterator[Exactness]:  # fmt: skip
-    """Compares every registered strategy with plain decoding on the same rows, greedy and sampled, with default settings."""
+    """Yields, for every registered strategy, whether its greedy and sampled texts equal plain decoding's, with default settings."""
     config = {"compile": "auto"}
     plain, kinds = strategy_methods(model, [PLAIN], decoders_config=config)[0], (None, SAMPLING)
     say("exactness: plain decoding")

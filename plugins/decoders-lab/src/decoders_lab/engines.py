@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: The modes in which an engine can decode, as written in the brackets.
 PLAIN, LOOKUP, DRAFT = "", "lookup", "draft"
 MODES = (PLAIN, LOOKUP, DRAFT)
-#: By number format, the dtype of the table that lists an engine with this format, if the dtype is measured. All others: bfloat16.
+#: By number format, the dtype of the table that lists an engine with this format, if that is measured. Other formats: bfloat16.
 _NEAREST = {"f32": "float32", "f16": "float16"}
 
 
@@ -38,7 +38,7 @@ class Request:
         engine: a name of :data:`ENGINES`.
         number_format: number format of the matrices; "" if a file determines it.
         mode: one of :data:`MODES`.
-        file: a model file to use; None writes one.
+        file: a model file to use; None: a file is written.
     """
 
     engine: str

@@ -1,6 +1,6 @@
 """Measures a new process: time to the first token, compilation, memory.
 
-:func:`in_new_process` starts the process ``python -m decoders_lab.fresh``. It reads a :class:`Job` as JSON from standard input, and
+:func:`in_new_process` starts ``python -m decoders_lab.fresh``. The new process reads a :class:`Job` as JSON from standard input, and
 writes lines of JSON, ``{"progress": …}`` and at the end ``{"result": …}``, to standard output. All prompts are random tokens, and
 no text ends early.
 """
@@ -31,7 +31,7 @@ from decoders.bench.timed_call import TimedCall, compiled_share, stamped, vocabu
 from decoders.bench.workloads import Workload
 
 MODULE = "decoders_lab.fresh"
-#: Number of last lines of a process's standard error that are shown if the process ended without a result.
+#: Number of lines at the end of standard error that are shown if the process ended without a result.
 LINES = 3
 #: Sampling arguments of the sampled calls.
 SAMPLING = Sampling(temperature=0.7, top_k=50, top_p=0.9)

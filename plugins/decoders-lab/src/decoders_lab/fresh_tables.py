@@ -31,7 +31,7 @@ def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """A row for every call of every process, in order."""
+    """A table with a row for every call of every process, in order."""
     columns = ("prompt", "first token", "tokens/s after it", "longest pause", "whole call", "making ready", "compiling",
                "in background", "steps compiled")  # fmt: skip
     table = plain_table(title, *columns)
@@ -50,7 +50,7 @@ def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def memory_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Memory of the process after each call, its growth since the model was loaded, and this growth as a multiple of the weights."""
+    """A table of memory after each call, its growth since loading, and the ratio of this growth (without the cache) to the weights."""
     table = plain_table(title, "in memory", "added", "of the weights", "weights", "cache")
     for run in runs:
         marks = [mark for mark in run.get("memory", ()) if mark["bytes"] is not None]
@@ -67,7 +67,7 @@ def memory_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def decoding_table(run: Mapping[str, Any], title: str) -> Table:
-    """Tokens per second after the first token, beside transformers."""
+    """A table of tokens per second after the first token, beside transformers."""
     table = plain_table(title, "tokens/s", "range", "ratio", "steps compiled")
     for row in run["decoding"]:
         low, high = row["range"]
@@ -79,7 +79,7 @@ def decoding_table(run: Mapping[str, Any], title: str) -> Table:
 
 
 def prefill_table(run: Mapping[str, Any], title: str) -> Table:
-    """Milliseconds to the first token of a warm call at every prompt length."""
+    """A table of the milliseconds to the first token of a warm call at every prompt length."""
     table = plain_table(title, "transformers", "first token", "ratio")
     for row in run.get("prefill", ()):
         table.add_row(
@@ -90,7 +90,7 @@ def prefill_table(run: Mapping[str, Any], title: str) -> Table:
 
 
 def notes(run: Mapping[str, Any]) -> list[str]:
-    """Lines about compiling and about the chat's second turn."""
+    """Lines of text about compiling and about the chat's second turn."""
     lines = []
     for name, end in run.get("settled", {}).items():
         share = "all" if end["compiled_share"] == 1 else f"{shown(end['compiled_share'], '.0%')} of the"

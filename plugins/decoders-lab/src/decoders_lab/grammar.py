@@ -41,8 +41,8 @@ class Cost:
         backend: name of the backend that was called.
         vocabulary: number of tokens of the vocabulary.
         compiled_by: the backend that compiled the grammar; not `backend` itself if `backend` chooses among other backends.
-        language_ms: median time from the specification to the language.
-        compile_ms: median time from the language to the grammar.
+        language_ms: median time to convert the specification to a language.
+        compile_ms: median time to compile the language.
         first_mask_ms: median time from the specification to the first mask.
         mask_us: median time of a mask along the text, over several walks, including the first.
         slow_mask_us: 99th percentile of the same times.
@@ -80,7 +80,7 @@ class Tree:
     Attributes:
         taken: tokens before the tree.
         parents: parent of each node; the root is node 0, without a parent.
-        tokens: token of each node; the root's token is the last of `taken`.
+        tokens: token of each node; 0 for the root, which stands for the last of `taken`.
     """
 
     taken: list[int]
@@ -122,7 +122,7 @@ def measure(
     repeats: int,
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[Cost]:
-    """The cost of `subject` with each of `backends`, which are prepared for `vocabulary`. progress: called after each backend.
+    """The cost of `subject` with each of `backends`, for which :func:`prepare` was called. progress: called after each backend.
 
     Raises:
         ValueError: the subject's text does not follow its grammar.
@@ -150,7 +150,7 @@ def measure(
 
 
 def _guide(grammar: CompiledGrammar, taken: Sequence[int]) -> HostGuide:
-    """A guide as the loop uses it on the host, for one row, advanced by the tokens `taken`."""
+    """A guide, with which the loop computes masks on the host, for one row, advanced by the tokens `taken`."""
     guide = HostGuide.of([grammar], len(grammar.vocabulary), torch.device("cpu"))
     for token in taken:
         guide.append(torch.tensor([token]))
@@ -265,7 +265,7 @@ def cost_tables(costs: Sequence[Cost], seconds: Mapping[tuple[str, int], float])
 
 
 def cost_table(costs: Sequence[Cost], title: str, seconds: Mapping[tuple[str, int], float]) -> Table:
-    """The table of one vocabulary."""
+    """One of the tables of :func:`cost_tables`: all `costs` have the same vocabulary."""
     columns = (
         "backend",
         "compile ms",

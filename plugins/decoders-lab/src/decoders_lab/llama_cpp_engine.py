@@ -97,7 +97,7 @@ def _llama(path: Path, room: int, drafting: Any = None) -> Any:
 
 
 def _drafting(small: Any) -> Any:
-    """A drafter for llama-cpp-python that drafts the greedy tokens of the model `small`. The library has prompt lookup only."""
+    """A drafter for llama-cpp-python that drafts the greedy tokens of the model `small`. The library's own drafter is prompt lookup."""
     from llama_cpp.llama_speculative import LlamaDraftModel
 
     class SecondModel(LlamaDraftModel):

@@ -70,7 +70,7 @@ class OpenVino:
         self.pipeline = None
 
     def _steps(self, result: Any) -> int | None:
-        """Number of passes of the target, from GenAI's figures."""
+        """Number of passes of the target, from GenAI's figures; None if GenAI reports none."""
         return len(result.perf_metrics.raw_metrics.token_infer_durations) or None
 
 

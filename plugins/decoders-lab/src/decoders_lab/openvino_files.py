@@ -138,7 +138,7 @@ class _Graph:
         return self.ops.transpose(split, self._const([0, 2, 1, 3]))
 
     def _rotation(self, positions: Any) -> tuple[Any, Any]:
-        """Cosine and sine, ``[B, 1, S, D]``."""
+        """Cosines and sines of the rotary angles, ``[B, 1, S, D]`` each."""
         ops = self.ops
         base = self.config.rope_parameters["rope_theta"]
         inverse = 1.0 / (base ** (np.arange(0, self.head, 2, dtype=np.float32) / np.float32(self.head)))
@@ -201,7 +201,7 @@ class _Graph:
         return ops.select(allowed, self._const(0.0, np.float32), self._const(np.finfo(np.float32).min, np.float32))
 
     def _matrix(self, name: str, embedding: bool = False) -> Any:
-        """A weight, stored in the number format and converted to float32 for the operations."""
+        """The weight `name`, stored in ``self.number_format`` and converted to float32 for the operations."""
         ops, weight = self.ops, self.state[name].float().cpu()
         if self.number_format == "f32":
             return ops.constant(weight.numpy())
@@ -209,7 +209,7 @@ class _Graph:
             bits = weight.to(torch.bfloat16).view(torch.int16).numpy()
             return ops.convert(_stored(bits, list(weight.shape), "bf16"), "f32")
         group = next((g for g in GROUPS if weight.shape[1] % g == 0), None)
-        # The embedding, which is also the head, gets eight bits even in int4, as in other exported models.
+        # The embedding, which is also the head, is stored in eight bits even for int4, as in other exported models.
         if self.number_format == "int8" or embedding or group is None:
             return self._integers(weight, 127, "i8")
         grouped = self._integers(weight.reshape(weight.shape[0], -1, group), 7, "i4")
@@ -228,7 +228,7 @@ class _Graph:
 
 
 def _stored(values: np.ndarray, shape: list[int], kind: str) -> Any:
-    """A constant of a type that numpy lacks."""
+    """A constant of the type `kind`, which numpy lacks. values: its bytes, as an array of any type."""
     import openvino as ov
 
     tensor = ov.Tensor(getattr(ov.Type, kind), ov.Shape(shape))

@@ -130,7 +130,7 @@ class Padding:
         norm.copy_(scales)
 
     def _length(self) -> float:
-        """The greatest Euclidean norm of the last residual stream over some random tokens."""
+        """The greatest Euclidean norm of the small model's last residual stream over some random tokens."""
         if not hasattr(self, "_longest"):
             tokens = torch.randint(self.small.vocabulary, (2, 32), generator=torch.Generator().manual_seed(1))
             ends: list[Tensor] = []
@@ -154,7 +154,7 @@ class Padding:
         return 1 + self._random((self.target.hidden,))
 
     def _random(self, shape: Any) -> Tensor:
-        """The next numbers of the random block."""
+        """The next numbers of the random block, as a tensor of the given shape."""
         count = math.prod(shape)
         taken = torch.empty(count)
         filled = 0

@@ -41,7 +41,7 @@ class PrecisionCost:
         logit_error: error of the log probabilities: its standard deviation over the vocabulary, averaged over the tokens.
         matrix_bytes: bytes of the matrices.
         slot_bytes: bytes of one token's keys and values.
-        same_bits: whether a token's logits have the same bits in every block; None if this was not checked.
+        same_bits: whether a token's logits have the same bits in every block that contains it; None if this was not checked.
         step_seconds: median seconds of a step, by number of nodes.
     """
 
@@ -74,7 +74,7 @@ def measure(
     model: PreTrainedModel, names: Sequence[str], texts: Sequence[Tensor], nodes: Sequence[int], repeats: int,
     compile: bool, length: int = 200, advance: Callable[[str], object] = lambda what: None,
 ) -> list[PrecisionCost]:  # fmt: skip
-    """Measures the errors of precisions relative to the model's own precision, and, in turns, the times of their steps.
+    """Measures the errors of precisions relative to the model's own, and, in turns, the times of steps. The model's own come first.
 
     Args:
         texts: token ids, ``[tokens]`` each.
@@ -118,7 +118,7 @@ def _matrix_bytes(target: Target) -> int:
 
 
 def _read(target: Target, text: Tensor) -> Tensor:
-    """Log probabilities after every token, ``[tokens, V]``."""
+    """Log probabilities after every token, ``[tokens, V]``. Last tokens that do not fill :data:`STRETCH` are left out."""
     count = len(text) - len(text) % STRETCH
     buffers, parts = CacheBuffers.allocate(target.layout, 1, view_bucket(count) + STRETCH), []
     for start in range(0, count, STRETCH):
@@ -159,7 +159,7 @@ def _times(
 
 
 def precision_table(costs: Sequence[PrecisionCost], title: str = "") -> Table:
-    """A row for each precision."""
+    """A table with a row for each precision."""
     nodes = list(costs[0].step_seconds) if costs else []
     table = plain_table(
         title, "perplexity", "KL", "same best", "logit error", "weights MB", "cache B/token", "same bits",

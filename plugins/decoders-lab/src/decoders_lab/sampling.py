@@ -70,7 +70,7 @@ def time_sampling(
         for repeat in range(repeats + 1):
             for name, operations in plans.items():
                 elapsed = _timed(_candidates, scores, operations, repeat)
-                if repeat:  # the first repeat, with cold caches, does not count
+                if repeat:  # the first repeat, with cold caches, is left out
                     times[name].append(elapsed)
                 if repeat < definitions:
                     slow[name].append(_timed(_definitions, scores, operations, repeat))

@@ -1,4 +1,4 @@
-"""Shapes of models of the Llama design by name, and the shape of a draft model for a target's shape."""
+"""Named shapes of models of the Llama design, and the shape of a padded draft model for a padded target's shape."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Vllm:
         self.close()
 
     def run(self, load: Sequence[Arrival]) -> LoadResult:
-        """Decodes a load. Raises DecodersError if the process ends, or if a request gets another number of tokens than requested."""
+        """Decodes a load. Raises DecodersError if the process ends, or if a request ends with too few or too many tokens."""
         times = self._ask([(request.seconds, request.prompt, request.new_tokens) for request in load])
         if times["tokens"] != [request.new_tokens for request in load]:
             raise DecodersError("vLLM wrote other numbers of tokens than requested")

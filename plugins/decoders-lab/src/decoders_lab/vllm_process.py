@@ -30,7 +30,7 @@ def engine_of(settings: dict[str, Any]) -> Any:
 
 
 def run(engine: Any, load: list[tuple[float, list[int], int]]) -> dict[str, list[Any]]:
-    """Submits every request at its arrival time and decodes it greedily to its full length."""
+    """Submits every request at its arrival time, and decodes it greedily to its full length. Returns the line to write."""
     from vllm import SamplingParams
 
     firsts, ends, tokens = [0.0] * len(load), [0.0] * len(load), [0] * len(load)

@@ -25,9 +25,9 @@ def complete(
     and the ``failed`` among the latter.
 
     Args:
-        prompts: each has an ``id``, a ``prompt``, and arguments of ``generate`` for this prompt alone.
-        output: a folder to which all actors can write. Its files have an object per prompt, with ``id``, and either ``text`` and
-            ``tokens``, or ``error``.
+        prompts: mappings, each with an ``id``, a ``prompt``, and arguments of ``generate`` for this prompt alone.
+        output: a folder to which all actors can write. Its files hold a line of JSON per prompt: an object with ``id``, and either
+            ``text`` and ``tokens``, or ``error``.
         model: a path, or a function that returns model and tokenizer.
         actors: number of processes, each with the model.
         batch: number of prompts per task. If an actor dies, its task is repeated.
@@ -51,7 +51,8 @@ def complete(
     figures = {"prompts": len(wanted), "earlier": len(wanted) - len(left), "written": 0, "failed": 0}
     if not left:
         return figures
-    # Prompts become lines of JSON, because a column of Ray Data has one type, and prompts have different arguments. A block is a task.
+    # Prompts become lines of JSON, because a column of Ray Data has one type, and prompts have different arguments. Ray runs each block
+    # as a task.
     lines = [{"line": json.dumps(prompt)} for prompt in left]
     blocks = -(-len(lines) // batch)
     data = ray.data.from_items(lines, override_num_blocks=blocks)
@@ -93,7 +94,7 @@ class Completer:
         return {"id": [line["id"] for line in lines], "failed": ["error" in line for line in lines]}
 
     def lines(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The completions of some prompts, in their order."""
+        """The completions of the prompts `items`, in their order, as objects for the output files."""
         import decoders
 
         prompts = [{name: value for name, value in item.items() if name != "id"} for item in items]

@@ -60,7 +60,7 @@ class Replica:
         """Yields the new tokens of a request as they arrive.
 
         Args:
-            prompt: token ids. It is the first argument, because the router reads it there.
+            prompt: token ids. The router expects the prompt as the first argument.
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
         """
         self.requests += 1
@@ -94,7 +94,7 @@ class Replica:
 
 
 class Front:
-    """Answers clients with the text of a replica. If the replica is lost, it asks another.
+    """Answers clients with the text of a replica, or, if that replica is lost, of another.
 
     Args:
         replicas: the model's replicas.

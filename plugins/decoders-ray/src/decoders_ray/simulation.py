@@ -19,7 +19,7 @@ from decoders.costs import CostCurve
 
 @dataclass(frozen=True)
 class Load:
-    """The distribution of requests.
+    """The distribution of the requests' lengths.
 
     Attributes:
         prompt: mean number of tokens of a prompt.
@@ -74,7 +74,7 @@ class Outcome:
     Attributes:
         requests: number of finished requests.
         tokens_per_second: new tokens per second.
-        busy: share of the time in which the replica was decoding.
+        busy: share of the time in which the replica was working, prefills included.
         first: median and 95th percentile of the seconds to the first token.
         each: median and 95th percentile of the seconds per further token.
         waiting: mean number of requests in the queue.
@@ -195,7 +195,9 @@ def sustainable(
 
 
 def replicas_for(rate: float, each: float, headroom: float = 0.7) -> int:
-    """Number of replicas for `rate` requests per second. One sustains `each` per second, and the share `headroom` of it is used."""
+    """Number of replicas for `rate` requests per second. A replica sustains `each` requests per second, of which the share `headroom`
+    is used.
+    """
     return max(1, math.ceil(rate / (each * headroom)))
 
 

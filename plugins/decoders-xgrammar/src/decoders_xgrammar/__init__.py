@@ -44,7 +44,7 @@ class XGrammar(Backend):
         return XGrammarGrammar(language, vocabulary, compiled)
 
     def compiled(self, compiler: Any, regex: str) -> Any:
-        """The language `regex`, compiled by xgrammar."""
+        """The ``CompiledGrammar`` of xgrammar for the regular expression `regex`."""
         return compiler.compile_regex(regex)
 
 

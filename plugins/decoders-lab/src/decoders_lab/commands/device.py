@@ -81,7 +81,7 @@ def device(
     facts: dict[str, Any] = {}
 
     def came(line: str) -> None:
-        """Shows and writes the results so far, so that an interrupted run keeps them."""
+        """Prints `line`, and writes the results so far to the JSON file, so that an interrupted run leaves them there."""
         progress_console.print(line)
         facts["copy_bandwidth"] = next((f.value * 1e9 for f in figures if f.name == "copy" and f.value), None)
         if json_file is not None and str(json_file) != "-":

@@ -67,7 +67,7 @@ def grammar(
 
 
 def vocabulary_sizes(text: str) -> list[int]:
-    """``"4k,32000"`` as numbers.
+    """The numbers of tokens in a text: ``"4k,32000"`` gives ``[4000, 32000]``.
 
     Raises:
         SettingsError: `text` holds anything but numbers of at least 300, with or without a k.

@@ -46,8 +46,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarr
 class Batches:
     """Batches of B rows of T + 1 ids: a quarter of the rows are edit tasks, the others are windows of code.
 
-    Code windows are drawn without replacement: every epoch cuts the stream at a random offset and permutes the windows. Edit rows
-    begin with an edit task; functions and renames are drawn at random when a row is needed.
+    Code windows are drawn without replacement: every epoch cuts the stream at a random offset and permutes the windows. Edit rows are
+    filled with edit tasks: a function and its copy, usually with a name replaced, both drawn when a row is needed.
     """
 
     def __init__(

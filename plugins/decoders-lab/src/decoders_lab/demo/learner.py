@@ -71,7 +71,7 @@ class DemoLearner(Learner):
     """A demo model, its tokenizer and its optimizers.
 
     Args:
-        batches: data by step.
+        batches: the training data of each step.
         compile: whether to compile the training step.
         bf16: whether to compute in bfloat16.
     """
@@ -99,7 +99,7 @@ class DemoLearner(Learner):
         return self.learn_from(self.batches.batch(step))
 
     def learn_from(self, ids: Tensor) -> Tensor:
-        """Computes the gradients of a batch and returns its loss. ids: ``[B, T + 1]`` int64."""
+        """Adds the gradients of a batch to the model's parameters, and returns the batch's loss. ids: ``[B, T + 1]`` int64."""
         loss = self._loss_of(ids)
         loss.backward()
         return loss.detach()
@@ -123,7 +123,7 @@ class DemoLearner(Learner):
         return model
 
     def export(self, directory: Path, card: str) -> None:
-        """Writes the rounded model, the tokenizer and the card where `from_pretrained` finds them."""
+        """Writes the rounded model, the tokenizer and the card to `directory`, as `from_pretrained` reads them."""
         from safetensors.torch import save_file
 
         # Files are written to a temporary folder and then moved, so that a reader never sees an incomplete file.
@@ -191,7 +191,7 @@ class UnlikelihoodTraining:
 
 
 class UnlikelihoodLearner(Learner):
-    """A demo model that unlearns its loops.
+    """A demo model that learns not to repeat itself in loops.
 
     Every step learns from a batch of files, as before. It also lowers the probability of the tokens that :func:`in_loops` finds in the
     model's greedy continuations of the batch's rows: the sequence-level objective of Welleck et al. 2020 (arXiv 1908.04319, equation
@@ -199,7 +199,7 @@ class UnlikelihoodLearner(Learner):
 
     Args:
         before: the learner of the training on files. Its model is trained further, from the rounded weights that `before` would write.
-        first_step: the first step whose data the model has not seen.
+        first_step: number of the first step of `batches` from which the model has not learned yet.
     """
 
     model: LlamaForCausalLM
@@ -212,7 +212,7 @@ class UnlikelihoodLearner(Learner):
         self.positions = before.positions
 
     def run(self) -> Run:
-        """The run that follows the run of `before`. It is resumed only if the settings of this run and of `before` are unchanged."""
+        """The run that follows the run of `before`. This run is resumed only if its settings and those of `before` are unchanged."""
         before = self.before.training
         identity = {**asdict(self.training), "before": asdict(before), "first_step": self.first_step}
         return Run(steps=self.training.steps, rate=self.training.rate, identity=identity, clip=before.clip)
