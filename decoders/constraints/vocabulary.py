@@ -56,8 +56,8 @@ class Vocabulary:
         """The vocabulary of `tokenizer` for logits of `size` entries.
 
         Raises:
-            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop
-                token.
+            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or all `stops` are
+                outside of the logits.
         """
         backend, vocabulary = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
@@ -181,7 +181,7 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """The tokens of `forced` as the tokenizer encodes it, up to but without the first token that following bytes could change.
+        """The tokens of `forced` as the tokenizer encodes it, up to (not including) the first token that following bytes could change.
 
         Following bytes could change a token if the bytes from the token on are the beginning of a longer token.
         """
@@ -240,7 +240,7 @@ def _decodable(text: bytes) -> str:
 
 
 def _part(backend: Any, name: str) -> dict | None:
-    """The part `name` of a tokenizer of the tokenizers library, as in its JSON file; writing the whole file would take seconds."""
+    """The part `name` of a tokenizer of the tokenizers library, as in its JSON file; serializing the whole tokenizer takes seconds."""
     part = getattr(backend, name, None)
     return None if part is None else dict(json.loads(part.__getstate__()))
 

@@ -1,5 +1,5 @@
-"""Chat templates: reading a template, and finding out which messages it takes and how it writes function calls, by rendering
-probes.
+"""Chat templates: reading a template; and rendering short conversations (probes), to find out which messages the template accepts and
+how it writes function calls.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CallStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def id_of(self, id: str, name: str | None = None, number: int = 0) -> str:
-        """`id` in a form that the template takes; equal ids give equal results.
+        """`id` in a form that the template takes; equal arguments give the same id.
 
         Args:
             name: the function's name, if known.
@@ -154,7 +154,7 @@ class MessageStyle:
 
 
 def message_style(render: Render) -> MessageStyle:
-    """Finds out by probes for each role whether the template shows a message's text, given as a string or as a list of parts."""
+    """The style of a template. Probes show for each role whether a message's text is rendered if it is a string, or a list of parts."""
     style = MessageStyle()
     for role in ("user", "assistant", "system", "tool"):
         forms = (style, MessageStyle(style.parts | {role}, style.unread))
@@ -220,7 +220,7 @@ class _CallProbe:
 
     @property
     def rank(self) -> int:
-        """A rank of the style, lower is better: 0 if the template writes arguments as JSON, not in Python's notation."""
+        """The rank of the style, lower is better: 0 to 2 if the template writes arguments as JSON, 3 or 4 if it does not."""
         telling = self.rendered(_TELLING)
         if self.style.as_text:
             return 1 if json.dumps(_TELLING) in telling else 4

@@ -75,9 +75,9 @@ class LLGuidanceGrammar(CompiledGrammar):
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """A new ``LLMatcher`` at the beginning of a text, and the generation of its lexer: a number other than `broken`.
+        """A new ``LLMatcher`` at the beginning of a text, and the number of its lexer. broken: number of a lexer not to use.
 
-        A lexer that has hit its limit of states refuses everything from then on, for all matchers that share it.
+        Once a lexer has hit its limit of states, it refuses every token, for all matchers that share it.
         """
         with self._lock:
             if broken == self._generation:
@@ -88,9 +88,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and that the queries of a text may take beyond this in total: all rows of a batch wait for
-#: a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With other grammars, counted
-#: patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had an overtime of 0.05 seconds.
+#: CPU seconds that a query may take, and the overtime of a text, the greatest sum of what its queries take beyond them: all rows of a
+#: batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With other
+#: grammars, counted patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had an overtime of 0.05 seconds.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -124,7 +124,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Takes `tokens` up to the first illegal one; returns how many it took.
+        """Appends `tokens` up to the first illegal one; returns how many were appended.
 
         Raises:
             GrammarError: llguidance hits a limit. The matcher stays where it was.
@@ -220,7 +220,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ask(forced, copy=True)
 
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
-        """Queries the ``LLMatcher``.
+        """Queries the ``LLMatcher``, and returns its answer.
 
         An ``LLMatcher`` never recovers from an error. So a failed query is repeated with a new lexer, because the old one may have hit
         its limit of states.

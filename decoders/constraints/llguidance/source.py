@@ -22,7 +22,7 @@ from ..vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-#: Greatest number of characters of a compiled text; bytes of the stack for compiling it: at least, and per character.
+#: Greatest number of characters of a text to compile. Bytes of the compiling thread's stack: the minimum, and per character.
 LONGEST = 512 * 1024
 STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 
@@ -30,7 +30,7 @@ STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 DEEPEST = 500
 
 #: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 Earley items take
-#: 2.5 ms (100 to 700 ms in the most ambiguous grammars found). A row of items grows with the number of alternatives and holds 20,000.
+#: 2.5 ms (100 to 700 ms in the most ambiguous grammars found). A parser's row grows with the number of alternatives, to 20,000 items.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 20_000,
     "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
@@ -102,7 +102,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
     """A new ``LLMatcher`` for `text`, which :func:`source` returned for `language`.
 
     Raises:
-        GrammarError: llguidance refuses `text`; the error has llguidance's message.
+        GrammarError: llguidance refuses `text` (the error quotes its message), or would ignore a part of it that nothing validates.
     """
     import llguidance
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...errors import GrammarError, shortened
 from ..vocabulary import Vocabulary
 
-#: Symbols below are bytes; ``TOKEN + t`` is token ``t``.
+#: Symbols below this number are bytes; symbol ``TOKEN + t`` is token ``t``.
 TOKEN = 256
 
 Symbols = tuple[int, ...]
@@ -68,7 +68,7 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. At node 0, the text does not end with the beginning of a marker.
+    """The automaton of a few markers. A node stands for the longest beginning of a marker that the text ends with; node 0: none.
 
     Args:
         markers: the symbols of each marker.
@@ -137,7 +137,7 @@ class Markers:
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
     def found(self, node: int, token: int) -> Found:
-        """The effect of a token after a text at `node`. It is cached, because drafts and steps ask for the same tokens repeatedly."""
+        """The effect of `token` after a text at `node`; cached, because drafting and verification need the same effects again."""
         known = self._found.get((node, token))
         if known is None:
             if len(self._found) >= REMEMBERED:

@@ -142,7 +142,7 @@ class PhaseAutomaton:
                     )
 
     def _stop_in(self, marker: Symbols, target: int) -> int | None:
-        """The first stop token in `marker`, or None. If the text may end in the phase `target`, the last symbol does not count."""
+        """The first stop token in `marker`, or None. If the text may end in the phase `target`, the marker's last symbol may be one."""
         behind = self.phases[target]
         whole = isinstance(behind, Free) and (behind.ends or behind.over)
         inner = marker[:-1] if whole else marker
@@ -154,7 +154,7 @@ class PhaseAutomaton:
         return target is None or self._stop_in(phase.markers[found.marker or 0][0], target) is not None
 
     def enter(self, number: int | None, rest: bytes = b"") -> Place | None:
-        """The place in the phase `number` after its first bytes `rest`, which are written already; None if they are illegal."""
+        """The place in the phase `number` after its first bytes `rest`, which are written already; None: no phase, or illegal bytes."""
         if number is None:
             return None
         phase, markers = self.phases[number], self.markers[number]

@@ -85,7 +85,7 @@ class TaggedGrammar(CompiledGrammar):
 
 
 class TaggedMatcher(Matcher):
-    """A stack of places: the first one, then one after each token. Rolling back pops places, and rolls back the grammars' matchers."""
+    """A stack of places: the first place, then the place after each token. Rolling back pops places, and rolls back inner matchers."""
 
     def __init__(self, grammar: TaggedGrammar) -> None:
         self.grammar: TaggedGrammar = grammar
