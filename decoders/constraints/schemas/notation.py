@@ -33,7 +33,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Word:
-    """A text of `terminal`."""
+    """Any text of `terminal`."""
 
     terminal: Terminal
 
@@ -63,7 +63,7 @@ class Rep:
 
 @dataclass(frozen=True)
 class RuleReference:
-    """A text of the rule named `rule`."""
+    """Any text that the rule named `rule` derives."""
 
     rule: str
 
@@ -182,7 +182,7 @@ def _size(regex: str) -> int:
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or through other rules: such rules remain when rules that use no other rule are removed."""
+    """Whether a rule uses itself, directly or through others: then rules remain when all that use no remaining rule are removed."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -195,13 +195,13 @@ def _recursive(rules: dict[str, Expr]) -> bool:
 
 
 def regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as one regular expression; None if they are recursive, too deep or too long."""
+    """`rules` as one regular expression; None if they are recursive or too deep, or have no expression of limited length."""
     if _recursive(rules):
         return None
     known: dict[str, tuple[str, int] | None] = {}
 
     def write(expr: Expr) -> tuple[str, int] | None:
-        """The expression, in brackets if needed, and its size with repetitions expanded."""
+        """The regular expression, in brackets if needed, and its size with repetitions expanded; None: there is none, or too long."""
         check("writing the grammar")
         match expr:
             case Word(terminal):
@@ -280,7 +280,7 @@ class _Productive:
                 self.done.append(outer)
 
     def add(self, expr: Expr, outer: int | str) -> None:
-        """Adds `expr`, a part of `outer`, with the number of its parts that must have a text before it has one."""
+        """Adds `expr`, a part of `outer`, with the number of its parts that must derive a text before `expr` derives one."""
         number = len(self.needs)
         self.around.append(outer)
         needs, parts = 0, tuple[Expr, ...]()

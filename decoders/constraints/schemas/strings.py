@@ -26,8 +26,8 @@ class Strings:
             format is never used to conclude that a string is valid or invalid.
         low: least length in characters.
         high: greatest length, None for no bound.
-        values: the only strings, if given; they meet all other conditions.
-        excluded: strings left out.
+        values: all strings of the set, if they are enumerated; they meet all other conditions. None: not enumerated.
+        excluded: strings that are not in the set.
     """
 
     conditions: frozenset[tuple[Pattern, bool]] = frozenset()
@@ -124,7 +124,7 @@ def complement(a: Strings) -> list[Strings]:
 
 
 def _nothing(strings: Strings) -> bool:
-    """Whether `strings` is empty, by its automaton, or by the lengths that the patterns allow if the automaton is too large.
+    """Whether `strings` is empty, by its automaton; if this is too large, by an automaton without lengths and the lengths it allows.
 
     Raises:
         GrammarError: the automaton of the patterns alone is too large, or the lengths are too great.

@@ -35,7 +35,7 @@ class Writer(Rules):
         return prune(self.rules)
 
     def root(self, root: Node) -> Expr:
-        """The expression for the whole text."""
+        """The expression for the whole text, a value that the node `root` allows."""
         return self.place(root)
 
     def alternatives_of(self, name: str, shapes: Shapes) -> Expr:
