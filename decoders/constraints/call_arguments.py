@@ -18,8 +18,8 @@ class Progress:
     """How far the arguments of a call in a growing text have been read.
 
     Attributes:
-        place: index after the part that has been read; this part does not change any more.
-        json: the part that has been read, as JSON.
+        place: index after the part that has been read, where the next read begins.
+        json: the part that has been read, converted to JSON.
         depth: number of open objects and lists.
     """
 

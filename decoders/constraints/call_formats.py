@@ -55,12 +55,12 @@ class CallFormat:
         closing: text after the arguments.
         begin: text in front of all calls.
         end: text after all calls.
-        between: text between two calls; None: an answer has one call at most.
+        between: text between two calls; None: an answer contains at most one call.
         message: text that begins a message, in formats whose thoughts, calls and answers are separate messages.
         message_end: text that ends a message.
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
-        ids: ids in front of `middle`; None: calls have none.
+        ids: the ids that are written in front of `middle`; None: no ids are written.
         source: texts; if a chat template cannot render calls, and its source contains all of them, calls have this format.
         shown: a text that a chat template's rendering of a call contains if it has this format; None: `begin`, `opening`, the name and
             the text behind it.

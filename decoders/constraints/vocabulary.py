@@ -28,7 +28,7 @@ class Vocabulary:
         stops: ids that end a text.
         encode: returns the tokenizer's ids of a text, without added special tokens.
         special: ids of special tokens by their names.
-        spelled: names of the special tokens that have a text in this vocabulary, see :meth:`spelling`.
+        spelled: names of the special tokens that this vocabulary spells as private characters, see :meth:`spelling`.
 
     Raises:
         UnsupportedError: stop tokens are given, and none is among `tokens`.
@@ -246,7 +246,7 @@ def _part(backend: Any, name: str) -> dict | None:
 
 
 def _rules(backend: Any) -> str:
-    """Digest of the parts of a tokenizer that affect encoding. Takes a second where there are 500,000 merges."""
+    """A digest of the parts of a tokenizer that affect encoding. Computing it takes a second for 500,000 merges."""
     parts = [getattr(backend, name, None) for name in ("model", "normalizer", "pre_tokenizer")]
     states = [b"" if part is None else bytes(part.__getstate__()) for part in parts]
     return hashlib.sha256(b"\0".join(states)).hexdigest()

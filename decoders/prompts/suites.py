@@ -55,7 +55,7 @@ SUITES: dict[str, Suite] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a suite, turn by turn. kind: its category."""
+    """A question of a suite: the user's `turns`. kind: the question's category."""
 
     name: str
     kind: str

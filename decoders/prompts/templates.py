@@ -68,18 +68,18 @@ def format_named(name: str) -> CallFormat:
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a model writes function calls, and which calls its template takes.
+    """How a model writes function calls, and in which form its template accepts calls.
 
     Attributes:
         format: the format of calls; bare JSON if the template does not mention calls.
         reads_tools: whether the template lists the functions for the model.
-        reads_calls: whether the template takes messages with calls.
-        as_text: whether the template takes a call's arguments as a JSON string instead of an object.
+        reads_calls: whether the template accepts messages with calls.
+        as_text: whether the template expects a call's arguments as a JSON string instead of an object.
         values_as_text: whether the values of the arguments are passed as JSON texts (strings unchanged), because the template would
             write Python's ``True``.
-        short_ids: whether the template takes only ids of nine letters and digits.
-        one_call: whether the template takes only one call per message.
-        one_text: whether a message with calls may have a thought or a text, but not both.
+        short_ids: whether the template accepts only ids of nine letters and digits.
+        one_call: whether the template accepts only one call per message.
+        one_text: whether a message with calls may contain a thought or a text, but not both.
         special: whether the markers of calls contain special tokens.
     """
 
@@ -199,10 +199,10 @@ class _CallProbe:
     """Probes a template with conversations in which a call answers a user's message.
 
     Attributes:
-        render: renders conversations.
-        messages: which messages the template takes.
+        render: renders conversations by the template.
+        messages: which messages the template accepts.
         style: the form of calls that is tried.
-        tools: the functions that are listed.
+        tools: the functions that conversations list; None: none.
     """
 
     render: Render
@@ -230,7 +230,7 @@ class _CallProbe:
         return 0 if len(_PYTHON.findall(telling)) == len(_PYTHON.findall(self.rendered())) else 3
 
     def takes(self, *ids: str, text: str = "", **more: Any) -> bool:
-        """Whether the template takes a message with a text, `more` and calls with these ids, and then the functions' results."""
+        """Whether the template renders a message with `text`, `more` and calls with these `ids`, followed by the functions' results."""
         answer = self.messages.message("assistant", text, tool_calls=[self.call(id=id) for id in ids], **more)
         results = [self.messages.message("tool", _TEXT, tool_call_id=id, name=_NAME) for id in ids]
         told = results if "tool" not in self.messages.unread else []
@@ -288,10 +288,10 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], 
 
 @dataclass(frozen=True)
 class ChatStyle:
-    """How a chat template takes messages, and how its model writes function calls.
+    """Which messages a chat template accepts, and how its model writes function calls.
 
     Attributes:
-        messages: which messages the template takes.
+        messages: the roles that the template renders, and the form of their messages.
         calls: how calls are written.
     """
 

@@ -115,7 +115,7 @@ class LLGuidanceMatcher(Matcher):
         self._taken: list[int] = []  # text tokens, from the beginning
         self._ended = False
         self._asked = False  # whether `_inner` was queried since it was created or copied
-        self._unasked: Any = None  # the second matcher, which has taken `_behind` tokens
+        self._unasked: Any = None  # the second matcher, which has consumed `_behind` tokens
         self._behind = 0
         self._overtime = 0.0  # seconds beyond QUESTION_SECONDS, summed over all queries
 

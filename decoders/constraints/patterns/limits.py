@@ -73,7 +73,7 @@ _COMPILING = (
 
 
 class _Deadline:
-    """The deadline of some work, no later than the enclosing deadline."""
+    """The CPU time at which the work in a :func:`deadline` context must end; no later than the deadline of an outer context."""
 
     def __init__(self, seconds: float, limit: str, outer: _Deadline | None) -> None:
         ends = time.thread_time() + seconds

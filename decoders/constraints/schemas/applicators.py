@@ -14,7 +14,7 @@ from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 
 
 def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
-    """The nodes of the schemas in a keyword's list. Raises GrammarError: the keyword's value is no list of schemas."""
+    """The nodes of the schemas that `keyword` lists. Raises GrammarError: the keyword's value is no list."""
     if not isinstance(place.schema[keyword], list):
         raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
     return [algebra.node(place, keyword, index) for index in range(len(place.schema[keyword]))]

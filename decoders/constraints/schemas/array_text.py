@@ -105,7 +105,7 @@ def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
     """An expression for the items of arrays with ``uniqueItems``. A rule stands for a state: the position, and the values used so far.
 
     Raises:
-        GrammarError: the items have too many possible values, or are counted, too (``contains``).
+        GrammarError: the items have too many possible values, or the array has `counts`, too.
     """
     items = [*array.prefix, array.rest] if array.high is None or array.high > len(array.prefix) else [*array.prefix]
     possible: list[Node] = []

@@ -28,7 +28,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays of `low` to `high` items: the first items satisfy the nodes of `prefix`, the others `rest`.
+    """Arrays of `low` to `high` items: the first items satisfy the nodes of `prefix`, all further items satisfy `rest`.
 
     Attributes:
         counts: bounds on the number of items that satisfy a node.

@@ -195,10 +195,10 @@ _SINCE = {
     "maxContains": 2019, "dependentRequired": 2019, "dependentSchemas": 2019, "unevaluatedItems": 2019,
     "unevaluatedProperties": 2019, "$recursiveRef": 2019, "prefixItems": 2020, "$dynamicRef": 2020,
 }  # fmt: skip
-#: The last year in which a keyword has an effect. Lists under ``items``, and so ``additionalItems``, are read in all drafts.
+#: The year of the last draft in which a keyword has an effect. Lists under ``items``, and ``additionalItems``, are read in all drafts.
 _UNTIL = {"dependencies": 2018, "$recursiveRef": 2019}
 
 
 def known(keyword: str, year: int) -> bool:
-    """Whether the draft of `year` has `keyword`; True for names that are in no draft."""
+    """Whether the draft of `year` defines `keyword`; True for names that no draft defines."""
     return _SINCE.get(keyword, 0) <= year <= _UNTIL.get(keyword, year)

@@ -109,7 +109,7 @@ def text(regex: str) -> Word:
 
 
 def inline(schema: dict[str, Any]) -> Word:
-    """The texts of a schema, as a ``%json`` rule that llguidance compiles. The word has no regular expression."""
+    """The texts of `schema`, as a ``%json`` rule that llguidance compiles; there is no regular expression for them."""
     return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
 
 
@@ -256,8 +256,8 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 class _Productive:
     """Finds the rules that derive at least one text.
 
-    Every expression counts the parts that it still needs and notifies the enclosing expression when the count is zero, so that the
-    work is linear in the size of the grammar.
+    For every expression, the number of parts that must still derive a text is stored. When it becomes zero, the number of the enclosing
+    expression is decreased, so the work is linear in the size of the grammar.
     """
 
     def __init__(self, rules: dict[str, Expr]) -> None:

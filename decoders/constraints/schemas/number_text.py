@@ -289,7 +289,7 @@ def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
 
 
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
-    """Expressions for the digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1); at most `most` digits.
+    """Expressions for the digits d of the fractions 0.d from 0.`low` to 0.`high` (None: below 1); at most `most` digits.
 
     Returns:
         whether there may be no digits, and the expressions for one digit or more.

@@ -1,7 +1,7 @@
 """Strings as JSON text: regular expressions for the JSON texts of sets of characters, trees and automata.
 
-A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. A character that JSON
-requires to be escaped is written as an escape of two characters (``\\n``), if there is one, or else as its number in lower case
+A string under a condition is spelt in one way, as ``json.dumps(…, ensure_ascii=False)`` writes it. A character stands for itself
+unless JSON requires an escape: an escape of two characters (``\\n``), if there is one, or else the character's number in lower case
 (``\\u001f``).
 """
 

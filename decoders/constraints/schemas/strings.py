@@ -22,8 +22,8 @@ class Strings:
 
     Attributes:
         conditions: trees that the strings must match (True) or must not match (False).
-        formats: names of known formats, which written strings meet. Since some validators check formats and others do not, a
-            format is never used to conclude that a string is valid or invalid.
+        formats: names of known formats, which all :attr:`written` strings meet. Since only some validators check formats, a format
+            decides neither :meth:`contains` nor :func:`complement`.
         low: least length in characters.
         high: greatest length, None for no bound.
         values: all strings of the set, if they are enumerated; they meet all other conditions. None: not enumerated.

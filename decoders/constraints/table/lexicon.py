@@ -30,7 +30,7 @@ class TokenPaths:
         row: ``[n]`` int32, for each path the index of its start state.
         node: ``[n]`` int32, the trie's node at the end of each path.
         state: ``[n]`` int32, the automaton's state at the end of each path.
-        token: ``[n]`` int32, the token that ends at this node; -1 if the walk stopped before the end of a token.
+        token: ``[n]`` int32, the token that ends at this node; -1 if :meth:`Trie.walk` cut the path off inside a string.
         deep: ``[starts]`` int64, for each start state the greatest number of bytes that a path reads outside of strings.
     """
 
@@ -52,7 +52,7 @@ class Trie:
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
         low: ``[M]`` int32, index of the first text that begins with the bytes from the root to each node.
         high: ``[M]`` int32, index after the last text that begins with these bytes.
-        characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are not only plain characters.
+        characters: ``[M]`` int32, the number of plain characters that these bytes spell; -1 if they spell anything else.
     """
 
     byte: NDArray[np.uint8]
@@ -109,7 +109,7 @@ class Trie:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
             starts: the start states.
-            strings: ``[S]`` bool, which states are inside strings. The walk stops at such a state if only plain characters led there.
+            strings: ``[S]`` bool, which states are inside strings. At such a state, a path of only plain characters is cut off.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()

@@ -137,7 +137,7 @@ class EquivalentStates:
         return EquivalentStates(self.transitions, self.strings, part, depth)
 
 
-#: Greatest number of tokens that the automaton reads at a time, from several states; each takes 16 bytes, and more meanwhile.
+#: Greatest number of tokens that are read at a time, from several states; each needs 16 bytes, and more while it is read.
 TOKENS = 1 << 21
 #: Number of states whose masks are packed together, at a byte per token.
 CHUNK = 32
@@ -148,7 +148,7 @@ class StateMasks:
     """Masks of all states.
 
     Attributes:
-        rows: ``R`` distinct masks; the first mask, of unreachable states and the dead state, allows all tokens.
+        rows: the ``R`` distinct masks; row 0, for the dead state and unreachable states, allows all tokens.
         of: ``[S]`` int64, row of each state.
         alive: ``[S]`` bool: tokens lead from the state to the end of a text.
         stops: the row that allows stop tokens only.
@@ -242,7 +242,7 @@ class _Automaton:
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
         """Yields batches of ``n`` states: the states; the most bytes that a token of each has outside of strings; masks ``[n, W]``."""
-        # An upper bound of the tokens of each walk: all tokens that begin with a legal byte.
+        # Upper bounds: tokens are counted if their first byte is legal.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
             paths = self._walk(part, strings.class_of >= 0)

@@ -174,9 +174,9 @@ class Tagged(Structure):
 
     Attributes:
         tags: begin marker, grammar, and end marker of each kind of tag; without an end marker the text ends with the grammar.
-        required: whether the text must have a tag.
+        required: whether the text must contain a tag.
         several: whether there may be several tags; else the text ends after the first tag.
-        budget: number of tokens of free text after which the first kind of tag is forced; None: no tag is forced.
+        budget: number of tokens of free text after which the first tag of `tags` is forced; None: no tag is forced.
     """
 
     tags: tuple[tuple[Marker, Inner, Marker | None], ...]
@@ -291,7 +291,7 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
     Args:
         tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
             tokens.
-        required: whether the text must have a tag.
+        required: whether the text must contain a tag.
         several: whether there may be several tags; else the text ends after the first tag.
 
     Raises:
