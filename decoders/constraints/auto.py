@@ -17,7 +17,7 @@ from .vocabulary import Vocabulary
 
 
 class Auto(Backend):
-    """The table backend for regular languages with a small enough automaton, because it only looks up masks; else llguidance."""
+    """Compiles regular languages with a small enough automaton by the table backend, where masks are looked up; else by llguidance."""
 
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"

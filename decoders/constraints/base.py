@@ -47,10 +47,10 @@ class Tables:
 
     Attributes:
         next: ``[S, C]`` int32, the next state for each state and each class of bytes; 0 is the dead state.
-        classes: ``[256]`` int64, class of each byte.
+        classes: ``[256]`` int64, the class of each byte, an index into the ``C`` columns of `next`.
         mask_of: ``[S]`` int64, for each state the row of its mask in `masks`.
         masks: ``[R, W]`` int32. Masks of accepting states allow the stop tokens, too; the dead state's mask allows all tokens, so
-            that a softmax over it is finite.
+            that a softmax over its masked logits is finite.
         start: the first state.
         stopped: the state after a stop token; its mask allows only stop tokens.
     """

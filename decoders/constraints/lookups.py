@@ -45,8 +45,8 @@ class TokenTable:
         return known[device]
 
     def forced(self, grammar: Tabulated) -> Tensor:
-        """For each state of `grammar`, whose table this is, ``[S, 3]`` int64: the number of forced bytes, the first forced
-        byte (-1: none), and the first token by which the tokenizer encodes these bytes (-1: none).
+        """``[S, 3]`` int64 on the CPU, for each state of `grammar` (the grammar of this table): the number of forced bytes, the first
+        forced byte (-1: none), and the first token by which the tokenizer encodes the forced bytes (-1: none).
         """
         if not self._forced:
             rows = torch.tensor([[0, -1, -1]], device="cpu").repeat(len(self.next), 1)

@@ -55,7 +55,7 @@ class Spec(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """A text that identifies class, content and options, as a key of caches in memory and on disk."""
+        """A text that identifies class, content and options: a part of the key in the memory cache of compiled grammars."""
 
     @abstractmethod
     def language(self) -> Language:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: The content of a prompt: a text to continue, or the messages so far, for a chat template.
 Content = str | list[dict[str, str]]
-#: Prompts that were read, each as its name, its kind, and its text or messages.
+#: Prompts, each as its name, its kind (category), and its text or messages.
 Texts = list[tuple[str, str, Content]]
 
 #: Made-up kinds: texts with an obvious continuation, each cut off within a line; random printable characters; and, as for an agent

@@ -101,7 +101,7 @@ class _Broken(Exception):
 class LLGuidanceMatcher(Matcher):
     """A position in a text, tracked by an ``LLMatcher``.
 
-    Only text tokens go to llguidance; whether the text has ended is tracked here.
+    Only text tokens are passed to the ``LLMatcher``; whether the text has ended is stored here.
 
     An ``LLMatcher`` must not be rolled back after it has computed a mask: its parser keeps what it read ahead, so if other tokens
     follow, the next mask may be wrong (llguidance 1.9.1). So there is a second matcher that is only advanced and rolled back, never
@@ -127,7 +127,7 @@ class LLGuidanceMatcher(Matcher):
         """Appends `tokens` up to the first illegal one; returns how many were appended.
 
         Raises:
-            GrammarError: llguidance hits a limit. The matcher stays where it was.
+            GrammarError: llguidance hits a limit. The matcher's position is unchanged.
         """
         if self._ended:
             return 0

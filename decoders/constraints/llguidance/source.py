@@ -1,8 +1,8 @@
 """The source text for llguidance, compiling it within limits, and llguidance's error messages.
 
-The compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So the length of texts
-is bounded, and a text is compiled in a thread whose stack it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430
-for negated terminals).
+llguidance's compiler recurses along chains of rules, and a stack overflow kills the process. So the length of texts is bounded, and a
+text is compiled in a thread whose stack it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430 for negated
+terminals).
 
 Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
 at 2000, minutes at 20,000. llguidance does not limit the depth, so it is limited here.

@@ -20,7 +20,7 @@ _MARKS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 _LOOKS = ("(?<=", "(?<!", "(?=", "(?!")
 _COMMENT = "(?#"
 
-#: What a quantifier would repeat: nothing, a part, a repeated part, an anchor, or a group that contains anchors.
+#: What stands in front of a quantifier: nothing, a part, a repeated part, an anchor, or a group that contains anchors.
 _Last: TypeAlias = Literal["nothing", "part", "repeated", "anchor", "anchored group"]
 _UNREPEATABLE: dict[_Last, Problem] = {
     "nothing": "nothing to repeat",
@@ -44,7 +44,7 @@ class _Group:
         opening: the text that opens the group, if it is of another kind than ``(?:``.
         alternatives: the complete alternatives.
         parts: parts of the current alternative.
-        last: the kind of the last part.
+        last: what a quantifier that came next would repeat.
         anchored: whether the group contains anchors.
     """
 

@@ -151,7 +151,7 @@ def place(
     """`contents` as a schema: a :class:`Place`, or the boolean itself.
 
     Args:
-        entered: whether `resolver` has already entered the ``$id`` of `contents`.
+        entered: whether `resolver` already resolves references relative to the ``$id`` of `contents`.
 
     Raises:
         GrammarError: `contents` are no schema, or of an unknown draft.

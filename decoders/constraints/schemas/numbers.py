@@ -125,7 +125,7 @@ def point(value: Any) -> Numbers:
 
 
 def fraction(value: Any) -> Fraction:
-    """The number that a schema means by `value`: 0.1 is one tenth, but floats from 2**53 on keep their binary value (1e23 is not 10**23).
+    """The number that a schema means by `value`: 0.1 is one tenth, but floats from 2**53 on mean their binary value: 1e23 < 10**23.
 
     Raises:
         GrammarError: `value` is infinite or not a number.

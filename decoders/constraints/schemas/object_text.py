@@ -161,7 +161,7 @@ class ObjectWriter:
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members: first members that meet no condition, then members that each meet a condition that was not met before."""
+        """Undeclared members: first some that meet no entry of ``shape.exists``, then some that each meet an entry not met before."""
         unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
@@ -179,7 +179,7 @@ class ObjectWriter:
         return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
-        """An undeclared member that meets the conditions `taken`, and whose key meets none of the conditions `fulfilled`."""
+        """An undeclared member that meets the entries `taken` of ``shape.exists``, and whose key none of those `fulfilled` allows."""
         nodes, alternatives = self.rules.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (

@@ -17,7 +17,7 @@ _ALL_PLACES = "Multiples of a decimal that llguidance counts have all of its dec
 
 
 class Writer(Rules):
-    """Writes the rules of every place that can be reached from a node."""
+    """Writes a rule for every node to which a root node leads, directly or through rules."""
 
     def write(self, root: Node) -> dict[str, Expr]:
         """The rules by name, ``start`` first; empty if `root` allows no value."""

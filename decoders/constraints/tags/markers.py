@@ -17,7 +17,7 @@ from ..vocabulary import Vocabulary
 TOKEN = 256
 
 Symbols = tuple[int, ...]
-#: Greatest number of cached effects of tokens, for each phase.
+#: Greatest number of cached effects of tokens (:class:`Found`), per automaton of markers.
 REMEMBERED = 1 << 14
 
 
@@ -124,7 +124,7 @@ class Markers:
         return node
 
     def step(self, node: int, symbol: int) -> int:
-        """The node after `symbol` at `node`."""
+        """The node to which `symbol` leads from `node`."""
         while (after := self._next[node].get(symbol)) is None:
             if not node:
                 return 0

@@ -45,7 +45,7 @@ class Phases:
         return symbols_of(marker, self.vocabulary)
 
     def of(self, grammar: Inner | None) -> int:
-        """Adds phases for `grammar`, after which the text ends; returns the number of the first phase. None is free text."""
+        """Adds phases for `grammar` (None: free text), after which the text ends; returns the number of the first phase."""
         if grammar is None:
             return self.add(Free())
         if isinstance(grammar, Structure):
@@ -112,7 +112,7 @@ class After(Structure):
         grammar: grammar of the text after the marker; None for free text.
         budget: number of tokens of free text after which the marker is forced; None: it is never forced.
         closing: the text that is forced, if it is more than the marker; it ends with the marker.
-        begin: the marker that begins the free text, if the prompt does not contain it. A text without it is text of the grammar.
+        begin: the marker that begins the free text; None: the prompt contains it. A text without this marker is text of the grammar.
     """
 
     marker: Marker
