@@ -20,7 +20,7 @@ from .vocabulary import Policy, Vocabulary
 
 @dataclass(frozen=True)
 class Language:
-    """A set of texts, in one or both of the notations that backends read; the language of structural tags has neither notation.
+    """A set of texts, in one or both of the notations that backends read; in neither if it is free text with grammars in it.
 
     Attributes:
         name: the language's name in messages and reports.
@@ -158,7 +158,7 @@ class Matcher(ABC):
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Appends `tokens` up to the first illegal one; returns how many were appended. After a stop token every token is illegal."""
+        """Appends the `tokens` in front of the first illegal one; returns their number. After a stop token every token is illegal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:

@@ -104,7 +104,7 @@ def _read_parameters(
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
-    """The value at `begin` as JSON; the index after its end marker (None: not written yet); False if it is complete and not JSON."""
+    """The value at `begin` as JSON; the index after its end marker (None: not written yet); whether it is valid, or incomplete."""
     # A JSON string may contain the end marker, so if the value is an object or list, the marker is searched behind it.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
     behind = _object_end(text, begin) if inside else begin

@@ -61,7 +61,7 @@ class CallFormat:
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: the ids that are written in front of `middle`; None: no ids are written.
-        source: texts; if a chat template cannot render calls, and its source contains all of them, calls have this format.
+        source: texts; a chat template that cannot render calls has this format if the template's source contains all these texts.
         shown: a text that a chat template's rendering of a call contains if it has this format; None: `begin`, `opening`, the name and
             the text behind it.
     """

@@ -47,7 +47,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self, notation: Notation | None = None) -> Language:
-        """The language of the arguments, in `notation` or JSON. Raises GrammarError (it names the function): there is none."""
+        """The language of the arguments, in `notation` (None: JSON). Raises GrammarError, which names the function: there is none."""
         try:
             language = self._language(notation)
         except GrammarError as error:

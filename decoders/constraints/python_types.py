@@ -125,7 +125,7 @@ def _patterns(core_schema: Any) -> set[str]:
 
 
 def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
-    """`schema` with each pattern of strings replaced by ``patterns[pattern]``; if `of_keys`, also in ``patternProperties``."""
+    """`schema` with the patterns that are keys of `patterns` replaced by its values; if `of_keys`, also in ``patternProperties``."""
     if isinstance(schema, list):
         return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):

@@ -75,7 +75,7 @@ class LLGuidanceGrammar(CompiledGrammar):
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """A new ``LLMatcher`` at the beginning of a text, and the number of its lexer. broken: number of a lexer not to use.
+        """A new ``LLMatcher`` at the beginning of a text, and the number of its lexer. broken: the number of a lexer to replace.
 
         Once a lexer has hit its limit of states, it refuses every token, for all matchers that share it.
         """
@@ -88,9 +88,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and the overtime of a text, the greatest sum of what its queries take beyond them: all rows of a
-#: batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With other
-#: grammars, counted patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had an overtime of 0.05 seconds.
+#: CPU seconds that a query may take, and the greatest overtime of a text (the sum of the seconds beyond that, over its queries): all
+#: rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With
+#: other grammars, counted patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had 0.05 seconds of overtime.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -124,7 +124,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Appends `tokens` up to the first illegal one; returns how many were appended.
+        """Appends the `tokens` in front of the first illegal one; returns their number.
 
         Raises:
             GrammarError: llguidance hits a limit. The matcher's position is unchanged.

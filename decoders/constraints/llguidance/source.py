@@ -189,7 +189,7 @@ _TOKENS = re.compile(
 
 
 def _smaller(language: Language) -> str:
-    """Which part of a language's text is large, and what to write instead."""
+    """The end of an error message: which part of the language's text is large, and what to write instead."""
     if language.lark is None:
         return "take classes of characters and repetitions, or for many options the pattern that they share"
     rules = [line for line in language.lark.splitlines() if line.strip()]
@@ -200,7 +200,7 @@ def _smaller(language: Language) -> str:
 
 
 def depth(lark: str) -> int:
-    """Deepest nesting of brackets, negations and terminals, with terminals expanded; recursion counts once."""
+    """The greatest depth of nested brackets, negations and terminals, with terminals expanded (recursive ones once)."""
     uses = _uses(lark)
     deepest: dict[str, int] = {}
     walk = [(name, False) for name in uses]

@@ -92,7 +92,7 @@ def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[
 
     Args:
         seconds: the bound; None means the outer deadline, or :data:`SECONDS` if there is no outer deadline.
-        limit: how messages name the bound.
+        limit: the bound's name in error messages, and what to do about it.
     """
     outer = _current.get()
     if seconds is None and outer is not None:

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 #: The types of JSON; integers and numbers count as one type.
 KINDS = frozenset(["null", "boolean", "number", "string", "array", "object"])
-#: The key for all names that no schema declares.
+#: The key of :class:`Kinds` for all properties that no schema declares.
 UNDECLARED = ""
 #: Greatest depth of nested schemas that is read.
 _DEPTH = 16

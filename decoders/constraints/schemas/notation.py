@@ -182,7 +182,7 @@ def _size(regex: str) -> int:
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or through others: then rules remain when all that use no remaining rule are removed."""
+    """Whether a rule uses itself, directly or indirectly: such rules remain when rules that use no remaining rule are removed."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -201,7 +201,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
     known: dict[str, tuple[str, int] | None] = {}
 
     def write(expr: Expr) -> tuple[str, int] | None:
-        """The regular expression, in brackets if needed, and its size with repetitions expanded; None: there is none, or too long."""
+        """The regular expression, in brackets if needed, and its size with repetitions expanded; None: none of limited length."""
         check("writing the grammar")
         match expr:
             case Word(terminal):

@@ -179,7 +179,7 @@ class ObjectWriter:
         return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
-        """An undeclared member that meets the entries `taken` of ``shape.exists``, and whose key none of those `fulfilled` allows."""
+        """An undeclared member that meets the entries `taken` of ``shape.exists``, with a key that no entry in `fulfilled` allows."""
         nodes, alternatives = self.rules.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (

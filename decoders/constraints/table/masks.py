@@ -241,7 +241,7 @@ class _Automaton:
     def _walk_states(
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-        """Yields batches of ``n`` states: the states; the most bytes that a token of each has outside of strings; masks ``[n, W]``."""
+        """Yields batches of states: the states, the most bytes of their tokens outside of strings (``[n]``), their masks (``[n, W]``)."""
         # Upper bounds: tokens are counted if their first byte is legal.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
