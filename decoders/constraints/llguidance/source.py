@@ -217,7 +217,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition, the terminals that it uses, with their depths; the key "" stands for the definition's own brackets."""
+    """For every definition, the depth of each terminal that it uses; the key "" stands for the definition's own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0

@@ -112,7 +112,7 @@ def left() -> float:
 
 
 def spend(seconds: float) -> None:
-    """Counts `seconds`, which another process has spent, against the current deadline and all outer ones."""
+    """Subtracts `seconds`, which a child process has spent, from the time left until the current deadline and all outer ones."""
     current = _current.get()
     while current is not None:
         current.ends -= seconds

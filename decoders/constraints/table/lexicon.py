@@ -43,7 +43,7 @@ class TokenPaths:
 
 @dataclass(frozen=True)
 class Trie:
-    """A trie. Node 0 is the root. The children of a node are consecutive.
+    """A trie of texts with ``M`` nodes. Node 0 is the root. The children of a node have consecutive indices.
 
     Attributes:
         byte: ``[M]`` uint8, the byte that leads to each node.

@@ -19,7 +19,7 @@ from .strings import StringStates
 
 @dataclass(frozen=True)
 class Row:
-    """A mask.
+    """A packed mask, stored as only the words that are not zero if these are few.
 
     Attributes:
         places: ``[k]``, ascending indices of the words that are not zero; None: `words` are all words of the mask.
@@ -119,7 +119,7 @@ class EquivalentStates:
 
     @staticmethod
     def of(transitions: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
-        """The partition at depth 0: dead, in a class of strings, or neither."""
+        """The partition at depth 0: the dead state, a part for each class of states inside strings, and a part of all other states."""
         part = np.where(strings < 0, strings.max() + 2, strings + 1)
         part[0] = 0
         return EquivalentStates(transitions, strings, part)
@@ -241,7 +241,7 @@ class _Automaton:
     def _walk_states(
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-        """Yields batches of states: the states, the most bytes of their tokens outside of strings (``[n]``), their masks (``[n, W]``)."""
+        """Yields batches of states: the states, the most bytes of their tokens outside of strings (``[n]``), and masks ``[n, W]``."""
         # Upper bounds: tokens are counted if their first byte is legal.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
