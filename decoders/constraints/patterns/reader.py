@@ -210,7 +210,7 @@ class _Reader(ClassReader):
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
-        """The lower and upper bound (None: none) of `text`, a quantifier in braces; with too many digits, if not refused, a large one."""
+        """The lower and upper bound (or None) of the quantifier `text` in braces; too many digits, if not refused, mean a large one."""
         least, comma, most = text[1:-1].partition(",")
         if max(len(least), len(most)) > self.dialect.most_digits:
             self.refuse("too often", shortened(text, 20), begin)
