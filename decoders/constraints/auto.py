@@ -17,7 +17,7 @@ from .vocabulary import Vocabulary
 
 
 class Auto(Backend):
-    """The table backend for regular languages with a small enough automaton, because it only looks up masks; else llguidance."""
+    """Compiles regular languages with a small enough automaton by the table backend, where masks are looked up; else by llguidance."""
 
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
@@ -67,7 +67,7 @@ _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 
 
 def least_states(regex: str) -> int:
-    """Estimates how many states the minimal automaton of `regex` has at least; 0 without counted repetitions.
+    """An estimate of the least number of states of an automaton of `regex`; 0 without large counts, or if `regex` cannot be read.
 
     Assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
     """

@@ -1,7 +1,7 @@
 """The contract of a grammar backend: a language compiled for a vocabulary, and matchers, which track a text and can roll back.
 
-Letters: ``V`` size of the model's logits, ``W = ceil(V / 32)`` words of a packed mask, ``N`` nodes of a pass (a block). Bit
-``v % 32`` of word ``v // 32`` says whether token ``v`` may come next.
+Letters: ``V`` size of the model's logits, ``W = ceil(V / 32)`` words of a packed mask. Bit ``v % 32`` of word ``v // 32`` says
+whether token ``v`` may come next.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from .vocabulary import Policy, Vocabulary
 
 @dataclass(frozen=True)
 class Language:
-    """A set of texts, in the notations that backends read; at least one notation is given.
+    """A set of texts, in one or both of the notations that backends read; in neither if it is free text with grammars in it.
 
     Attributes:
-        name: for messages and reports.
+        name: the language's name in messages and reports.
         regex: a pattern that the whole text must match, in the syntax of Rust's ``regex`` crate; no look-around, no back-references,
             no flags.
         lark: a grammar in llguidance's dialect of Lark; texts are derived from its rule ``start``.
         warnings: how the language differs from its specification (:class:`~decoders.constraints.specs.Spec`), one sentence each.
-        whole: validates a finished text and raises GrammarError; None if every text of the language meets the specification.
-        special: names of special tokens; each occurs in the notations as its :func:`~decoders.constraints.vocabulary.stand_in`.
+        whole: raises GrammarError if a finished text breaks the specification; None if every text of the language meets it.
+        special: names of special tokens that texts may contain; in the notations, a private character stands for each name
+            (:func:`~decoders.constraints.vocabulary.stand_in`).
     """
 
     name: str
@@ -42,14 +43,14 @@ class Language:
 
 @dataclass(frozen=True)
 class Tables:
-    """A compiled language as tensors: a byte automaton, and one packed mask per class of states.
+    """A compiled language as tensors: a byte automaton, and its ``R`` distinct packed masks; states may share a mask.
 
     Attributes:
         next: ``[S, C]`` int32, the next state for each state and each class of bytes; 0 is the dead state.
-        classes: ``[256]`` int64, class of each byte.
+        classes: ``[256]`` int64, the class of each byte, an index into the ``C`` columns of `next`.
         mask_of: ``[S]`` int64, for each state the row of its mask in `masks`.
         masks: ``[R, W]`` int32. Masks of accepting states allow the stop tokens, too; the dead state's mask allows all tokens, so
-            that a softmax over it is finite.
+            that a softmax over its masked logits is finite.
         start: the first state.
         stopped: the state after a stop token; its mask allows only stop tokens.
     """
@@ -93,7 +94,7 @@ class CompiledGrammar(ABC):
 
     @property
     def parts(self) -> Sequence[CompiledGrammar]:
-        """The grammars that validate finished texts (:meth:`judge`): this grammar, or the grammars inside a structural tag."""
+        """The grammars that validate finished texts (:meth:`judge`): this grammar, or the grammars inside free text."""
         return (self,)
 
     def judge(self, tokens: Sequence[int]) -> None:
@@ -144,8 +145,8 @@ class Tabulated(CompiledGrammar):
 class Matcher(ABC):
     """A grammar's state after the tokens so far. A matcher stays usable after every call, also after illegal tokens.
 
-    The decoding loop creates a matcher per row. To visit another node of a block, it rolls the matcher back to where the paths of the
-    two nodes diverge, then advances it.
+    The decoding loop creates a matcher per row. To compute the mask of another node of a draft tree, the loop rolls the matcher back to
+    where the paths of the two nodes diverge, then advances it.
     """
 
     grammar: CompiledGrammar
@@ -157,14 +158,14 @@ class Matcher(ABC):
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Takes `tokens` up to the first illegal one and returns how many it took. After a stop token every token is illegal."""
+        """Appends the `tokens` in front of the first illegal one; returns their number. After a stop token every token is illegal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
-        """Takes back the last `count` tokens, which may include a stop token.
+        """Removes the last `count` tokens, which may include a stop token.
 
         Raises:
-            ValueError: the matcher has taken fewer than `count` tokens.
+            ValueError: fewer than `count` tokens have been appended.
         """
 
     @abstractmethod

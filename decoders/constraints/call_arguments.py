@@ -1,6 +1,4 @@
-"""The arguments of function calls: writing them in the notation of a format, and reading them back as JSON while they are
-generated.
-"""
+"""The arguments of function calls: writing them in a call format's notation, and reading them as JSON while they are generated."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ class Progress:
     """How far the arguments of a call in a growing text have been read.
 
     Attributes:
-        place: index after the part that has been read; this part does not change any more.
-        json: the part that has been read, as JSON.
+        place: index after the part that has been read, where the next read begins.
+        json: the part that has been read, converted to JSON.
         depth: number of open objects and lists.
     """
 
@@ -106,8 +104,8 @@ def _read_parameters(
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
-    """The value at `begin` as JSON, the index after its end marker (None: not there yet), and whether it is JSON if it is complete."""
-    # A JSON string may contain the end marker, so the marker is searched behind an object or list.
+    """The value at `begin` as JSON; the index after its end marker (None: not written yet); whether it is valid, or incomplete."""
+    # A JSON string may contain the end marker, so if the value is an object or list, the marker is searched behind it.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
     behind = _object_end(text, begin) if inside else begin
     place = text.find(notation.mark, behind) if behind is not None else -1
@@ -130,7 +128,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
 
 @lru_cache
 def _parameter(notation: Parameters) -> re.Pattern[str]:
-    """A regular expression for the text in front of a value. It does not match a newline that begins the value."""
+    """A regular expression for the text in front of a value. A newline at its end may be missing; further ones belong to the value."""
     between = f"(?:{loose(notation.between)})?" if notation.between.strip() else ""
     middle = loose(notation.middle.rstrip("\n")) + "\n?" * notation.middle.endswith("\n")
     return re.compile(rf"\s*{between}{loose(notation.opening)}(.+?){middle}", re.DOTALL)
@@ -161,7 +159,7 @@ def _read_quoted(text: str, progress: Progress, quote: str) -> Arguments:
             parts.append({",": ", ", ":": ": "}.get(text[place], text[place]))
             place += 1
             whole = not depth
-        else:  # a name, a number or a word ends at the next punctuation; until then it may grow
+        else:  # a name, a number or a word that no punctuation follows may still grow
             word = _NO_SIGNS.match(text, place)
             assert word is not None
             if word.end() == len(text):
@@ -189,7 +187,7 @@ def _object_end(text: str, begin: int) -> int | None:
 
 
 def _loaded(text: str) -> Any:
-    """The value of a JSON text; numbers of any size become floats."""
+    """The value of a JSON text, its integers as floats, however large; None if `text` is not JSON."""
     try:
         return json.loads(text, parse_int=float)
     except (ValueError, RecursionError):
@@ -208,5 +206,7 @@ def is_json(text: str) -> bool:
 
 
 def loose(text: str) -> str:
-    """A regular expression for `text`, with any white space or none where `text` has some, and after braces, colons and commas."""
+    """A regular expression for `text`, with any or no white space where `text` has some, after ``{`` and ``:``, and between ``,`` and a
+    quote.
+    """
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=[{:,])(?=\")|(?<=\{)|(?<=:)", text)))

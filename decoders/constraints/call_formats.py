@@ -16,13 +16,13 @@ from .schemas.raw_text import Notation, Parameters, Quoted
 
 @dataclass(frozen=True)
 class CallIds:
-    """Ids that the model writes between the name of a function and the arguments.
+    """Ids of calls, which the model writes between a function's name and the arguments.
 
     Attributes:
         before: the text in front of an id.
         pattern: a regular expression for ids.
-        plain: format string that makes an id from a call's number.
-        whole: format string that makes the id for a template from the function's name and the id that the model wrote.
+        plain: format string that makes an id from a call's number (its index in the answer, or in the conversation).
+        whole: format string that makes the id that chat templates take from the function's name and the id that the model wrote.
     """
 
     before: str
@@ -55,14 +55,15 @@ class CallFormat:
         closing: text after the arguments.
         begin: text in front of all calls.
         end: text after all calls.
-        between: text between two calls; None: an answer has one call at most.
+        between: text between two calls; None: an answer contains at most one call.
         message: text that begins a message, in formats whose thoughts, calls and answers are separate messages.
         message_end: text that ends a message.
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
-        ids: ids in front of `middle`; None: calls have none.
-        source: texts by which this format is found in the source of a chat template that cannot render calls.
-        shown: a text by which a chat template's rendering of a call shows this format; None: `begin`, `opening`, the name and `middle`.
+        ids: the ids that are written in front of `middle`; None: no ids are written.
+        source: texts; a chat template that cannot render calls has this format if the template's source contains all these texts.
+        shown: a text that a chat template's rendering of a call contains if it has this format; None: `begin`, `opening`, the name and
+            the text behind it.
     """
 
     name: str
@@ -116,7 +117,7 @@ class CallFormat:
         )
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls in this format. calls: pairs of a function's name and its arguments as JSON."""
+        """The text of calls in this format. calls: pairs of a function's name and its arguments as JSON."""
         each = (
             f"{self.opening}{name}{self.before}{self.ids.plain.format(number) if self.ids else ''}{self.middle}"
             f"{call_arguments.written(arguments, self.notation)}{self.closing}"
@@ -133,7 +134,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A regular expression for a call from the end of :attr:`mark` (the start if `opening` is only the mark) to the arguments."""
+        """A regular expression for a call from behind :attr:`mark` (or from `opening`, if it is only the mark) up to the arguments."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
@@ -150,7 +151,7 @@ class CallFormat:
         """Parses a growing text: the text in front of the calls, and the calls.
 
         Args:
-            functions: the known functions, with the types of their parameters. Calls of other functions are parsed as text.
+            functions: the known functions, with the types of their parameters (None: any). Parsing ends at a call of another function.
             ended: whether the text is complete.
             known: for each index at which arguments begin, their progress in earlier reads; this read updates it.
         """
@@ -213,8 +214,8 @@ class Written:
     """A parsed text.
 
     Attributes:
-        text: the text in front of the calls; while the text grows, without an end that may become part of a call.
-        calls: the calls after it.
+        text: the text in front of the calls; while it grows, without an end that may become part of a call.
+        calls: the calls after this text.
     """
 
     text: str

@@ -34,8 +34,8 @@ class Called:
     Attributes:
         name: the function's name.
         parameters: the schema of its parameters, as JSON.
-        strict: whether keywords that the language cannot honour are refused (True) or left to validation (False); None: left to
-            validation only if there is no other way.
+        strict: whether keywords that the language cannot honour are refused (True) or left to validation (False); None: as with True,
+            or if that fails as with False.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self, notation: Notation | None = None) -> Language:
-        """The language of the arguments, by default in JSON. Raises GrammarError, naming the function, if there is no such language."""
+        """The language of the arguments, in `notation` (None: JSON). Raises GrammarError, which names the function: there is none."""
         try:
             language = self._language(notation)
         except GrammarError as error:
@@ -75,7 +75,7 @@ class Called:
         return [self.name, self.parameters, self.strict]
 
     def judge(self, whole: Callable[[str], None], arguments: str) -> None:
-        """Calls `whole` with `arguments`, and adds the function's name to its GrammarError."""
+        """Validates `arguments` by calling `whole`; adds the function's name to the GrammarError that `whole` raises."""
         try:
             whole(arguments)
         except GrammarError as error:
@@ -211,8 +211,8 @@ class CallSpec(Spec):
         return Language("text", not_beginning(self.format.trigger or "{"))
 
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
-        """The function that validates finished answers: arguments whose language is wider than their schema, or an answer without calls
-        by the specification `text`. None if there is nothing to validate.
+        """The function that validates finished answers: arguments if their language is wider than their schema, and answers without
+        calls if the language `text` is wider than its specification. None if there is nothing to validate.
         """
         pairs = zip(self.functions, inner, strict=True)
         judges = {
@@ -267,7 +267,7 @@ _NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
 
 
 def _renamed(grammar: str, start: str, suffix: str) -> str:
-    """`grammar` with its rule ``start`` renamed to `start`, and with `suffix` appended to its other names."""
+    """`grammar` with `start` as the new name of the rule ``start``, and with `suffix` appended to all other names of rules."""
     renamed = _NAMES.sub(lambda name: f"{name[0]}{suffix}" if name[1] else name[0], grammar)
     return re.sub(r"^start:", f"{start}:", renamed, count=1, flags=re.MULTILINE)
 

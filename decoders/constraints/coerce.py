@@ -34,9 +34,9 @@ _STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
 
 
 def as_spec(value: Any) -> Spec | CompiledGrammar | None:
-    """The specification of one row; None for free text. A compiled grammar is returned as it is.
+    """The specification of one row's text; None for free text. A compiled grammar is returned as it is.
 
-    Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them) are
+    Values of plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions) are
     written as in outlines, in Python's notation: ``True``, ``None``, ``"text"``. Values of structured types are written as JSON.
 
     Raises:
@@ -108,7 +108,7 @@ def as_specs(
 
 
 def spec_of_library(name: str) -> Spec:
-    """The library's grammar `name`, which may include the file's suffix. Raises UnknownNameError: no grammar has this name."""
+    """The packaged grammar `name` (with or without its file's suffix). Raises UnknownNameError: no packaged grammar has this name."""
     try:
         ready = library.find(name)
     except UnknownNameError as error:
@@ -120,7 +120,7 @@ def spec_of_library(name: str) -> Spec:
 
 
 def unknown_grammar(name: str, choices: Iterable[str]) -> UnknownNameError:
-    """The error for a `name` that no grammar has. Raises GrammarError: `name` is clearly the name of a file."""
+    """The error for a `name` that no packaged grammar has. Raises GrammarError: `name` has the suffix of a file with a grammar."""
     if name.endswith(library.SUFFIXES) and len(name) < 256 and "\n" not in name:
         library.check_file(name)
         message = f"grammar={name!r}: a string names a grammar of the library, and this is a file: give pathlib.Path({name!r})"
@@ -223,7 +223,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """The `pattern` of outlines, unless it is the pattern of a Python type: then a pattern whose texts Python can read back."""
+    """`pattern`; instead of outlines' patterns of ``date``, ``datetime`` and ``str``, a pattern whose texts Python can read back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern

@@ -71,7 +71,7 @@ class Cache:
             seconds: CPU time that compiling may take; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
 
         Raises:
-            GrammarError: the backend cannot express `spec`, or not compile it in time; nothing is cached.
+            GrammarError: the backend cannot express `spec`, or cannot compile it in time; nothing is cached.
         """
         begin = time.perf_counter()
         folder = None if directory is None else Path(directory)
@@ -148,8 +148,8 @@ _shared = Cache()
 compiled, forget = _shared.compiled, _shared.clear
 
 
-# A file consists of a header line and the result of :meth:`CompiledGrammar.dump`. Nothing in a file is executed. Its name is a hash of
-# everything that its content depends on, so another version of the language or vocabulary has another file. Only tables are stored:
+# A file consists of a header line and the result of :meth:`CompiledGrammar.dump`. Nothing in a file is executed. The file's name is a
+# hash of all that the content depends on, so another version of the language or vocabulary has another file. Only tables are stored:
 # llguidance compiles in a millisecond and cannot serialize its state.
 
 #: Increased when the format of the files or of the automata in them changes. Files of other versions are replaced.

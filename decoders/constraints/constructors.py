@@ -114,7 +114,7 @@ def json_schema(
         whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
             break with its indent, wherever JSON allows white space inside brackets.
         indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
-            `whitespace` is ignored then. The schema must bound the depth of its values.
+            replaces `whitespace`. The schema must bound the depth of its values.
         strict: whether to refuse every keyword that cannot be honoured; if not, the finished text is validated instead.
         closed: whether objects that declare properties allow no other properties unless the schema mentions them. The default is True
             for Python's types and False for schemas, as in the standard.

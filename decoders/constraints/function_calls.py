@@ -39,7 +39,7 @@ class FunctionCalls:
 
         Args:
             functions: for each function its name; the JSON schema of its parameters, or None if it has none; and whether keywords
-                that a grammar cannot honour are refused (True) or left to validation (False; None: only if there is no other way).
+                that a grammar cannot honour are refused (True) or left to validation (False; None: only if necessary).
             format, required, several: see the attributes.
         """
         return FunctionCalls(tuple(Called.of(*each) for each in functions), format, required, several)

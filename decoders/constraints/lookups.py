@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Tables, Tabulated, unpack
 from .vocabulary import Vocabulary
 
-#: Greatest number of entries of a table; grammars that need more are walked on the host.
+#: Greatest number of entries of a table; the next states of a larger grammar are computed on the host, token by token.
 ENTRIES = 1 << 24
 #: Number of table entries that are computed at a time: 32 MB of states.
 CHUNK = 1 << 22
@@ -45,8 +45,8 @@ class TokenTable:
         return known[device]
 
     def forced(self, grammar: Tabulated) -> Tensor:
-        """For each state of `grammar`, whose table this is, ``[S, 3]`` int64: the number of forced bytes, the first forced
-        byte (-1: none), and the first token by which the tokenizer encodes these bytes (-1: none).
+        """``[S, 3]`` int64 on the CPU, for each state of `grammar` (the grammar of this table): the number of forced bytes, the first
+        forced byte (-1: none), and the first token by which the tokenizer encodes the forced bytes (-1: none).
         """
         if not self._forced:
             rows = torch.tensor([[0, -1, -1]], device="cpu").repeat(len(self.next), 1)
@@ -120,7 +120,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
 
 
 class LazyMasks:
-    """Rows of an array that are computed on first use; all are dropped when there would be too many.
+    """Rows of an array that are computed on first use; all earlier rows are dropped when a new row would exceed `most`.
 
     Attributes:
         most: greatest number of rows that are held at a time.
@@ -129,7 +129,7 @@ class LazyMasks:
     def __init__(
         self, width: int, dtype: type[np.generic], most: int, make: Callable[[int, NDArray[Any]], None]
     ) -> None:
-        """make: writes the row of a number to an array ``[width]``."""
+        """make: ``make(number, out)`` writes the row of `number` to the array `out`, ``[width]``."""
         self.most, self._make = most, make
         # Replaced as a pair, because another thread may still read the previous pair.
         self._held: tuple[dict[int, int], NDArray[Any]] = {}, np.empty((0, width), dtype)

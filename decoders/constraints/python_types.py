@@ -108,7 +108,7 @@ def translated(schema: Any, core_schema: Any) -> Any:
 
 
 def _patterns(core_schema: Any) -> set[str]:
-    """The patterns that Rust's engine reads; empty if the schema chooses Python's engine, whose syntax is close enough to ECMA-262."""
+    """The patterns of `core_schema` that Rust's engine reads; empty if it selects Python's engine, whose syntax is like ECMA-262."""
     patterns: set[str] = set()
     waiting = [core_schema]
     while waiting:
@@ -125,7 +125,7 @@ def _patterns(core_schema: Any) -> set[str]:
 
 
 def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
-    """`schema` with the patterns of strings replaced as in `patterns` (old to new); if `of_keys`, also the patterns of keys."""
+    """`schema` with the patterns that are keys of `patterns` replaced by its values; if `of_keys`, also in ``patternProperties``."""
     if isinstance(schema, list):
         return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):

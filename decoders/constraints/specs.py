@@ -39,8 +39,7 @@ class Spec(ABC):
     """A specification of the texts that a row may write.
 
     Attributes:
-        backend: registry name of the backend (``auto`` takes the table automaton where it can); None: the setting
-            ``constraint_backend``.
+        backend: registry name of the backend (``auto`` uses ``table`` where possible); None: the setting ``constraint_backend``.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
         label: name in messages and reports; specifications that differ only in the label are equal.
     """
@@ -56,7 +55,7 @@ class Spec(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """A text that identifies class, content and options, as a key of caches in memory and on disk."""
+        """A text that identifies class, content and options: a part of the key in the memory cache of compiled grammars."""
 
     @abstractmethod
     def language(self) -> Language:
@@ -81,7 +80,7 @@ class Regex(Spec):
     """Texts that match a regular expression as a whole.
 
     Attributes:
-        pattern: as the user wrote it.
+        pattern: the regular expression as the user wrote it.
     """
 
     pattern: str
@@ -213,7 +212,7 @@ class JsonSchema(Spec):
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
             break with its indent wherever JSON allows white space inside brackets.
         indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
-            `whitespace` is ignored then.
+            replaces `whitespace`.
         strict: whether keywords that the language cannot honour are refused. If not, the language ignores them, and the finished
             text is validated.
         closed: whether objects that declare properties allow no other properties unless the schema mentions them.

@@ -70,7 +70,7 @@ _NARROWER = re.compile(r"\\[DWSsP]|\[\^|--|~~|\[:\^")
 
 @dataclass(frozen=True)
 class OfType(JsonSchema):
-    """JSON texts of a Python type; the type itself validates the finished text.
+    """JSON texts of the values of a Python type; the type itself validates the finished text.
 
     Attributes:
         kind: the type, which Pydantic can validate.

@@ -28,7 +28,7 @@ class Vocabulary:
         stops: ids that end a text.
         encode: returns the tokenizer's ids of a text, without added special tokens.
         special: ids of special tokens by their names.
-        spelled: names of the special tokens that have a text in this vocabulary, see :meth:`spelling`.
+        spelled: names of the special tokens that this vocabulary spells as private characters, see :meth:`spelling`.
 
     Raises:
         UnsupportedError: stop tokens are given, and none is among `tokens`.
@@ -56,8 +56,8 @@ class Vocabulary:
         """The vocabulary of `tokenizer` for logits of `size` entries.
 
         Raises:
-            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop
-                token.
+            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or all `stops` are
+                outside of the logits.
         """
         backend, vocabulary = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
@@ -181,7 +181,7 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """The tokens of `forced` as the tokenizer encodes it, up to but without the first token that following bytes could change.
+        """The tokens of `forced` as the tokenizer encodes it, up to (not including) the first token that following bytes could change.
 
         Following bytes could change a token if the bytes from the token on are the beginning of a longer token.
         """
@@ -240,13 +240,13 @@ def _decodable(text: bytes) -> str:
 
 
 def _part(backend: Any, name: str) -> dict | None:
-    """The part `name` of a tokenizer of the tokenizers library, as in its JSON file; writing the whole file would take seconds."""
+    """The part `name` of a tokenizer of the tokenizers library, as in its JSON file; serializing the whole tokenizer takes seconds."""
     part = getattr(backend, name, None)
     return None if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _rules(backend: Any) -> str:
-    """Digest of the parts of a tokenizer that affect encoding. Takes a second where there are 500,000 merges."""
+    """A digest of the parts of a tokenizer that affect encoding. Computing it takes a second for 500,000 merges."""
     parts = [getattr(backend, name, None) for name in ("model", "normalizer", "pre_tokenizer")]
     states = [b"" if part is None else bytes(part.__getstate__()) for part in parts]
     return hashlib.sha256(b"\0".join(states)).hexdigest()

@@ -1,7 +1,7 @@
-"""Prompts: ready instructions for chat models, made-up prompts, and files.
+"""Prompts: ready instructions for chat models, made-up prompts, and prompts from files.
 
-The made-up prompts are extremes: text with an obvious continuation, where every draft token is right, and random characters, where
-every draft token is wrong. Instructions lie in between.
+Two kinds of made-up prompts are extremes: text with an obvious continuation, where nearly every draft token is right, and random
+characters, where nearly every draft token is wrong. Instructions lie in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: The content of a prompt: a text to continue, or the messages so far, for a chat template.
 Content = str | list[dict[str, str]]
-#: Prompts that were read, each as its name, its kind, and its text or messages.
+#: Prompts, each as its name, its kind (category), and its text or messages.
 Texts = list[tuple[str, str, Content]]
 
 #: Made-up kinds: texts with an obvious continuation, each cut off within a line; random printable characters; and, as for an agent
@@ -38,7 +38,7 @@ def instructions(kind: str) -> Texts:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """The tokens of a prompt: messages go through the chat template, or, if the tokenizer has none, are joined (:func:`bare`).
+    """The tokens of a prompt. Messages are rendered by the chat template; if the tokenizer has none, they are joined (:func:`bare`).
 
     Raises:
         SettingsError: `content` is neither a text nor messages, or has no tokens.
@@ -114,7 +114,7 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
 
 
 def read_file(path: Path) -> list[tuple[str, Content]]:
-    """Kind and content of each prompt in a file, which is one text, or has objects with a text or messages (:func:`read_rows`).
+    """Kind and content of each prompt in a file, which is one text, or a list of objects with a text or messages (:func:`read_rows`).
 
     Raises:
         OSError, ValueError: the file has another format.

@@ -1,4 +1,4 @@
-"""The field's own benchmarks, read from their published files: ``decoders bench --suite spec-bench --data question.jsonl``."""
+"""Public benchmarks, read from their published files: ``decoders bench --suite spec-bench --data question.jsonl``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SUITES: dict[str, Suite] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a suite, turn by turn. kind: its category."""
+    """A question of a suite: the user's `turns`. kind: the question's category."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ def read_suite(name: str, data: Path | None, samples: int | None = None, seed: i
     """The questions of the suite `name`, in the order of its file: `samples` of each category (None: all), drawn with `seed`.
 
     Raises:
-        UnknownNameError: no such suite. SettingsError: its file was not found.
+        UnknownNameError: no such suite. SettingsError: `data` is missing, or is no file of this suite.
     """
     if name not in SUITES:
         raise UnknownNameError("suite", name, SUITES)

@@ -1,5 +1,5 @@
-"""Chat templates: reading a template, and finding out which messages it takes and how it writes function calls, by rendering
-probes.
+"""Chat templates: reading a template; and rendering short conversations (probes), to find out which messages the template accepts and
+how it writes function calls.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def format_named(name: str) -> CallFormat:
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a model writes function calls, and which calls its template takes.
+    """How a model writes function calls, and in which form its template accepts calls.
 
     Attributes:
         format: the format of calls; bare JSON if the template does not mention calls.
         reads_tools: whether the template lists the functions for the model.
-        reads_calls: whether the template takes messages with calls.
-        as_text: whether the template takes a call's arguments as a JSON string instead of an object.
+        reads_calls: whether the template accepts messages with calls.
+        as_text: whether the template expects a call's arguments as a JSON string instead of an object.
         values_as_text: whether the values of the arguments are passed as JSON texts (strings unchanged), because the template would
             write Python's ``True``.
-        short_ids: whether the template takes only ids of nine letters and digits.
-        one_call: whether the template takes only one call per message.
-        one_text: whether a message with calls may have a thought or a text, but not both.
+        short_ids: whether the template accepts only ids of nine letters and digits.
+        one_call: whether the template accepts only one call per message.
+        one_text: whether a message with calls may contain a thought or a text, but not both.
         special: whether the markers of calls contain special tokens.
     """
 
@@ -116,7 +116,7 @@ class CallStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def id_of(self, id: str, name: str | None = None, number: int = 0) -> str:
-        """`id` in a form that the template takes; equal ids give equal results.
+        """`id` in a form that the template takes; equal arguments give the same id.
 
         Args:
             name: the function's name, if known.
@@ -154,7 +154,7 @@ class MessageStyle:
 
 
 def message_style(render: Render) -> MessageStyle:
-    """Finds out by probes for each role whether the template shows a message's text, given as a string or as a list of parts."""
+    """The style of a template. Probes show for each role whether a message's text is rendered if it is a string, or a list of parts."""
     style = MessageStyle()
     for role in ("user", "assistant", "system", "tool"):
         forms = (style, MessageStyle(style.parts | {role}, style.unread))
@@ -199,10 +199,10 @@ class _CallProbe:
     """Probes a template with conversations in which a call answers a user's message.
 
     Attributes:
-        render: renders conversations.
-        messages: which messages the template takes.
+        render: renders conversations by the template.
+        messages: which messages the template accepts.
         style: the form of calls that is tried.
-        tools: the functions that are listed.
+        tools: the functions that conversations list; None: none.
     """
 
     render: Render
@@ -220,7 +220,7 @@ class _CallProbe:
 
     @property
     def rank(self) -> int:
-        """A rank of the style, lower is better: 0 if the template writes arguments as JSON, not in Python's notation."""
+        """The rank of the style, lower is better: 0 to 2 if the template writes arguments as JSON, 3 or 4 if it does not."""
         telling = self.rendered(_TELLING)
         if self.style.as_text:
             return 1 if json.dumps(_TELLING) in telling else 4
@@ -230,7 +230,7 @@ class _CallProbe:
         return 0 if len(_PYTHON.findall(telling)) == len(_PYTHON.findall(self.rendered())) else 3
 
     def takes(self, *ids: str, text: str = "", **more: Any) -> bool:
-        """Whether the template takes a message with a text, `more` and calls with these ids, and then the functions' results."""
+        """Whether the template renders a message with `text`, `more` and calls with these `ids`, followed by the functions' results."""
         answer = self.messages.message("assistant", text, tool_calls=[self.call(id=id) for id in ids], **more)
         results = [self.messages.message("tool", _TEXT, tool_call_id=id, name=_NAME) for id in ids]
         told = results if "tool" not in self.messages.unread else []
@@ -288,10 +288,10 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], 
 
 @dataclass(frozen=True)
 class ChatStyle:
-    """How a chat template takes messages, and how its model writes function calls.
+    """Which messages a chat template accepts, and how its model writes function calls.
 
     Attributes:
-        messages: which messages the template takes.
+        messages: the roles that the template renders, and the form of their messages.
         calls: how calls are written.
     """
 

@@ -75,9 +75,9 @@ class LLGuidanceGrammar(CompiledGrammar):
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """A new ``LLMatcher`` at the beginning of a text, and the generation of its lexer: a number other than `broken`.
+        """A new ``LLMatcher`` at the beginning of a text, and the number of its lexer. broken: the number of a lexer to replace.
 
-        A lexer that has hit its limit of states refuses everything from then on, for all matchers that share it.
+        Once a lexer has hit its limit of states, it refuses every token, for all matchers that share it.
         """
         with self._lock:
             if broken == self._generation:
@@ -88,9 +88,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and that the queries of a text may take beyond this in total: all rows of a batch wait for
-#: a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With other grammars, counted
-#: patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had an overtime of 0.05 seconds.
+#: CPU seconds that a query may take, and the greatest overtime of a text (the sum of the seconds beyond that, over its queries): all
+#: rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With
+#: other grammars, counted patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had 0.05 seconds of overtime.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -101,7 +101,7 @@ class _Broken(Exception):
 class LLGuidanceMatcher(Matcher):
     """A position in a text, tracked by an ``LLMatcher``.
 
-    Only text tokens go to llguidance; whether the text has ended is tracked here.
+    Only text tokens are passed to the ``LLMatcher``; whether the text has ended is stored here.
 
     An ``LLMatcher`` must not be rolled back after it has computed a mask: its parser keeps what it read ahead, so if other tokens
     follow, the next mask may be wrong (llguidance 1.9.1). So there is a second matcher that is only advanced and rolled back, never
@@ -115,7 +115,7 @@ class LLGuidanceMatcher(Matcher):
         self._taken: list[int] = []  # text tokens, from the beginning
         self._ended = False
         self._asked = False  # whether `_inner` was queried since it was created or copied
-        self._unasked: Any = None  # the second matcher, which has taken `_behind` tokens
+        self._unasked: Any = None  # the second matcher, which has consumed `_behind` tokens
         self._behind = 0
         self._overtime = 0.0  # seconds beyond QUESTION_SECONDS, summed over all queries
 
@@ -124,10 +124,10 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Takes `tokens` up to the first illegal one; returns how many it took.
+        """Appends the `tokens` in front of the first illegal one; returns their number.
 
         Raises:
-            GrammarError: llguidance hits a limit. The matcher stays where it was.
+            GrammarError: llguidance hits a limit. The matcher's position is unchanged.
         """
         if self._ended:
             return 0
@@ -220,7 +220,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ask(forced, copy=True)
 
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
-        """Queries the ``LLMatcher``.
+        """Queries the ``LLMatcher``, and returns its answer.
 
         An ``LLMatcher`` never recovers from an error. So a failed query is repeated with a new lexer, because the old one may have hit
         its limit of states.

@@ -1,8 +1,8 @@
 """The source text for llguidance, compiling it within limits, and llguidance's error messages.
 
-The compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So the length of texts
-is bounded, and a text is compiled in a thread whose stack it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430
-for negated terminals).
+llguidance's compiler recurses along chains of rules, and a stack overflow kills the process. So the length of texts is bounded, and a
+text is compiled in a thread whose stack it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430 for negated
+terminals).
 
 Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
 at 2000, minutes at 20,000. llguidance does not limit the depth, so it is limited here.
@@ -22,7 +22,7 @@ from ..vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-#: Greatest number of characters of a compiled text; bytes of the stack for compiling it: at least, and per character.
+#: Greatest number of characters of a text to compile. Bytes of the compiling thread's stack: the minimum, and per character.
 LONGEST = 512 * 1024
 STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 
@@ -30,7 +30,7 @@ STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 DEEPEST = 500
 
 #: llguidance's own limits. The fuel of the first lexer lasts about 20 ms, the fuel of a mask about 14 ms; 50,000 Earley items take
-#: 2.5 ms (100 to 700 ms in the most ambiguous grammars found). A row of items grows with the number of alternatives and holds 20,000.
+#: 2.5 ms (100 to 700 ms in the most ambiguous grammars found). A parser's row grows with the number of alternatives, to 20,000 items.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 20_000,
     "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
@@ -102,7 +102,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
     """A new ``LLMatcher`` for `text`, which :func:`source` returned for `language`.
 
     Raises:
-        GrammarError: llguidance refuses `text`; the error has llguidance's message.
+        GrammarError: llguidance refuses `text` (the error quotes its message), or would ignore a part of it that nothing validates.
     """
     import llguidance
 
@@ -189,7 +189,7 @@ _TOKENS = re.compile(
 
 
 def _smaller(language: Language) -> str:
-    """Which part of a language's text is large, and what to write instead."""
+    """The end of an error message: which part of the language's text is large, and what to write instead."""
     if language.lark is None:
         return "take classes of characters and repetitions, or for many options the pattern that they share"
     rules = [line for line in language.lark.splitlines() if line.strip()]
@@ -200,7 +200,7 @@ def _smaller(language: Language) -> str:
 
 
 def depth(lark: str) -> int:
-    """Deepest nesting of brackets, negations and terminals, with terminals expanded; recursion counts once."""
+    """The greatest depth of nested brackets, negations and terminals, with terminals expanded (recursive ones once)."""
     uses = _uses(lark)
     deepest: dict[str, int] = {}
     walk = [(name, False) for name in uses]
@@ -217,7 +217,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition, the terminals that it uses, with their depths; the key "" stands for the definition's own brackets."""
+    """For every definition, the depth of each terminal that it uses; the key "" stands for the definition's own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0

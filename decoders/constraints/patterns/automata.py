@@ -1,7 +1,7 @@
 """Deterministic automata over characters, which check all conditions on a string at once.
 
 A condition is a regular tree (:mod:`.tree`) that the string must match, or must not match; lengths are conditions too. interegular's
-``crawl`` walks the product of all conditions, within our limits, and its ``FSM`` holds the result. Three parts of interegular are not
+``crawl`` builds the product of the conditions' automata, within our limits, as its ``FSM``. Three parts of interegular are not
 used: FSMs of single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong
 (0.3.3) for an FSM that returns to its first state; and ``reduce``, which may take exponential time.
 """
@@ -36,7 +36,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     Its alphabet consists of ranges of code points.
 
     Raises:
-        GrammarError: the automaton exceeds one of the limits ``STATES``, ``MOVES`` and ``MOVE_NODES``.
+        GrammarError: the automaton exceeds a limit of :mod:`.limits`, or takes too long.
     """
     from interegular.fsm import OblivionError, crawl
 
@@ -255,7 +255,7 @@ def refined(
 
 
 class Symbols:
-    """Numbers for the classes of characters that no tree tells apart.
+    """Numbers (symbols) for classes of characters; all characters of a class are in the same character sets of the trees.
 
     Attributes:
         count: number of symbols; they are numbered from 0.

@@ -21,7 +21,7 @@ SURROGATES: Ranges = ((0xD800, 0xDFFF),)
 
 
 def ranges(pairs: Iterable[tuple[int, int]]) -> Ranges:
-    """`pairs` in order, with overlapping and adjacent pairs joined."""
+    """`pairs` (first and last code point) in ascending order, with overlapping and adjacent pairs joined."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(pairs):
         if joined and low <= joined[-1][1] + 1:

@@ -35,7 +35,7 @@ _CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class ClassReader:
-    """The part of the reader that reads sets of characters.
+    """The part of the reader (:mod:`.reader`) that reads sets of characters.
 
     Attributes:
         pattern: the pattern's text.
@@ -93,7 +93,7 @@ class ClassReader:
         return Chars(characters.complement(ranges) if negated else ranges, place=begin)
 
     def nested_class(self, begin: int) -> Class:
-        """Reads a class that may contain classes, and keeps it verbatim."""
+        """Reads a class that may contain classes; returns its text unchanged."""
         depth = 0
         while self.place < len(self.pattern):
             if opened := _CLASS_BEGIN.match(self.pattern, self.place):

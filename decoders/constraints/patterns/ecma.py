@@ -1,4 +1,4 @@
-"""Patterns of JSON Schema (ECMA-262 expressions that are searched in a string) as trees for whole strings.
+"""Patterns of JSON Schema (ECMA-262 expressions, which may match any part of a string) as trees for whole strings.
 
 Anchors are read where they mean "the string begins (ends) here". Look-ahead is read only at the very beginning of the pattern, where
 it is a condition on the whole string. Every other non-regular construct is refused.

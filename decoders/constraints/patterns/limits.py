@@ -73,7 +73,7 @@ _COMPILING = (
 
 
 class _Deadline:
-    """The deadline of some work, no later than the enclosing deadline."""
+    """The CPU time at which the work in a :func:`deadline` context must end; no later than the deadline of an outer context."""
 
     def __init__(self, seconds: float, limit: str, outer: _Deadline | None) -> None:
         ends = time.thread_time() + seconds
@@ -92,7 +92,7 @@ def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[
 
     Args:
         seconds: the bound; None means the outer deadline, or :data:`SECONDS` if there is no outer deadline.
-        limit: how messages name the bound.
+        limit: the bound's name in error messages, and what to do about it.
     """
     outer = _current.get()
     if seconds is None and outer is not None:
@@ -112,7 +112,7 @@ def left() -> float:
 
 
 def spend(seconds: float) -> None:
-    """Counts `seconds`, which another process has spent, against the current deadline and all outer ones."""
+    """Subtracts `seconds`, which a child process has spent, from the time left until the current deadline and all outer ones."""
     current = _current.get()
     while current is not None:
         current.ends -= seconds

@@ -109,7 +109,7 @@ def whole_text(pattern: str) -> str:
 
 
 def _check_anchors(pattern: str, tree: Pattern) -> None:
-    """Checks that all anchors of `tree` are at the ends of the text. Raises GrammarError: an anchor is elsewhere."""
+    """Checks that all anchors of `tree` are at the beginning or end of the text. Raises GrammarError: an anchor is elsewhere."""
     # Parts to check; for each, whether it may be at the beginning of the text, and the index of the part that follows it (None: none).
     todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
     while todo:

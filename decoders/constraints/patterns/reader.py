@@ -20,7 +20,7 @@ _MARKS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 _LOOKS = ("(?<=", "(?<!", "(?=", "(?!")
 _COMMENT = "(?#"
 
-#: What a quantifier would repeat: nothing, a part, a repeated part, an anchor, or a group that contains anchors.
+#: What stands in front of a quantifier: nothing, a part, a repeated part, an anchor, or a group that contains anchors.
 _Last: TypeAlias = Literal["nothing", "part", "repeated", "anchor", "anchored group"]
 _UNREPEATABLE: dict[_Last, Problem] = {
     "nothing": "nothing to repeat",
@@ -44,7 +44,7 @@ class _Group:
         opening: the text that opens the group, if it is of another kind than ``(?:``.
         alternatives: the complete alternatives.
         parts: parts of the current alternative.
-        last: the kind of the last part.
+        last: what a quantifier that came next would repeat.
         anchored: whether the group contains anchors.
     """
 
@@ -210,7 +210,7 @@ class _Reader(ClassReader):
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
-        """The bounds of the quantifier `text`, which is in braces; too many digits, if not refused, stand for a large number."""
+        """The lower and upper bound (or None) of the quantifier `text` in braces; too many digits, if not refused, mean a large one."""
         least, comma, most = text[1:-1].partition(",")
         if max(len(least), len(most)) > self.dialect.most_digits:
             self.refuse("too often", shortened(text, 20), begin)

@@ -49,7 +49,7 @@ RUST = Dialect(
 )
 
 
-#: Rust's dialect as far as ECMA-262 can express it. ``\d``, ``\w``, ``\s`` and ``.`` get ECMA-262's sets, which are smaller.
+#: Rust's dialect as far as ECMA-262 can express it. ``\d``, ``\w``, ``\s`` and ``.`` stand for ECMA-262's sets, which are smaller.
 _IN_SCHEMAS = Dialect(
     messages={
         **{problem: reason for problem, reason in ECMA.messages.items() if problem != "repeated twice"},

@@ -3,7 +3,7 @@
 A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which automata
 can be built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
 
-Rust's ``regex``, llguidance and outlines_core read the written text; Python's ``re``, too, except for :class:`Class`.
+The written text is valid for Rust's ``regex``, llguidance and outlines_core, and without :class:`Class` for Python's ``re``, too.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def nullable(pattern: Pattern) -> bool:
 
 
 def copies(pattern: Pattern) -> int:
-    """Number of character sets of the pattern with its counted repetitions expanded."""
+    """Number of character sets in `pattern` after its counted repetitions are written out."""
     match pattern:
         case Chars():
             return 1

@@ -14,7 +14,7 @@ from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 
 
 def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
-    """The nodes of the schemas in a keyword's list. Raises GrammarError: the keyword's value is no list of schemas."""
+    """The nodes of the schemas that `keyword` lists. Raises GrammarError: the keyword's value is no list."""
     if not isinstance(place.schema[keyword], list):
         raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
     return [algebra.node(place, keyword, index) for index in range(len(place.schema[keyword]))]
@@ -50,7 +50,7 @@ def _one_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
 
 
 def one_of_as_any_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
-    """The shapes of ``oneOf`` read as ``anyOf``, for schemas whose ``oneOf`` is left out."""
+    """The values of `current` that the schemas under ``oneOf`` allow, read as ``anyOf``: for schemas whose ``oneOf`` is left out."""
     return _any_of(algebra, place, current, "oneOf")
 
 

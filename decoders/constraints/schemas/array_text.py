@@ -1,4 +1,4 @@
-"""Writing arrays as rules: items by position, and automata that count items of a kind or remember the values used."""
+"""Writing arrays as rules: items by position, and automata that count items (for ``contains``) or remember the values used."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _plain(rules: Rules, array: Arrays) -> Expr:
 
 
 def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
-    """An expression for the items of arrays with counted kinds of items. A rule stands for a state: the position, and the number of
-    items of each kind, up to the greatest number that matters.
+    """An expression for the items of arrays with bounds on how many items satisfy given nodes (:class:`.arrays.Count`). A rule stands
+    for a state: the position, and the number of such items for each bound, up to the greatest number that matters.
     """
     nodes, counts = rules.normaliser.nodes, array.counts
     last = max(len(array.prefix), array.low, array.high or 0, *(count.start for count in counts), 1)
@@ -102,10 +102,10 @@ def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
-    """An expression for unique items. A rule stands for a state: the position, and which of the few possible values have occurred.
+    """An expression for the items of arrays with ``uniqueItems``. A rule stands for a state: the position, and the values used so far.
 
     Raises:
-        GrammarError: there are too many possible values.
+        GrammarError: the items have too many possible values, or the array has `counts`, too.
     """
     items = [*array.prefix, array.rest] if array.high is None or array.high > len(array.prefix) else [*array.prefix]
     possible: list[Node] = []

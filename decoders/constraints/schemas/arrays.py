@@ -1,4 +1,4 @@
-"""Sets of arrays, given by nodes for the items at each position, numbers of items (in all, or of a kind), and uniqueness."""
+"""Sets of arrays, given by nodes (sets of values) for each position, bounds on numbers of items, and uniqueness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .nodes import FALSE, TRUE, Node, NodeAlgebra
 
 @dataclass(frozen=True)
 class Count:
-    """From `low` to `high` items (None: no bound) at position `start` or later satisfy `node`."""
+    """The condition that `low` to `high` (None: any number) of the items from position `start` on satisfy `node`."""
 
     start: int
     node: Node
@@ -20,7 +20,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Items:
-    """Items that keywords have evaluated, for ``unevaluatedItems``: those before index `first` (None: all), and those of `kinds`."""
+    """The items that keywords have evaluated: all before index `first` (None: all items), and all that satisfy a node of `kinds`."""
 
     first: int | None = 0
     kinds: tuple[Node, ...] = ()
@@ -28,10 +28,10 @@ class Items:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays of `low` to `high` items: the first items satisfy the nodes of `prefix`, the others `rest`.
+    """Arrays of `low` to `high` items: the first items satisfy the nodes of `prefix`, all further items satisfy `rest`.
 
     Attributes:
-        counts: bounds on the number of items of a kind.
+        counts: bounds on the number of items that satisfy a node.
         unique: whether no two items are equal.
         evaluated: the items that keywords have evaluated; this does not change which arrays are in the set.
     """

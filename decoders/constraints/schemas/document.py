@@ -32,10 +32,10 @@ class Place:
         schema: the schema, a JSON object.
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
-        resolver, specification: what ``referencing`` resolves references with, and the draft.
+        resolver, specification: objects of the package ``referencing`` that resolve references and describe the draft.
         dynamic: whether the document has dynamic references, whose targets depend on the path to them.
         subtracted: whether the values of the schema are excluded, as under ``not``. If a keyword is left out, an excluded schema must
-            allow fewer values, other schemas must allow more.
+            allow fewer values, while all other schemas must allow more.
     """
 
     schema: dict[str, Any]
@@ -62,7 +62,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The identifiers on the path to the schema, on which dynamic references depend; empty if no reference is dynamic."""
+        """The ``$id`` of each schema on the path to this one, on which dynamic references depend; empty if no reference is dynamic."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
@@ -151,7 +151,7 @@ def place(
     """`contents` as a schema: a :class:`Place`, or the boolean itself.
 
     Args:
-        entered: whether `resolver` has already entered the ``$id`` of `contents`.
+        entered: whether `resolver` already resolves references relative to the ``$id`` of `contents`.
 
     Raises:
         GrammarError: `contents` are no schema, or of an unknown draft.
@@ -195,10 +195,10 @@ _SINCE = {
     "maxContains": 2019, "dependentRequired": 2019, "dependentSchemas": 2019, "unevaluatedItems": 2019,
     "unevaluatedProperties": 2019, "$recursiveRef": 2019, "prefixItems": 2020, "$dynamicRef": 2020,
 }  # fmt: skip
-#: The last year in which a keyword has an effect. Lists under ``items``, and so ``additionalItems``, are read in all drafts.
+#: The year of the last draft in which a keyword has an effect. Lists under ``items``, and ``additionalItems``, are read in all drafts.
 _UNTIL = {"dependencies": 2018, "$recursiveRef": 2019}
 
 
 def known(keyword: str, year: int) -> bool:
-    """Whether the draft of `year` has `keyword`; True for names that are in no draft."""
+    """Whether the draft of `year` defines `keyword`; True for names that no draft defines."""
     return _SINCE.get(keyword, 0) <= year <= _UNTIL.get(keyword, year)

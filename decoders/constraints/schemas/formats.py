@@ -36,7 +36,7 @@ def _label(most: int) -> str:
 
 
 def _labels(first: int, other: int) -> str:
-    """Names with a first label of up to `first` characters and others of up to `other`, as many as fit into 253 characters."""
+    """A pattern for names: a label of up to `first` characters, then labels of up to `other`, as many as fit into 253 characters."""
     return rf"{_label(first)}(?:\.{_label(other)}){{0,{(_LONGEST_NAME - first) // (other + 1)}}}"
 
 

@@ -40,7 +40,7 @@ class Failure:
     path: tuple[str | int, ...] = ()
 
     def within(self, key: str | int) -> Failure:
-        """This failure with a path from the enclosing value, which contains the present value under `key`."""
+        """This failure with a path that begins at the enclosing object or array, which contains the validated value under `key`."""
         return replace(self, path=(key, *self.path))
 
 
@@ -112,7 +112,7 @@ class Judge:
         return Judgement(evaluated=frozenset(evaluated))
 
     def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Judgement:
-        """The verdict on the parts of `value` under `keys`, which count as evaluated."""
+        """The verdict of the schema at `place` on the parts of `value` under `keys`; if all are valid, `keys` are evaluated."""
         for key in keys:
             if (failure := self.verdict(place, value[key]).failure) is not None:
                 return Judgement(failure.within(key))
@@ -245,7 +245,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """What to report if all alternatives fail: the failure deepest inside `value`, or a failure of `keyword` if none is inside."""
+    """The verdict if all alternatives fail: the deepest failure inside `value`, or a failure of `keyword` if none is inside `value`."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest

@@ -29,7 +29,7 @@ OBJECTS = (
 
 
 def of_type(name: Any) -> Shapes:
-    """The shapes of all values of a type. Raises GrammarError for an unknown type."""
+    """The shapes of all values of the type `name`. Raises GrammarError: JSON Schema has no such type."""
     known = {
         "null": Shapes(frozenset(["null"])), "boolean": Shapes(frozenset(["true", "false"])),
         "number": Shapes(numbers=(Numbers(),)), "integer": Shapes(numbers=(Numbers(kind="integer"),)),
@@ -41,7 +41,7 @@ def of_type(name: Any) -> Shapes:
 
 
 def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
-    """The shapes of one value. leaf: returns the node of a value inside `value`."""
+    """The shapes that contain only `value`. leaf: returns the node of an item or member of `value`."""
     if value is None or isinstance(value, bool):
         return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
     if isinstance(value, int | float):
@@ -200,7 +200,7 @@ def _dropped(place: Place, schema: dict[str, Any]) -> frozenset[str]:
 
 @contextmanager
 def _blaming(keyword: str) -> Iterator[None]:
-    """Replaces the keyword of errors by `keyword`, except in errors with a path."""
+    """Names `keyword` as the cause of a GrammarError in the block, unless the error has a path, which is more exact."""
     try:
         yield
     except GrammarError as problem:
@@ -217,7 +217,7 @@ def _number(schema: dict[str, Any], keyword: str) -> int | float:
 
 
 def read_count(schema: dict[str, Any], keyword: str) -> int | None:
-    """The value of a keyword that counts something; None if the keyword is absent, or is an upper bound that no text reaches."""
+    """The value of a keyword such as ``minItems``; None if the keyword is absent, or is an upper bound that no text reaches."""
     if keyword not in schema:
         return None
     value = _number(schema, keyword)
@@ -231,7 +231,7 @@ def read_count(schema: dict[str, Any], keyword: str) -> int | None:
 
 
 def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
-    """The value of a keyword whose value is an object; empty if it is absent."""
+    """The object that is the value of `keyword`; empty if the keyword is absent. Raises GrammarError: the value is no object."""
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
         raise GrammarError(f"{keyword} is an object, not {value!r}", keyword)
@@ -239,7 +239,7 @@ def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def read_names(schema: dict[str, Any], keyword: str) -> list[str]:
-    """The value of a keyword that lists names; empty if it is absent."""
+    """The names that `keyword` lists; empty if the keyword is absent. Raises GrammarError: the value is no list of names."""
     value = schema.get(keyword, [])
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise GrammarError(f"{keyword} is a list of names, not {value!r}", keyword)

@@ -1,4 +1,4 @@
-"""The types that the properties of an object may have, read from a schema's text. The result contains at least every allowed type."""
+"""The types that the properties of an object may have, read from a schema's text: all types that the schema allows, perhaps more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 #: The types of JSON; integers and numbers count as one type.
 KINDS = frozenset(["null", "boolean", "number", "string", "array", "object"])
-#: The key for all names that no schema declares.
+#: The key of :class:`Kinds` for all properties that no schema declares.
 UNDECLARED = ""
 #: Greatest depth of nested schemas that is read.
 _DEPTH = 16
@@ -48,7 +48,7 @@ class Kinds:
         return self._of(self._root, name if name in self.names else UNDECLARED, _DEPTH) or KINDS
 
     def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
-        """The types of values that `schema` allows, or of the property `name` of objects that it allows. Each schema is read once."""
+        """The types of the property `name` in objects that `schema` allows; `name` None: of the allowed values themselves. Cached."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or not depth:

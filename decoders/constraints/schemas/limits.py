@@ -36,7 +36,7 @@ COUNT = 2_000_000_000
 STEP = 10_000
 #: Greatest number of characters of a regular expression for the whole language; a larger language has only a grammar.
 REGEX_CHARACTERS = 120_000
-#: Greatest estimated number of characters of such an expression after its repetitions are expanded.
+#: Greatest estimated number of characters of a regular expression for the whole language after its repetitions are expanded.
 REGEX_COPIES = 25_000
 
 

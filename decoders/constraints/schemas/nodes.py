@@ -1,6 +1,6 @@
-"""Boolean expressions over schemas, each known by a number: equal expressions have equal numbers.
+"""Boolean expressions over schemas (nodes), each identified by a number: equal expressions have equal numbers.
 
-A node describes the values at a place of the text: a schema, a value, or "all of", "any of", "not" other nodes.
+A node stands for a set of JSON values: those that a schema allows, a single value, or "all of", "any of", "not" other nodes.
 A node refers to a schema and does not contain it, so schemas may be recursive through ``$ref``.
 """
 
@@ -86,8 +86,8 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def empty(self, node: Node) -> bool:
-        """Whether `node` certainly allows no value. Schemas are followed to a bounded depth only."""
+        """Whether `node` certainly allows no value; False if that shows only at a greater depth than is searched."""
 
     @abstractmethod
     def step(self, count: int = 1) -> None:
-        """Adds `count` to the work done so far. Raises GrammarError: the limit of the work is exceeded."""
+        """Adds `count` steps to the work done so far. Raises GrammarError: more than ``limits.STEPS`` steps, or time is up."""

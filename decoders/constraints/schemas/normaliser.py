@@ -116,7 +116,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, raised while `node` was written, with the path of the keyword that it names, or that may have caused it."""
+        """`problem`, raised while `node` was written, with a keyword and its path: the error's own keyword, or a possible cause."""
         seen, queue = {node}, [node]
         places: list[Place] = []
         for queued in queue:
@@ -214,7 +214,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
-        """`current` as if the left-out keywords of `place` evaluated everything or, if `place` is subtracted, allowed nothing."""
+        """`current` after the left-out keywords of `place`, which evaluate everything or, if `place` is subtracted, allow nothing."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
             return _without(current, dropped)
@@ -229,7 +229,7 @@ class Normaliser(SchemaAlgebra):
 
     @contextmanager
     def locating_errors(self, place: Place, keyword: str, group: tuple[str, ...] = ()) -> Iterator[None]:
-        """Adds keyword and place to errors without a path. The error's own keyword stays if it is in `group`."""
+        """Adds `keyword` and `place`'s path to a GrammarError without a path. The error's own keyword stays if it is in `group`."""
         try:
             yield
         except GrammarError as problem:
@@ -275,7 +275,7 @@ class Normaliser(SchemaAlgebra):
         return narrowed("objects", keywords.OBJECTS, lambda: keywords.of_objects(place, read_keywords, self))
 
     def without_evaluated(self, shape: Any) -> Any:
-        """`shape` without its record of evaluated items or properties, unless a keyword depends on it."""
+        """`shape` without its evaluated items or properties, unless the schema has a keyword that depends on them."""
         keeps = self.evaluation or not hasattr(shape, "evaluated")
         return shape if keeps else replace(shape, evaluated=type(shape)().evaluated)
 

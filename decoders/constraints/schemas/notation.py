@@ -33,7 +33,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Word:
-    """A text of `terminal`."""
+    """Any text of `terminal`."""
 
     terminal: Terminal
 
@@ -63,7 +63,7 @@ class Rep:
 
 @dataclass(frozen=True)
 class RuleReference:
-    """A text of the rule named `rule`."""
+    """Any text that the rule named `rule` derives."""
 
     rule: str
 
@@ -109,7 +109,7 @@ def text(regex: str) -> Word:
 
 
 def inline(schema: dict[str, Any]) -> Word:
-    """The texts of a schema, as a ``%json`` rule that llguidance compiles. The word has no regular expression."""
+    """The texts of `schema`, as a ``%json`` rule that llguidance compiles; there is no regular expression for them."""
     return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
 
 
@@ -182,7 +182,7 @@ def _size(regex: str) -> int:
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or through other rules: such rules remain when rules that use no other rule are removed."""
+    """Whether a rule uses itself, directly or indirectly: such rules remain when rules that use no remaining rule are removed."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -195,13 +195,13 @@ def _recursive(rules: dict[str, Expr]) -> bool:
 
 
 def regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as one regular expression; None if they are recursive, too deep or too long."""
+    """`rules` as one regular expression; None if they are recursive or too deep, or have no expression of limited length."""
     if _recursive(rules):
         return None
     known: dict[str, tuple[str, int] | None] = {}
 
     def write(expr: Expr) -> tuple[str, int] | None:
-        """The expression, in brackets if needed, and its size with repetitions expanded."""
+        """The regular expression, in brackets if needed, and its size with repetitions expanded; None: none of limited length."""
         check("writing the grammar")
         match expr:
             case Word(terminal):
@@ -256,8 +256,8 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 class _Productive:
     """Finds the rules that derive at least one text.
 
-    Every expression counts the parts that it still needs and notifies the enclosing expression when the count is zero, so that the
-    work is linear in the size of the grammar.
+    For every expression, the number of parts that must still derive a text is stored. When it becomes zero, the number of the enclosing
+    expression is decreased, so the work is linear in the size of the grammar.
     """
 
     def __init__(self, rules: dict[str, Expr]) -> None:
@@ -280,7 +280,7 @@ class _Productive:
                 self.done.append(outer)
 
     def add(self, expr: Expr, outer: int | str) -> None:
-        """Adds `expr`, a part of `outer`, with the number of its parts that must have a text before it has one."""
+        """Adds `expr`, a part of `outer`, with the number of its parts that must derive a text before `expr` derives one."""
         number = len(self.needs)
         self.around.append(outer)
         needs, parts = 0, tuple[Expr, ...]()

@@ -1,7 +1,7 @@
 """Sets of numbers as JSON text: exact regular expressions over decimal digits.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits, so that the float
-that a reader makes of a number is within the bounds, and is no integer if the number is no integer.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits, so that the nearest
+float is within the bounds, too, and is no integer if the number is no integer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _within(numbers: Numbers, most: int) -> Numbers | None:
 
 
 def _between(numbers: Numbers | None) -> str:
-    """A regular expression for the decimals between the bounds of `numbers`, which has at least one; empty for None."""
+    """A regular expression for the decimals between the bounds of `numbers`, at least one of which is given; empty for None."""
     if numbers is None:
         return ""
     alternatives = []
@@ -280,7 +280,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """A regex for `integer` with a fraction. fractions: whether the fraction may be absent, and the digits after the point."""
+    """A regex for `integer`, itself a regex, and a fraction. fractions: whether it may be absent, and regexes for its digits."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""
@@ -289,7 +289,7 @@ def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
 
 
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
-    """Expressions for the digits d such that 0.d is from 0.`low` to 0.`high` (None: below 1); at most `most` digits.
+    """Expressions for the digits d of the fractions 0.d from 0.`low` to 0.`high` (None: below 1); at most `most` digits.
 
     Returns:
         whether there may be no digits, and the expressions for one digit or more.

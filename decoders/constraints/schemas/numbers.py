@@ -16,7 +16,7 @@ EXACT = 2**53
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers between `low` and `high` (None: no bound) that are of one kind.
+    """The numbers of one `kind` between `low` and `high` (None: no bound).
 
     Attributes:
         open_low: whether `low` itself is excluded.
@@ -125,7 +125,7 @@ def point(value: Any) -> Numbers:
 
 
 def fraction(value: Any) -> Fraction:
-    """The number that a schema means by `value`: 0.1 is exactly one tenth. Large floats keep their binary value: 1e23 is not 10 ** 23.
+    """The number that a schema means by `value`: 0.1 is one tenth, but floats from 2**53 on mean their binary value: 1e23 < 10**23.
 
     Raises:
         GrammarError: `value` is infinite or not a number.

@@ -1,7 +1,8 @@
 """Writing objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
 
 A grammar does not remember which keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may
-occur twice, and JSON readers keep the last value: so only one occurrence is counted, and conditions are met by the last members.
+occur twice, and JSON readers keep the last value: so a lower bound counts at most one undeclared member, and undeclared members that a
+condition requires come last.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class ObjectWriter:
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
 
     def tail(self, position: int) -> Expr:
-        """The members from `position` on, each after a comma; a few per rule, so that rules can share the rest."""
+        """The members from the property at `position` on, each after a comma. A rule has a few members, so that rules share tails."""
         end = min(len(self.members), position + _MEMBERS_PER_RULE - position % _MEMBERS_PER_RULE)
         run = [self.optional(prop) for prop in self.members[position:end]]
         return seq(*run, self.declared(end, self.last))
@@ -127,7 +128,7 @@ class ObjectWriter:
         return seq(self.rules.string(keys, self.rules.whitespace.colon), self.rules.place(value))
 
     def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """The undeclared members after `count` members. fulfilled: indices of the conditions of ``exists`` that are met already."""
+        """The undeclared members after `count` members. fulfilled: indices of the entries of ``shape.exists`` that are met already."""
         shape = self.shape
         if self.low - count > 1:
             return self.several_undeclared()
@@ -160,7 +161,7 @@ class ObjectWriter:
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members: first members that meet no condition, then members that each meet a condition that was not met before."""
+        """Undeclared members: first some that meet no entry of ``shape.exists``, then some that each meet an entry not met before."""
         unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
@@ -178,7 +179,7 @@ class ObjectWriter:
         return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
-        """An undeclared member that meets the conditions `taken`, and whose key meets none of the conditions `fulfilled`."""
+        """An undeclared member that meets the entries `taken` of ``shape.exists``, with a key that no entry in `fulfilled` allows."""
         nodes, alternatives = self.rules.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (

@@ -1,4 +1,6 @@
-"""Sets of objects, given by declared properties in their order, classes of other keys, counts, and required undeclared members."""
+"""Sets of objects, given by declared properties in their order, sets (classes) of other keys, bounds on the number of properties, and
+required undeclared properties.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Keys:
-    """Properties that keywords have evaluated, for ``unevaluatedProperties``: by name, by class of keys, or all."""
+    """The properties that keywords have evaluated, by their names, or by classes (sets) of keys; or `all` properties."""
 
     names: frozenset[str] = frozenset()
     classes: tuple[Strings, ...] = ()
@@ -37,7 +39,7 @@ class Objects:
         properties: the declared properties.
         rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
             the same node.
-        exists: for each entry, there is an undeclared property with a key of the entry's class and a value of its node.
+        exists: each entry requires an undeclared property whose key is in the entry's class, and whose value satisfies its node.
         evaluated: the properties that keywords have evaluated; this does not change which objects are in the set.
     """
 
@@ -190,14 +192,14 @@ def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
 
 
 def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> list[Objects]:
-    """`a` with all names of `order` declared, as alternatives."""
+    """`a` with all names in `order` as declared properties, as alternatives."""
     known = a.names
     added = tuple(Property(name, a.value(name)) for name in order if name not in known)
     return _resolve_exists(replace(a, properties=(*a.properties, *added)), algebra) if added else [a]
 
 
 def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """`a` as alternatives whose ``exists`` concerns undeclared keys only."""
+    """`a` as alternatives in which no entry of ``exists`` has the key of a declared property."""
     for index, (keys, node) in enumerate(a.exists):
         declared = (*a.exists[:index], *a.exists[index + 1 :])
         names_with_key = (

@@ -68,7 +68,7 @@ _SPACE = r"\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u30
 
 @lru_cache(16)
 def _compiled(tree: Pattern) -> re.Pattern[str]:
-    """`tree` compiled by Python's ``re``, which is faster than automata for many texts and trees with little backtracking."""
+    """`tree` compiled by Python's ``re``, which is faster than automata if many texts are matched and the tree backtracks little."""
     return re.compile(write(tree))
 
 
@@ -78,8 +78,8 @@ def containing(mark: str) -> Pattern:
 
 
 def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: str = "") -> Expr:
-    """An expression for `strings`, unescaped, without the strings that a tree of `never` matches; in front and behind stand matches of
-    the regular expressions `begin` and `end`.
+    """An expression for `strings`, unescaped, except those that a tree of `never` matches. Each stands between matches of the regular
+    expressions `begin` and `end`.
     """
     written = strings.written
     if written is None:
@@ -270,7 +270,7 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        """An undeclared member; its value has one of the types that all branches of the schema together declare for its name."""
+        """An undeclared member; its value has one of the types that :class:`Kinds` finds for its name anywhere in the schema."""
         notation, kinds = self.rules.notation, self.rules.kinds
         names: dict[frozenset[str], set[str]] = {}
         for name in kinds.names:

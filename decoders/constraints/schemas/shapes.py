@@ -59,7 +59,7 @@ def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
 
 
 def union(*several: Shapes) -> Shapes:
-    """The values that are in at least one of `several`."""
+    """The values that at least one of the shapes `several` contains."""
     strings = [one for shapes in several for one in shapes.strings]
     texts = [one.values for one in strings if one.values is not None and not one.formats]
     joined = [Strings(values=frozenset[str]().union(*texts))] if texts else []
@@ -115,7 +115,7 @@ class SchemaAlgebra(NodeAlgebra):
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """The set of all values of one type, and the operations on sets of such values, which return lists of alternatives."""
+    """The set of all values of one type, and operations on sets of values of this type, which return lists of alternatives."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]

@@ -1,7 +1,7 @@
 """Strings as JSON text: regular expressions for the JSON texts of sets of characters, trees and automata.
 
-A string under a condition has one spelling, as ``json.dumps`` writes it: a character stands for itself. A character that JSON
-requires to be escaped is written as an escape of two characters (``\\n``), if there is one, or else as its number in lower case
+A string under a condition is spelt in one way, as ``json.dumps(…, ensure_ascii=False)`` writes it. A character stands for itself
+unless JSON requires an escape: an escape of two characters (``\\n``), if there is one, or else the character's number in lower case
 (``\\u001f``).
 """
 
@@ -111,7 +111,7 @@ def inside(pattern: Pattern) -> str | None:
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
-    """A regular expression for a character of `ranges` as JSON text, a unit for repetition; None if no character can be written."""
+    """A regular expression, which can be repeated as a unit, for a character of `ranges` as JSON text; None if none can be written."""
     tree = _escaped_set(ranges)
     return None if tree == NOTHING else unit(tree)
 
@@ -122,7 +122,7 @@ def length(low: int, high: int | None) -> str:
 
 
 def raw_chars(ranges: Ranges) -> str | None:
-    """A regular expression for an unescaped character of `ranges`, a unit for repetition; None if no character can be written."""
+    """A regular expression, which can be repeated as a unit, for an unescaped character of `ranges`; None if none can be written."""
     return unit(Chars(ranges)) if characters.common(ranges, characters.ENCODABLE) else None
 
 
@@ -209,7 +209,7 @@ class _Expression:
 
 
 def _simple(strings: Strings) -> str | None:
-    """A regular expression for `strings` under at most one condition; None for other sets."""
+    """A regular expression for the JSON texts of `strings`, if they are enumerated or have at most one condition; else None."""
     if strings.unconstrained:
         return FREE_STRING
     if strings.values is not None:

@@ -22,12 +22,12 @@ class Strings:
 
     Attributes:
         conditions: trees that the strings must match (True) or must not match (False).
-        formats: names of known formats, which written strings meet. Since some validators check formats and others do not, a
-            format is never used to conclude that a string is valid or invalid.
+        formats: names of known formats, which all :attr:`written` strings meet. Since only some validators check formats, a format
+            decides neither :meth:`contains` nor :func:`complement`.
         low: least length in characters.
         high: greatest length, None for no bound.
-        values: the only strings, if given; they meet all other conditions.
-        excluded: strings left out.
+        values: all strings of the set, if they are enumerated; they meet all other conditions. None: not enumerated.
+        excluded: strings that are not in the set.
     """
 
     conditions: frozenset[tuple[Pattern, bool]] = frozenset()
@@ -124,7 +124,7 @@ def complement(a: Strings) -> list[Strings]:
 
 
 def _nothing(strings: Strings) -> bool:
-    """Whether `strings` is empty, by its automaton, or by the lengths that the patterns allow if the automaton is too large.
+    """Whether `strings` is empty, by its automaton; if this is too large, by an automaton without lengths and the lengths it allows.
 
     Raises:
         GrammarError: the automaton of the patterns alone is too large, or the lengths are too great.

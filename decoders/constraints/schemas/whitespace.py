@@ -1,4 +1,4 @@
-"""White space in texts; the rules of a grammar under construction, and the places of the text whose rules are still to be written."""
+"""White space in JSON texts; and the rules of a grammar under construction, with the places of the text that still need a rule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Whitespace:
 
     @staticmethod
     def indented(depth: int, indent: int) -> Whitespace:
-        """White space inside of `depth` brackets, in texts with a line per member as ``json.dumps(…, indent=…)`` writes them."""
+        """White space in the brackets at `depth` (0: outermost) of texts with a line per member, as ``json.dumps`` writes them."""
         inside, outside = ("\\n" + " " * (indent * each) for each in (depth + 1, depth))
         return Whitespace(inside, outside, "," + inside, ": ")
 
@@ -77,7 +77,7 @@ class Rules:
         return Whitespace.indented(self.depth, given) if isinstance(given, int) else given
 
     def place(self, node: Node) -> Expr:
-        """A reference to the rule for the texts of `node`, which is written later."""
+        """A reference to the rule for the texts of `node`; the rule itself is written later."""
         if node == FALSE:
             return NOTHING
         depth = self.depth + 1 if isinstance(self._whitespace, int) else 0

@@ -17,7 +17,7 @@ _ALL_PLACES = "Multiples of a decimal that llguidance counts have all of its dec
 
 
 class Writer(Rules):
-    """Writes the rules of every place that can be reached from a node."""
+    """Writes a rule for every node to which a root node leads, directly or through rules."""
 
     def write(self, root: Node) -> dict[str, Expr]:
         """The rules by name, ``start`` first; empty if `root` allows no value."""
@@ -35,7 +35,7 @@ class Writer(Rules):
         return prune(self.rules)
 
     def root(self, root: Node) -> Expr:
-        """The expression for the whole text."""
+        """The expression for the whole text, a value that the node `root` allows."""
         return self.place(root)
 
     def alternatives_of(self, name: str, shapes: Shapes) -> Expr:

@@ -165,7 +165,7 @@ class TableGrammar(Tabulated):
     backend = "table"
 
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, automaton: MaskedAutomaton) -> None:
-        """automaton: with the masks for the policy ``full`` or, if it was restored, for `policy`."""
+        """automaton: its masks are for the policy ``full`` or, if it was restored or unpickled, for `policy`."""
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
         self.first, self.stopped = automaton.start, automaton.stopped
         self.accepting: list[bool] = automaton.accepting.tolist()
@@ -200,7 +200,7 @@ class TableGrammar(Tabulated):
         return dumped(self.automaton)
 
     def step(self, state: int, token: int) -> int:
-        """The state after a token; 0 if it is illegal. From state 0 everything is illegal."""
+        """The state after `token`; 0 if the token is illegal. In state 0 every token is illegal."""
         remembered = self._steps[state]
         after = remembered.get(token)
         if after is None:
@@ -249,7 +249,7 @@ class TableGrammar(Tabulated):
         return forced
 
     def _canonical(self, automaton: MaskedAutomaton) -> tuple[MaskRows, NDArray[np.int64]]:
-        """The masks, and each state's row, for the policy ``canonical``: if bytes are forced, only one token is legal."""
+        """The masks for the policy ``canonical``, and each state's row in them: where bytes are forced, only one token is legal."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
         for state in range(1, self.stopped):

@@ -1,8 +1,8 @@
 """A regular expression as a minimal byte automaton.
 
-outlines_core determinises the expression in a child process: this may take exponential time and memory, and outlines_core cannot be
-interrupted. The child has limits of memory and of processor time, so that the result does not depend on the machine's load. The child
-imports only outlines_core (about 6 ms).
+A child process runs outlines_core, which determinises the expression: this may take exponential time and memory, and outlines_core
+cannot be interrupted. The child's memory and processor time (not wall-clock time) are limited, so that the result does not depend on
+the machine's load. The child imports only outlines_core (about 6 ms).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A vocabulary sorted by spelling, as a trie, with the *rest* of each token. Computed once per vocabulary.
 
 A *plain* character needs no escape in a JSON string. The rest of a token is the text after the plain characters that it begins with.
-Inside a string nearly the whole vocabulary is legal, and its tokens need not be walked one by one: where any n plain characters are
-legal, all tokens of up to n plain characters are legal. Of other tokens, only the rest is walked, and many tokens have the same rest.
+Inside a string nearly the whole vocabulary is legal, and the automaton need not read every token: where any n plain characters are
+legal, all tokens of up to n plain characters are legal. Of other tokens it reads only the rest, and many tokens have the same rest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TokenPaths:
-    """Tokens that an automaton can take from some states.
+    """The ``n`` paths on which an automaton reads tokens, or the beginnings of tokens, from some start states.
 
     Attributes:
-        row: ``[n]`` int32, for each path the index of its start.
+        row: ``[n]`` int32, for each path the index of its start state.
         node: ``[n]`` int32, the trie's node at the end of each path.
         state: ``[n]`` int32, the automaton's state at the end of each path.
-        token: ``[n]`` int32, the token that ends at this node; -1 if the walk stopped before the end of a token.
-        deep: ``[starts]`` int64, for each start the greatest number of bytes that a path reads outside of strings.
+        token: ``[n]`` int32, the token that ends at this node; -1 if :meth:`Trie.walk` cut the path off inside a string.
+        deep: ``[starts]`` int64, for each start state the greatest number of bytes that a path reads outside of strings.
     """
 
     row: Ints
@@ -43,7 +43,7 @@ class TokenPaths:
 
 @dataclass(frozen=True)
 class Trie:
-    """A trie. Node 0 is the root. The children of a node are consecutive.
+    """A trie of texts with ``M`` nodes. Node 0 is the root. The children of a node have consecutive indices.
 
     Attributes:
         byte: ``[M]`` uint8, the byte that leads to each node.
@@ -52,7 +52,7 @@ class Trie:
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
         low: ``[M]`` int32, index of the first text that begins with the bytes from the root to each node.
         high: ``[M]`` int32, index after the last text that begins with these bytes.
-        characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are not only plain characters.
+        characters: ``[M]`` int32, the number of plain characters that these bytes spell; -1 if they spell anything else.
     """
 
     byte: NDArray[np.uint8]
@@ -65,7 +65,7 @@ class Trie:
 
     @staticmethod
     def of(texts: Sequence[bytes], tokens: Ints, plain: NDArray[np.int64]) -> Trie:
-        """The trie of `texts`, distinct, not empty and sorted. plain: number of bytes of each text's leading plain characters."""
+        """The trie of `texts`, distinct, not empty and sorted. plain: for each text, the number of bytes before its rest."""
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         begins = np.cumsum(lengths) - lengths
         flat = np.frombuffer(b"".join(texts) + b"\0", np.uint8)
@@ -103,13 +103,13 @@ class Trie:
         self, transitions: Ints, byte_class: NDArray[np.int64], starts: NDArray[np.integer[Any]],
         strings: NDArray[np.bool_] | None = None,
     ) -> TokenPaths:  # fmt: skip
-        """All tokens that an automaton can take from some of its states.
+        """The paths of all tokens that an automaton can read from some of its states.
 
         Args:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
-            starts: the states in which walks start.
-            strings: ``[S]`` bool, which states are inside strings. The walk stops at such a state if only plain characters led there.
+            starts: the start states.
+            strings: ``[S]`` bool, which states are inside strings. At such a state, a path of only plain characters is cut off.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()
@@ -213,7 +213,7 @@ class Lexicon:
 
     @cached_property
     def plain(self) -> NDArray[np.int32]:
-        """``[longest + 1, W]``: packed masks; row n allows the tokens of 1 to n plain characters without other characters."""
+        """``[longest + 1, W]``: packed masks; row n allows the tokens that consist of 1 to n plain characters only."""
         rows = np.zeros((self.longest + 1, self.words), np.int32)
         some = self.rest == 0
         for length in range(1, self.longest + 1):
@@ -228,7 +228,7 @@ class Lexicon:
 
     @cached_property
     def ends(self) -> Trie:
-        """A trie of the rests that are not empty, with their indices as tokens."""
+        """A trie of the rests that are not empty, with their indices in :attr:`rests` as tokens."""
         count = len(self.rests)
         return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
 

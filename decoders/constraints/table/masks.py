@@ -19,7 +19,7 @@ from .strings import StringStates
 
 @dataclass(frozen=True)
 class Row:
-    """A mask.
+    """A packed mask, stored as only the words that are not zero if these are few.
 
     Attributes:
         places: ``[k]``, ascending indices of the words that are not zero; None: `words` are all words of the mask.
@@ -99,10 +99,11 @@ FIRST = 4
 
 @dataclass(frozen=True)
 class EquivalentStates:
-    """A partition of the states of an automaton ``[S, C]``, by what up to `depth` bytes lead to: nowhere, into strings, or elsewhere.
+    """A partition of the states of an automaton ``[S, C]``. From all states of a part, the same bytes (up to `depth`) lead to the dead
+    state, into strings (to states of one class of :class:`.strings.StringStates`), or to other states.
 
-    Inside a string the legal texts depend only on the state's class. So states of one part take the same tokens, apart from tokens
-    that read more than `depth` bytes outside of strings.
+    Inside a string the legal texts depend only on the state's class. So in all states of a part the same tokens are legal, apart from
+    tokens with more than `depth` bytes outside of strings.
 
     Attributes:
         strings: ``[S]`` int64, class of each state inside strings, -1 for other states.
@@ -118,7 +119,7 @@ class EquivalentStates:
 
     @staticmethod
     def of(transitions: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
-        """The partition at depth 0: dead, in a class of strings, or neither."""
+        """The partition at depth 0: the dead state, a part for each class of states inside strings, and a part of all other states."""
         part = np.where(strings < 0, strings.max() + 2, strings + 1)
         part[0] = 0
         return EquivalentStates(transitions, strings, part)
@@ -136,7 +137,7 @@ class EquivalentStates:
         return EquivalentStates(self.transitions, self.strings, part, depth)
 
 
-#: Greatest number of tokens of a walk from several states; each takes 16 bytes, and more during the walk.
+#: Greatest number of tokens that are read at a time, from several states; each needs 16 bytes, and more while it is read.
 TOKENS = 1 << 21
 #: Number of states whose masks are packed together, at a byte per token.
 CHUNK = 32
@@ -147,7 +148,7 @@ class StateMasks:
     """Masks of all states.
 
     Attributes:
-        rows: ``R`` distinct masks; the first mask, of unreachable states and the dead state, allows all tokens.
+        rows: the ``R`` distinct masks; row 0, for the dead state and unreachable states, allows all tokens.
         of: ``[S]`` int64, row of each state.
         alive: ``[S]`` bool: tokens lead from the state to the end of a text.
         stops: the row that allows stop tokens only.
@@ -162,7 +163,7 @@ class StateMasks:
 def masks(
     transitions: Ints, byte_class: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon
 ) -> StateMasks:
-    """The masks of a trimmed automaton ``[S, C]`` with columns `byte_class` ``[256]``."""
+    """The masks of an automaton ``[S, C]`` with columns `byte_class` ``[256]``; only state 0 is a dead end."""
     automaton = _Automaton(transitions, byte_class, accepting, lexicon)
     used: NDArray[np.bool_] = np.any(transitions > 0, axis=0)
     return automaton.by_classes() if lexicon.single[used[byte_class]].all() else automaton.by_walking()
@@ -193,7 +194,7 @@ class _Distinct:
 
 @dataclass(frozen=True)
 class _Automaton:
-    """A trimmed automaton, and the lexicon with the tokens to walk; see :func:`masks`."""
+    """The arguments of :func:`masks`: an automaton, and the lexicon with the tokens that it reads."""
 
     transitions: Ints
     byte_class: NDArray[np.int64]
@@ -204,8 +205,8 @@ class _Automaton:
         """The masks if every byte is a token. Then tokens lead from every state but the dead state to the end of a text, so every token
         that does not lead to the dead state is legal.
 
-        Inside strings, masks are composed from the masks of classes. In other states few tokens are legal; they are walked once per
-        group of states that take the same tokens.
+        The states inside strings fall into few classes of equal masks (:class:`.strings.StringStates`), and each mask is composed once.
+        In other states few tokens are legal; they are read once per group of states with the same legal tokens.
         """
         states = len(self.transitions)
         strings = StringStates.of(self.transitions, self.byte_class, self.lexicon)
@@ -240,8 +241,8 @@ class _Automaton:
     def _walk_states(
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-        """Yields batches of `states`; for each state, how many bytes its tokens read outside of strings; and its mask (``[n, W]``)."""
-        # An upper bound of the tokens of each walk: all tokens that begin with a legal byte.
+        """Yields batches of states: the states, the most bytes of their tokens outside of strings (``[n]``), and masks ``[n, W]``."""
+        # Upper bounds: tokens are counted if their first byte is legal.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
             paths = self._walk(part, strings.class_of >= 0)
@@ -256,7 +257,7 @@ class _Automaton:
                 yield chunk, paths.deep[begin : begin + CHUNK], allowed
 
     def by_walking(self) -> StateMasks:
-        """Masks if some bytes are no tokens: a token is legal only if further tokens can lead from its state to the end of a text."""
+        """The masks if some bytes are no tokens: a token is legal only if further tokens can lead from it to the end of a text."""
         alive = self._alive()
         starts = np.flatnonzero(alive)
         rows = _Distinct(self.lexicon)

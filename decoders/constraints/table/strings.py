@@ -1,7 +1,7 @@
-"""Legal tokens of states inside strings, by the number of plain characters that may follow.
+"""Legal tokens of states inside JSON strings, by the number of plain characters (which need no escape) that may follow.
 
 Inside a string, all plain characters lead to the same state. So only the number of plain characters at a token's beginning and the
-rest after them matter. Only the rest is walked, and many tokens share it.
+rest of the token after them matter. The automaton reads only the rest, which many tokens share.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..patterns.limits import check
 from .determinise import distinct
 from .lexicon import Ints, Lexicon, room
 
-#: Number of states from which the rests of tokens are walked at a time.
+#: Number of states from which the automaton reads the rests of tokens at a time.
 CHUNK = 512
 
 
 @dataclass(frozen=True)
 class StringStates:
-    """The states inside strings, in ``K`` classes. States of a class take the same tokens, and the same rests of tokens.
+    """The states inside strings, in ``K`` classes. In all states of a class the same tokens, and the same rests of tokens, are legal.
 
     Attributes:
         class_of: ``[S]`` int64, class of each state, -1 outside of strings.
@@ -40,7 +40,7 @@ class StringStates:
 
     @staticmethod
     def of(transitions: Ints, byte_class: NDArray[np.int64], lexicon: Lexicon) -> StringStates:
-        """The states inside strings of a UTF-8 automaton ``[S, C]`` with columns `byte_class` ``[256]``; every state but 0 is alive."""
+        """The states inside strings of a UTF-8 automaton ``[S, C]`` with columns `byte_class` ``[256]``; only state 0 is a dead end."""
         space = room(transitions, byte_class, lexicon.longest)
         states = np.flatnonzero(space.exact & (space.least > 0))
         number, legal = _legal_rests(transitions, byte_class, space.reached(states), lexicon)
@@ -65,10 +65,10 @@ class StringStates:
         ]
 
     def below(self, nodes: Ints, classes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The legal tokens below nodes of the trie, if at each node the automaton is in a state of a given class.
+        """The legal tokens whose paths in the trie go through given nodes.
 
         Args:
-            nodes, classes: pairs of a node and a class.
+            nodes, classes: pairs of a node, and the class of the automaton's state at this node.
 
         Returns:
             for each legal token: the index of its pair, and the token.
@@ -86,7 +86,7 @@ class StringStates:
 def _legal_rests(
     transitions: Ints, byte_class: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """``[S]``: index of the set of rests that are legal in each of `states`; and the sets, see :class:`StringStates`."""
+    """``[S]``, for each of `states` the index of the set of rests that are legal there; and the sets (``StringStates.legal``)."""
     set_numbers: dict[bytes, int] = {}
     sets: list[NDArray[np.int32]] = []
     number = np.zeros(len(transitions), np.int32)

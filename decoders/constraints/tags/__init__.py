@@ -1,8 +1,8 @@
 """Structural tags: free text in which grammars begin after markers, for models that think before they answer or call tools.
 
-A text is in one of a few phases: free text, or text of a grammar. ``markers`` finds begin markers in free text, ``phases`` goes from
-one phase to the next, ``tagged`` is the compiled form, ``specs`` has the specifications, ``calls`` function calls, and ``thinking``
-the markers of models' thoughts.
+A text consists of phases: free text, and text of a grammar. ``markers`` finds begin markers in free text, ``phases`` determines the
+next phase, ``tagged`` is the compiled grammar, ``specs`` and ``calls`` (function calls) are specifications, and ``thinking`` finds the
+markers of models' thoughts.
 """
 
 from .calls import Calls

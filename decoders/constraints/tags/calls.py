@@ -1,4 +1,4 @@
-"""Function calls as structural tags: free text up to the calls, then constrained calls, whose marks are text or special tokens."""
+"""Function calls as structural tags: free text up to the mark that begins a call (text or a special token), then constrained calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Calls(Structure):
 
     Attributes:
         functions: the functions that may be called.
-        format: how calls are written. It needs a mark unless calls are `required`.
+        format: how calls are written. Unless calls are `required`, its `trigger` tells them from free text and must not be empty.
         required: whether there must be a call, with at most a thought in front.
         several: whether there may be more than one call, if the format allows several.
         budget: number of tokens after which the call or the answer must begin, in formats with separate messages; None: unlimited.
@@ -65,7 +65,7 @@ class Calls(Structure):
         return self.format.mark if opening == self.format.opening else opening
 
     def _begun(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase (its number) after the text ``format.begin`` or, in formats without this text, after the mark of the first call."""
+        """The number of the phase after ``format.begin`` or, in formats without this text, after the mark of the first call."""
         call, mark = self._call(opening, phases, behind), self._mark(opening)
         if not self.format.begin or not mark:
             return call

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from ...errors import GrammarError, shortened
 from ..vocabulary import Vocabulary
 
-#: Symbols below are bytes; ``TOKEN + t`` is token ``t``.
+#: Symbols below this number are bytes; symbol ``TOKEN + t`` is token ``t``.
 TOKEN = 256
 
 Symbols = tuple[int, ...]
-#: Greatest number of cached effects of tokens, for each phase.
+#: Greatest number of cached effects of tokens (:class:`Found`), per automaton of markers.
 REMEMBERED = 1 << 14
 
 
@@ -68,7 +68,7 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. At node 0, the text does not end with the beginning of a marker.
+    """The automaton of a few markers. A node stands for the longest beginning of a marker that the text ends with; node 0: none.
 
     Args:
         markers: the symbols of each marker.
@@ -124,7 +124,7 @@ class Markers:
         return node
 
     def step(self, node: int, symbol: int) -> int:
-        """The node after `symbol` at `node`."""
+        """The node to which `symbol` leads from `node`."""
         while (after := self._next[node].get(symbol)) is None:
             if not node:
                 return 0
@@ -137,7 +137,7 @@ class Markers:
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
     def found(self, node: int, token: int) -> Found:
-        """The effect of a token after a text at `node`. It is cached, because drafts and steps ask for the same tokens repeatedly."""
+        """The effect of `token` after a text at `node`; cached, because drafting and verification need the same effects again."""
         known = self._found.get((node, token))
         if known is None:
             if len(self._found) >= REMEMBERED:

@@ -61,7 +61,7 @@ class Inside:
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token` leads to the phase of `opens`. It does so only before the beginning of the grammar's text."""
+        """Whether `token`, if written at `place`, leads to the phase of `opens`: only at the beginning of the grammar's text."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
@@ -86,7 +86,7 @@ class Place:
         node: in free text, the node in the automaton of the phase's markers.
         count: number of tokens in this phase so far.
         inner: the grammar's matcher; None in free text.
-        taker: the matcher that took the last token: `inner`, or the matcher of a grammar that the token ended; None: no matcher.
+        taker: the matcher that the last token advanced: `inner`, or the matcher of a grammar that the token ended; None: no matcher.
         lead: the first bytes of the grammar's text, if the last token of the begin marker contained them.
     """
 
@@ -110,7 +110,7 @@ class PhaseAutomaton:
         stops: tokens that end a text.
 
     Raises:
-        GrammarError: a marker that has to be written has a stop token in it.
+        GrammarError: a marker that has to be written contains a stop token.
     """
 
     def __init__(self, phases: Sequence[Phase], name: str, vocabulary: Vocabulary) -> None:
@@ -142,7 +142,7 @@ class PhaseAutomaton:
                     )
 
     def _stop_in(self, marker: Symbols, target: int) -> int | None:
-        """The first stop token in `marker`, or None. If the text may end in the phase `target`, the last symbol does not count."""
+        """The first stop token in `marker`, or None. If the text may end in the phase `target`, the marker's last symbol may be one."""
         behind = self.phases[target]
         whole = isinstance(behind, Free) and (behind.ends or behind.over)
         inner = marker[:-1] if whole else marker
@@ -154,7 +154,7 @@ class PhaseAutomaton:
         return target is None or self._stop_in(phase.markers[found.marker or 0][0], target) is not None
 
     def enter(self, number: int | None, rest: bytes = b"") -> Place | None:
-        """The place in the phase `number` after its first bytes `rest`, which are written already; None if they are illegal."""
+        """The place in the phase `number` after its first bytes `rest`, which are written already; None: no phase, or illegal bytes."""
         if number is None:
             return None
         phase, markers = self.phases[number], self.markers[number]

@@ -45,7 +45,7 @@ class Phases:
         return symbols_of(marker, self.vocabulary)
 
     def of(self, grammar: Inner | None) -> int:
-        """Adds phases for `grammar`, after which the text ends; returns the number of the first phase. None is free text."""
+        """Adds phases for `grammar` (None: free text), after which the text ends; returns the number of the first phase."""
         if grammar is None:
             return self.add(Free())
         if isinstance(grammar, Structure):
@@ -112,7 +112,7 @@ class After(Structure):
         grammar: grammar of the text after the marker; None for free text.
         budget: number of tokens of free text after which the marker is forced; None: it is never forced.
         closing: the text that is forced, if it is more than the marker; it ends with the marker.
-        begin: the marker that begins the free text, if the prompt does not contain it. A text without it is text of the grammar.
+        begin: the marker that begins the free text; None: the prompt contains it. A text without this marker is text of the grammar.
     """
 
     marker: Marker
@@ -174,9 +174,9 @@ class Tagged(Structure):
 
     Attributes:
         tags: begin marker, grammar, and end marker of each kind of tag; without an end marker the text ends with the grammar.
-        required: whether the text must have a tag.
+        required: whether the text must contain a tag.
         several: whether there may be several tags; else the text ends after the first tag.
-        budget: number of tokens of free text after which the first kind of tag is forced; None: no tag is forced.
+        budget: number of tokens of free text after which the first tag of `tags` is forced; None: no tag is forced.
     """
 
     tags: tuple[tuple[Marker, Inner, Marker | None], ...]
@@ -291,7 +291,7 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
     Args:
         tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
             tokens.
-        required: whether the text must have a tag.
+        required: whether the text must contain a tag.
         several: whether there may be several tags; else the text ends after the first tag.
 
     Raises:

@@ -17,7 +17,7 @@ from .phases import ENDED, Free, Inside, Phase, PhaseAutomaton, Place
 
 @lru_cache(16)
 def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Vocabulary) -> TaggedGrammar:
-    """The grammar of `phases`; it is cached, with its automata of markers."""
+    """The grammar of `phases` that begins with the phase number `first`; cached together with its automata of markers."""
     return TaggedGrammar(phases, first, name, vocabulary)
 
 
@@ -85,7 +85,7 @@ class TaggedGrammar(CompiledGrammar):
 
 
 class TaggedMatcher(Matcher):
-    """A stack of places: the first one, then one after each token. Rolling back pops places, and rolls back the grammars' matchers."""
+    """A stack of places: the first place, then the place after each token. Rolling back pops places, and rolls back inner matchers."""
 
     def __init__(self, grammar: TaggedGrammar) -> None:
         self.grammar: TaggedGrammar = grammar

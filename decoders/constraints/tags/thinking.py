@@ -36,7 +36,7 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers for which `tokenizer` has tokens, else the known markers in the chat template; None if there are none."""
+        """The known markers that are tokens of `tokenizer`, else those whose end marker is in the chat template; None if none is."""
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
@@ -156,7 +156,7 @@ class Thinking:
         prompt ends after a thought.
 
         Args:
-            grammar: grammar of the answer; if it has a marker of its own (`after`), this marker ends the thought.
+            grammar: grammar of the answer. If it is an :class:`After`, its own marker ends the thought, unless :attr:`end` is given.
         """
         if isinstance(grammar, After) and self.end is None:
             return replace(grammar, budget=self.tokens)
