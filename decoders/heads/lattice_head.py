@@ -54,7 +54,7 @@ class _LatticeLayer(nn.Module):
 
 
 class _Correlator(nn.Module):
-    """Scores pairs of candidates at neighbouring places.
+    """Scores pairs of candidates (likely tokens) at neighbouring places of a block.
 
     Args:
         width: hidden size of the network.
