@@ -58,7 +58,7 @@ def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T
 
 
 def merged_traits(parts: Sequence[Strategy]) -> dict[str, Any]:
-    """The traits, by name, of a strategy that merges the drafts of all `parts`."""
+    """The values of all traits, by name, for a strategy that merges the drafts of `parts`."""
     return {
         name: own.merged([own.of(part) if own.of is not None else getattr(part, name) for part in parts])
         for name, own in TRAITS.items()
@@ -100,7 +100,7 @@ class Strategy(Configured, ABC):
         hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
             -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
         grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the typical acceptance rate of a draft token whose parent was
-            accepted; used until enough tokens were judged. Empty without grades, or if the rates are unknown.
+            accepted; used until enough tokens of the grade have been compared with the output. Empty if there are no grades or rates.
         prompt_logits: whether :meth:`prefill` gets the prompts' logits; the output head then runs on every prompt token.
 
     Each attribute below is True if the class overrides the method named in its text, unless the class declares another value:
@@ -229,7 +229,7 @@ class Strategy(Configured, ABC):
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """A context that calls `finish` of `strategy` when the call ends or fails, as :func:`finish_all`. state: returns the last state."""
+    """A context that calls :func:`finish_all` for `strategy` when the block ends or fails. state: returns the state at that time."""
     try:
         yield
     except BaseException as error:
@@ -241,7 +241,7 @@ def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
 def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | None = None) -> None:
     """Calls :meth:`Strategy.finish` of all `states`, even if one raises, and raises the first error with later errors as notes.
 
-    cause: the error that ended the call, if any. Errors of `finish` then become notes of `cause`, and the function does not raise.
+    cause: the error that ended the call, if any. With a cause, errors of `finish` become notes of it, and nothing is raised.
     """
     first = cause
     for strategy, state in states:
