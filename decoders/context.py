@@ -64,7 +64,7 @@ class Context:
             tokenizers to compare. `draft` also takes a model with another vocabulary, if the vocabularies share enough tokens.
         strategy: creates a strategy from a registry name and settings, for strategies that are composed of others.
         sequences: the rows at the start, prompts only; None in a context created outside a call.
-        coupled: whether drafters and target draw tokens with the same noise. A draft token is then likely to be the target's token.
+        coupled: whether drafters and target draw tokens with the same noise, so that a draft token is likely to be the target's.
             If False, sampled drafts must have :attr:`Draft.scores`.
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan: the operations on logits before the target chooses a token (:func:`decoders.sampling.process`). Strategies that compute

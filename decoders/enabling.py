@@ -231,7 +231,7 @@ def remember(
     The written tokens do not change. :func:`forget` drops texts and memories.
 
     Args:
-        memories: they replace the memories of the same strategies; other memories stay. Unpickling runs code: load only your own files.
+        memories: replace the model's memories with the same keys; others stay. Unpickling runs code: load only your own files.
         texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
             ``auto``. Added to earlier texts, and used in all calls. Beyond 262,144 tokens, the texts that were least recently matched
             are dropped, with a warning.

@@ -1,4 +1,4 @@
-"""Reads small networks from a folder: reads config and weights, and checks that they fit each other. No code in the files is run.
+"""Loads small networks from a folder: reads config and weights, and checks that they fit each other. No code in the files is run.
 
 Built-in strategies read their networks with these functions, and plugins can do so, too: :func:`find_network` finds the folder, a
 :class:`FileConfig` reads ``config.json``, and :func:`filled` puts the weights of :func:`read_tensors` into the network.
@@ -53,7 +53,7 @@ class FileConfig(BaseModel):
 
     @classmethod
     def of(cls, raw: object, place: str, kind: str) -> Self:
-        """The config with the fields of `raw`, the content of a JSON file.
+        """Returns the config with the values in `raw`, the parsed content of a JSON file.
 
         Args:
             place: the strategy and the file, for messages: ``eagle3: /heads/config.json``.

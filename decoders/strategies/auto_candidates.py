@@ -48,13 +48,13 @@ class Candidate:
     """A drafter in a call.
 
     Args:
-        bit: the drafter's bit in sets of drafters (:mod:`decoders.costs.acceptance`).
+        bit: the drafter's bit in bit masks that stand for sets of drafters (:mod:`decoders.costs.acceptance`).
         strategy, state: the drafter's strategy and its state.
         depth: greatest depth to request from a limited drafter.
         experience: the drafter's statistics, kept between calls.
         clock: the call's clock.
         first_price: expected seconds of the drafter's first run.
-        layers: the target's layers that the drafter reads, and the layers that any of the candidates reads.
+        layers: indices of the target's layers that the drafter reads, and of the layers that any candidate reads.
 
     Attributes:
         limited: whether the drafter drafts to a requested depth, because deeper drafts take more time.
@@ -106,7 +106,7 @@ class Candidate:
         self.preparing, self.requested_depth = 0.0, 0
 
     def read(self, chunk: PromptChunk) -> None:
-        """Passes a chunk of the prompts to the drafter's `prefill`, if it reads prompts."""
+        """Passes a chunk of the prompts to the drafter's `prefill`, if the drafter reads prompts."""
         if self.strategy.reads_prompt:
             layers = layers_of_part(chunk.layers, self._every, self._layers)
             logits = chunk.logits if self.strategy.prompt_logits else None
@@ -142,7 +142,7 @@ class Candidate:
         return [(own, parents[row], grades and grades[row]) for row, own in enumerate(tokens)]
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Passes the verified step to the drafter's `observe`, unless it may miss steps and is seldom asked (:data:`UNTAUGHT`)."""
+        """Passes the verified step to the drafter's `observe`, unless the drafter may miss it and is rarely asked (:data:`UNTAUGHT`)."""
         rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
@@ -222,8 +222,8 @@ LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 BEHIND_SHARE = 0.015
 #: The rest of a call is expected to write at most this many tokens per row, because the call may end early.
 COUNTED_AHEAD = 256
-#: At its start a call may fall behind by the share BEHIND_SHARE of the time of FIRST_STEPS plain steps (steps without a draft). Every
-#: step allows it this share of a plain step's time more.
+#: At its start a call may fall behind by BEHIND_SHARE times the time of FIRST_STEPS plain steps (steps without a draft). Every step
+#: raises this limit by BEHIND_SHARE times the time of a plain step.
 FIRST_STEPS = 64
 #: A call that is further ahead than MOST_AHEAD plain steps counts as MOST_AHEAD steps ahead. A call that is too far behind drafts again
 #: after at most LONGEST_REST plain steps.

@@ -331,7 +331,8 @@ def frontier(
         parents, offsets: ``[B, K]``, visible: ``[B, K, K]``, the tree of the nodes that were run.
 
     Returns:
-        the chosen nodes' tokens, cumulative log-probabilities and indices in the level, ``[B, W]``; then the tree of ``K + W`` nodes.
+        the chosen nodes' tokens, cumulative log-probabilities and indices in the level, ``[B, W]``; then parents, offsets and
+        visibility of the tree of ``K + W`` nodes.
     """
     if floor is not None:
         weights = weights.masked_fill(weights < floor[:, None], float("-inf"))

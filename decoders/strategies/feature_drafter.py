@@ -62,7 +62,7 @@ class FeatureWindow(ABC):
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
-        # unread: upper bound of the tokens in the window that the network has not read. asked: whether it drafted in this step.
+        # unread: upper bound of the number of window tokens that the network has not read. asked: whether it drafted in this step.
         self.unread, self.asked = 0, False
         assert context.sequences is not None
         self.prompts = context.sequences

@@ -10,7 +10,7 @@ from ..strategy import Sequences
 
 __all__ = ["FollowedText", "TextIndex", "follow_rows"]
 
-#: Number of known tokens that are read again, to check that a row still has the same text.
+#: Number of tokens of the indexed text that are read again, to check that a row still has the same text.
 OVERLAP = 16
 
 
@@ -73,7 +73,7 @@ def follow_rows(
         rows: the text of each row; an entry is replaced if its row holds another text now.
         sequences: as :meth:`decoders.Strategy.propose` gets them. The host reads them once.
         append_only: whether texts only grow, so that it suffices to read their ends.
-        another: takes the old text of a row that holds another text now, and returns a new empty text.
+        another: function that takes the old text of a row that holds another text now, and returns an empty text for the row.
     """
     known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]

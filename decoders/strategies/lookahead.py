@@ -29,8 +29,8 @@ class LookaheadSettings(Settings):
     """Shape of the block, which has ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
     Unset values depend on the measured costs of a step: cheaper nodes allow a wider window. Without measured costs the values are
-    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. With W above 1, the window itself finds n-grams; of the
-    shapes with W above 1, the default is among the fastest on the demo target.
+    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. The default has W above 1, so that the window itself finds
+    n-grams; of the shapes with W above 1, it is among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -289,7 +289,7 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
         count: number of n-grams that are wanted.
 
     Returns:
-        ``[B, count, n - 1]`` int64; ``-1`` for n-grams that the pool does not have.
+        ``[B, count, n - 1]`` int64; ``-1`` in place of n-grams that the pool lacks.
     """
     tails, capacity = pool[:, 1:-1], pool.shape[2]
     slot = torch.arange(capacity, device=key.device)

@@ -179,7 +179,7 @@ class Merged(Strategy):
         return max(left, needed)
 
     def _scores(self, drafts: list[Draft]) -> Tensor | None:
-        """The scores of the joint draft; a draft token without scores gets probability 1."""
+        """The scores of the joint draft, in which a draft token without scores has probability 1; None if no draft has scores."""
         drawn = [draft.scores for draft in drafts if draft.scores is not None]
         if not drawn:
             return None

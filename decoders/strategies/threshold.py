@@ -243,7 +243,7 @@ class CalibratedThreshold:
         self._passes = passes
 
     def threshold(self, step: Step, expected: Tensor | None) -> float | None:
-        """Updates the measurements and returns the new threshold; None if there are too few measurements yet.
+        """Updates the measurements and returns the new threshold, a probability; None if there are too few measurements yet.
 
         Args:
             expected: sum of the cumulative probabilities of a chain's draft tokens; None: probabilities are used without correction.

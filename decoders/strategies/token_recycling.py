@@ -75,7 +75,7 @@ class _State:
 
 
 class TokenRecycling(Strategy):
-    """Keeps a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
+    """Stores a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
 
     A token's successors come from the target's logits at the latest node with this token, whether the node was accepted or not. All
     rows, and later calls on the model, share one matrix. In addition to the paper, draft tokens are graded by the margin between the
