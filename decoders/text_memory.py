@@ -149,7 +149,7 @@ class TextMemory:
     Attributes:
         index: the texts, one after the other; dropped texts are among them until the index is rebuilt.
         tokens: number of remembered tokens.
-        dropped: number of tokens in texts that were dropped, or that did not fit.
+        dropped: number of tokens that were dropped with their text, or cut off a text that exceeded `capacity`.
     """
 
     def __init__(self, capacity: int) -> None:

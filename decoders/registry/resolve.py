@@ -160,7 +160,7 @@ def resolve_backend(chosen: Any) -> Backend:
 
 
 def resolve_grammar(given: Any) -> Spec | CompiledGrammar | None:
-    """The grammar of a row; None for free text. given: a grammar's name (in the library or a plugin), or an object.
+    """The grammar that `given` means: the name of a grammar (of this package or a plugin), or an object; None means free text.
 
     Raises:
         UnknownNameError: no grammar has this name. PluginError: several plugins claim the name, or the object's type.

@@ -142,7 +142,7 @@ class Candidate:
         return [(own, parents[row], grades and grades[row]) for row, own in enumerate(tokens)]
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Passes the verified step to the drafter's `observe`, unless the drafter may miss it and is rarely asked (:data:`UNTAUGHT`)."""
+        """Passes a verified step to the drafter's `observe`, unless the drafter may miss it and is rarely asked (:data:`UNTAUGHT`)."""
         rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return

@@ -203,7 +203,7 @@ class DynamicTree(DraftTree):
         depth: number of levels.
         beam: number of nodes expanded per level.
         nodes: greatest number of nodes of the tree, root excluded.
-        children: greatest number of continuations per node; a smaller vocabulary gives fewer.
+        children: greatest number of continuations per node; fewer if the draft model's vocabulary is smaller.
         compile: see :class:`~decoders.strategy.Context`.
     """
 

@@ -48,7 +48,7 @@ class _State:
         topology: the tree of ``N`` nodes.
         level: ``[N-1]`` int64, the index (from 0) of the head that predicts each node's token.
         rank: ``[N-1]`` int64, the rank of each node's token among its head's tokens.
-        ranks: number of best tokens that are computed for each head.
+        ranks: for each head, number of its best tokens that are computed.
         weights: the heads' weights.
         lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.

@@ -1,7 +1,8 @@
 """N-gram drafting: the likeliest followers of the last two tokens, as in the lowest stage of Spector & Ré (2023).
 
-Stupid back-off (Brants et al. 2007) scores a follower by the longest context that it followed. In the draft tree, only the likeliest
-node of each depth is expanded, as in "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
+A follower is a token that came after the context earlier. Stupid back-off (Brants et al. 2007) scores it by the longest context that it
+followed. In the draft tree, only the likeliest node of each depth is expanded, as in "Accelerating LLM Inference with Staged
+Speculative Decoding" (arXiv 2308.04623).
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class NgramState:
 class Ngram(Strategy):
     """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step updates the counts, and removes
-    tokens that the target rejected if this strategy drafts for a draft model. Drafts are the same in either case.
+    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step updates the counts; in a strategy
+    that drafts for a draft model, this includes removing rejected tokens. Drafts are the same in either case.
     """
 
     name = "ngram"

@@ -1,7 +1,7 @@
 """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the row's end earlier, in this call or a former one.
 
-As in the paper's section 4.1, the end of the row is looked up in an index of the texts, the continuations are expanded greedily by
-their frequencies, and a longer match gives a longer draft.
+As in the paper's section 4.1, the end of the row is looked up in an index of earlier text, a tree of the continuations is expanded
+greedily by their frequencies, and a longer match gives a longer draft.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Threshold(DraftModelStrategy):
 
 def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
     """The cumulative probability of each row's first rejected draft token, ``[B]`` float32: in a tree, of the last accepted node's
-    likeliest child. -1 if that node has no child, because the draft was accepted to its end.
+    likeliest child. -1 if this node has no child, because the draft was accepted to its end. weights: log-probabilities.
     """
     end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
     tree = draft.topology
