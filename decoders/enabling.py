@@ -286,8 +286,8 @@ def warmup(
         the duration of the preparation in seconds, and the compilations in it.
 
     Raises:
-        UnsupportedError: the model cannot be decoded, or a strategy needs `assistant_model`. SettingsError: an unknown
-            strategy, or `rows` below one.
+        UnsupportedError: the model cannot be decoded, or a strategy needs an `assistant_model` and there is none. SettingsError: a
+            strategy is unknown, or an entry of `rows` is below one.
     """
     if isinstance(strategies, str | Strategy) or not strategies:
         raise SettingsError(f'strategies must be a list of at least one strategy, such as ["auto"], not {strategies!r}')

@@ -29,7 +29,7 @@ class UnknownNameError(DecodersError, ValueError):
 
 
 class SettingsError(DecodersError, ValueError):
-    """A setting that does not exist or has a value out of range."""
+    """A setting that does not exist, or has a value of the wrong type or out of range."""
 
 
 class UnsupportedError(DecodersError, ValueError):

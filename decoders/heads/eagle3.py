@@ -31,7 +31,7 @@ class Eagle3Config:
         draft_vocab_size: ``D``, number of tokens that the head can propose.
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs the head reads; None: three, chosen by the target's number of layers.
-        norm_before_residual: whether the first layer adds its output to the normed state instead of the state itself.
+        norm_before_residual: whether the first layer adds its attention's output to the normed state instead of the state itself.
         norm_output: whether the next slot reads the output after the last norm (EAGLE-3.1) instead of the output before this norm.
         norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over all layers side by
             side. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.

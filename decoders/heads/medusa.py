@@ -68,11 +68,11 @@ class HeadWeights(NamedTuple):
     """The stacked tensors of all heads, as inputs of compiled code. Tensors that the kind of projection does not need are None.
 
     Attributes:
-        linear: ``[K, layers, H, H]``.
-        bias: ``[K, layers, H]``.
-        projection: ``[K, V, H]``.
-        down: ``[K, R, H]``.
-        up: ``[K, V, R]``.
+        linear: ``[K, layers, H, H]``, weights of the residual blocks.
+        bias: ``[K, layers, H]``, biases of the residual blocks.
+        projection: ``[K, V, H]``, full projections.
+        down: ``[K, R, H]``, the factor of low-rank projections that is applied first.
+        up: ``[K, V, R]``, the factor of low-rank projections that is applied second.
     """
 
     linear: Tensor

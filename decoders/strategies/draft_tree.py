@@ -297,7 +297,7 @@ def shape_of(
 
     Args:
         strategy: name of the strategy, for the error.
-        tree: one of :data:`TreeForm`.
+        tree: a value of :data:`TreeForm`.
         depth: number of levels of the tree.
         children: greatest number of continuations of a node.
         nodes: greatest number of nodes of a tree, root excluded; None: as many as the measured costs of a step allow.

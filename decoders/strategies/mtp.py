@@ -162,7 +162,7 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: For each model, the prepared layers, and before them the objects from which they were prepared.
+#: For each model a pair: the objects from which its layers were prepared, and the prepared layers.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
