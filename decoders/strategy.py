@@ -200,7 +200,7 @@ class Strategy(Configured, ABC):
         """
 
     def finish(self, state: Any) -> None:
-        """Called once for every state from :meth:`start`, after the call has ended or failed."""
+        """Releases or stores what `state` holds. Called once for every state, after the call has ended or failed."""
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
         """Returns the state for the batch after requests have joined or left between two steps.

@@ -116,7 +116,7 @@ class Candidate:
         """Runs the drafter; returns for every row the tokens, the nodes' parents and the grades, as :meth:`Proposals.add` takes them.
 
         Raises:
-            DraftError: the strategy's proposal is no valid draft. UnsupportedError: the draft has nodes beside its draft tokens.
+            DraftError: the strategy returned no valid draft. UnsupportedError: some nodes of the draft can never be accepted.
         """
         begun = self._clock()
         if limit is not None:

@@ -233,16 +233,16 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """Base of strategies whose network reads the target's hidden states and fills a tree.
 
-    A subclass implements `start`, which returns a :class:`FeatureState` or an object of a subclass. It names the layers that it reads
-    in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
+    A derived strategy implements `start`, which returns a :class:`FeatureState` or an object of a subclass of it, and names the layers
+    that its network reads in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
     """
 
     rests = True
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
-        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A subclass
-        whose network reads layers returns their hidden states from ``given.layers``.
+        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A strategy
+        whose network reads layers returns the layers' outputs from ``given.layers``.
         """
         return given.hidden
 
