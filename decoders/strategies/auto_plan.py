@@ -146,7 +146,7 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """The most valuable depth to request from a limited drafter; 0 if none is worth more than this plan, or before the first run."""
+        """The most valuable depth to request of a limited drafter; 0 if none is worth more than this plan, or before the first run."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
