@@ -64,7 +64,7 @@ class Context:
             tokenizers to compare. `draft` also takes a model with another vocabulary, if the vocabularies share enough tokens.
         strategy: creates a strategy from a registry name and settings, for strategies that are composed of others.
         sequences: the rows at the start, prompts only; None in a context created outside a call.
-        coupled: whether drafters and target draw tokens with the same noise. A draft token is then likely to be the target's token.
+        coupled: whether drafters and target draw tokens with the same noise, so that a draft token is likely to be the target's.
             If False, sampled drafts must have :attr:`Draft.scores`.
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan: the operations on logits before the target chooses a token (:func:`decoders.sampling.process`). Strategies that compute
@@ -93,9 +93,9 @@ class Context:
             None if requests join and leave.
         clock: returns the time in seconds, for strategies that decide by time (:attr:`Strategy.timed`). All processes that share the
             target get the time of the first process, so every process must call the clock equally often.
-        first_layers: ``first_layers(count)`` returns the target's first layers with its last norm and head: a draft model for
-            :attr:`draft` that shares the target's weights and KV cache, so that it need not read the prompts. If a strategy opens
-            several such draft models, the round of one must end before the round of another begins.
+        first_layers: ``first_layers(count)`` returns the target's first `count` layers with its last norm and head: a draft model
+            for :attr:`draft` that shares the target's weights and KV cache, so that it need not read the prompts. If a strategy
+            opens several of these draft models, one must finish its draft before another begins.
     """
 
     model: PreTrainedModel
@@ -129,7 +129,7 @@ class Context:
     def part(self, strategy: Configured, seldom: bool = False) -> Context:
         """Returns the context for `strategy`, a part of a composed strategy: its :attr:`memory` returns objects of this part only.
 
-        seldom: whether the part may draft late or never (in ``auto``). The part's draft models then read prompts at their first use.
+        seldom: whether the part may draft late or never (in ``auto``). If so, its draft models read the prompts at their first draft.
         """
         draft = partial(self.draft, seldom=True) if seldom else self.draft
         return replace(self, memory=partial(self.memory, of=strategy), draft=draft)

@@ -1,4 +1,4 @@
-"""The data that the loop and a strategy exchange: the rows, the draft for them, and the verified step."""
+"""The data that the decoding loop and a strategy exchange: the rows, the draft tokens for them, and the verified step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sequences:
         return host_reads(self.length)
 
     def read(self) -> HostRows:
-        """The rows as lists, for strategies that work on the host. Waits for the device if the loop has not read the rows: in
+        """The rows as lists, for strategies that work on the host. Waits for the device if the loop has not read the rows, as in
         :meth:`Strategy.start`, and in a strategy that drafts for a draft model or declares ``on_device``.
         """
         return HostRows.of(self) if self.known is None else self.known
@@ -128,12 +128,12 @@ class Draft:
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether all nodes may be accepted. If not, some (lookahead's window) run only for their outputs; the loop drops no node."""
+        """Whether every node may be accepted. If not, some run only for their outputs (lookahead's window), and none may be dropped."""
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """A draft of only `count` draft tokens per row, the first ones. They form a tree, because parents come before children."""
+        """The draft of each row's first `count` draft tokens, which form a tree, because parents come before their children."""
         if count >= self.tokens.shape[1]:
             return self
         return replace(
@@ -219,7 +219,7 @@ class Draft:
 
     @staticmethod
     def nothing(rows: int, device: torch.device) -> Draft:
-        """A draft without tokens: plain decoding."""
+        """A draft without tokens for each of `rows` rows, which are then decoded plainly."""
         return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
 
     def check(self, rows: int) -> None:
@@ -266,7 +266,7 @@ class Step:
 
     Attributes:
         nodes: ``[B, N]`` int64, the verified block: node 0 and the draft tokens. ``N`` may exceed the draft's nodes, by padding.
-        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path if logits processors run on the host.
+        chosen: ``[B, N]`` int64, the target's token after each node; -2 off the accepted path if logits processors run on the host.
         path: ``[B, N]`` int64, the accepted node at each depth; valid up to depth `accepted`.
         accepted: ``[B]`` int64, number of accepted draft tokens.
         emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and one more; fewer in a row that ended.
@@ -310,7 +310,7 @@ class HostStep:
 
     @staticmethod
     def of(step: Step) -> HostStep:
-        """Reads a step from the device, with one sync."""
+        """Returns `step` as lists, which it copies from the device with one sync."""
         figures = torch.cat([step.accepted[:, None], step.emitted[:, None], step.chosen.gather(1, step.path)], dim=1)
         rows = figures.tolist()
         return HostStep([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows])
@@ -321,8 +321,8 @@ class PromptChunk:
     """A chunk of the rows' prompts that the target has just read.
 
     The chunks of a call hold every prompt token except each row's last, which is node 0 of the first step; prompts of one token have
-    no chunks. After :meth:`Strategy.rebatch`, chunks hold the prompts of new rows; in other rows no token is valid, and all
-    positions come after the committed tokens.
+    no chunks. After :meth:`Strategy.rebatch`, chunks hold the prompts of new rows; in old rows no token is valid, and all positions
+    are greater than the positions of the committed tokens.
 
     Attributes:
         tokens: ``[B, N]`` int64.

@@ -35,7 +35,8 @@ class Expansion:
     Attributes:
         tokens: ``[B, Q, C]`` int64, the ``C`` best next tokens of every node, by scores plus noise; greedy decoding has noise 0.
         weights: ``[B, Q, C]`` float32, log-probabilities of the tokens by ``softmax(scores + noise)``.
-        scores: ``[B, Q, V]`` float32, the processed scores, if the call needs them; ``-inf`` for tokens that the draft model lacks.
+        scores: ``[B, Q, V]`` float32, the draft model's logits after the call's logits operations, ``-inf`` for tokens that it lacks;
+            None if the call does not need them.
     """
 
     tokens: Tensor
@@ -48,7 +49,7 @@ class Advance:
     """The result of a draft model's pass that verifies the draft of a stage (a strategy that drafts for the draft model).
 
     Attributes:
-        path: ``[B, N]`` int64, the accepted node at each depth; valid up to `emitted`.
+        path: ``[B, N]`` int64, the accepted node at each depth; valid at depths below `emitted`.
         emitted: ``[B]`` int64, number of tokens appended to each row.
         expansion: continuations of all ``N`` nodes of the block.
     """
@@ -59,9 +60,9 @@ class Advance:
 
 
 class Drafter(ABC):
-    """A draft model during a call, with its own rows and cache, which follow the committed tokens.
+    """A draft model during a call. It stores its own copy of the committed tokens, followed by draft tokens, and has its own cache.
 
-    Each draft is made in a round: :meth:`begin`, then forward passes, which return the draft's tokens. For a chain, :meth:`extend`
+    A round computes one draft: :meth:`begin`, then forward passes, which return the draft's tokens. For a chain, :meth:`extend`
     appends the draft model's own token to every row. With a stage (a strategy that drafts for the draft model), :meth:`advance`
     verifies the stage's draft tokens as the target verifies drafts, and may append several. For a tree, :meth:`root` and
     :meth:`expand` return the best continuations of nodes, level by level. All results stay on the device.
@@ -115,7 +116,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
-        """Learns from a step how many tokens at a row's end the draft model must read again.
+        """Computes from a step how many tokens at a row's end the draft model must read again in the next round.
 
         Args:
             step: the verified draft.
@@ -264,8 +265,8 @@ class OpensDraft(Protocol):
             ahead: greatest number of nodes that a round writes to the cache after the committed tokens.
             children: number of continuations per node in :attr:`Expansion.tokens`.
             stage: a strategy that drafts for the draft model; rounds then consist of :meth:`Drafter.advance`.
-            seldom: whether the strategy may draft late or never. The draft model then reads the prompts at its first draft; if rows
-                join and leave, it reads a row's prompt when the row joins. With a stage, it reads the prompts at the call's start.
+            seldom: whether the strategy may draft late or never. If so, the draft model reads the prompts at its first draft; if rows
+                join and leave, it reads a row's prompt when the row joins. No effect with a stage: it reads them at the call's start.
 
         Raises:
             UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts, which only the target
@@ -279,7 +280,7 @@ class OpensModule(Protocol):
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """Returns passes of the module that use slot cache, tree masks and kernels like a draft model's; compiled if the call is.
+        """Returns an object that runs the module with slot cache, tree masks and kernels as a draft model; compiled if the call is.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its

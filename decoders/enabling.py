@@ -122,8 +122,8 @@ def compiles_grammars_with(
 ) -> tuple[Vocabulary, Backend, float]:
     """The vocabulary, the backend and the time limit (seconds) with which calls on an enabled `model` compile their grammars.
 
-    For servers that compile grammars before calls need them, with :func:`decoders.constraints.compiled`: a call takes the result as
-    ``grammar=``.
+    For servers that compile grammars before calls need them: :func:`decoders.constraints.compiled` takes these three values, and calls
+    take the grammar that it returns as ``grammar=``.
 
     Args:
         stops: ids of the stop tokens of the calls.
@@ -139,7 +139,7 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     """Checks `arguments` of ``generate``, with or without a prompt, before calls on an enabled `model`.
 
     Raises:
-        SettingsError: a value of the wrong type, or no strategy. UnknownNameError: an unknown name.
+        SettingsError: a value has the wrong type, or there is no strategy. UnknownNameError: a name is unknown.
         UnsupportedError: an argument that the loop cannot honour.
     """
     present = vars(model).get("generate")
@@ -152,7 +152,7 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
 
 @keywords_named
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Calls :func:`release` and undoes :func:`enable`, if the model is enabled. Returns `model`.
+    """Calls :func:`release`, and restores the ``generate`` from before :func:`enable`, if the model is enabled. Returns `model`.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
@@ -231,7 +231,7 @@ def remember(
     The written tokens do not change. :func:`forget` drops texts and memories.
 
     Args:
-        memories: they replace the memories of the same strategies; other memories stay. Unpickling runs code: load only your own files.
+        memories: replace the model's memories with the same keys; others stay. Unpickling runs code: load only your own files.
         texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
             ``auto``. Added to earlier texts, and used in all calls. Beyond 262,144 tokens, the texts that were least recently matched
             are dropped, with a warning.
@@ -269,7 +269,7 @@ def warmup(
     assistant_model: PreTrainedModel | None = None, sampling: bool | dict[str, Any] = False,
     tokenizer: PreTrainedTokenizerBase | None = None, **options: Any,
 ) -> Warmup:  # fmt: skip
-    """Prepares `model` before its first call, and enables it: compiles its forward pass and runs every strategy briefly.
+    """Enables `model` and prepares it for its first call: compiles its forward pass, and runs each of `strategies` briefly.
 
     Compiled code stays in this process, and in torch.compile's cache on disk for other processes. If compiling fails, a warning says
     why, and calls run uncompiled. The setting ``compile=False`` skips compiling.
@@ -283,11 +283,11 @@ def warmup(
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
     Returns:
-        the seconds and the compilations that the preparation took.
+        the duration of the preparation in seconds, and the compilations in it.
 
     Raises:
-        UnsupportedError: the model cannot be decoded, or a strategy needs `assistant_model`. SettingsError: an unknown
-            strategy, or `rows` below one.
+        UnsupportedError: the model cannot be decoded, or a strategy needs an `assistant_model` and there is none. SettingsError: a
+            strategy is unknown, or an entry of `rows` is below one.
     """
     if isinstance(strategies, str | Strategy) or not strategies:
         raise SettingsError(f'strategies must be a list of at least one strategy, such as ["auto"], not {strategies!r}')
@@ -310,7 +310,7 @@ def calibrate(
         rows: batch sizes.
         contexts: numbers of tokens per row that attention looks back at.
         assistant_model: a draft model to measure, too.
-        seconds: time limit for each model; sizes left over when it is reached are not measured.
+        seconds: time limit for each model; sizes that are left when the limit is reached are not measured.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
@@ -329,7 +329,7 @@ def calibrate(
 def _check_options(
     model: PreTrainedModel, function: Callable[..., Any], strategies: Sequence[str | Strategy], rows: Any, options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Checks the `options` and `rows` of ``warmup`` or ``calibrate``, and raises their errors. function: the one that was called."""
+    """Checks `options` and `rows` of a call of `function` (``warmup`` or ``calibrate``), and raises the errors of this function."""
     check_sizes("rows", rows)
     if "strategy" in options:
         raise SettingsError(f"{function.__name__}() has no argument strategy=: warmup() takes strategies=[…]")
@@ -348,7 +348,7 @@ def cost_curve(
     Args:
         rows: batch sizes.
         contexts: numbers of tokens per row that attention looks back at.
-        seconds: time limit; sizes left over when it is reached are not measured.
+        seconds: time limit; sizes that are left when the limit is reached are not measured.
         options: arguments of ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
     Raises:

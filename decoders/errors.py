@@ -29,7 +29,7 @@ class UnknownNameError(DecodersError, ValueError):
 
 
 class SettingsError(DecodersError, ValueError):
-    """A setting that does not exist or has a value out of range."""
+    """A setting that does not exist, or has a value of the wrong type or out of range."""
 
 
 class UnsupportedError(DecodersError, ValueError):
@@ -102,7 +102,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     """``Did you mean …? Choose from …`` for an unknown `name`, without the first sentence if no choice is similar."""
     choices = sorted(choices)
     spelt = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: a client may have sent it
+    near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: it may come from a client
     hint = f"Did you mean {spelt[near[0]]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices) or '(there are none)'}."
 
@@ -127,7 +127,7 @@ def shortened(text: str, limit: int = 60) -> str:
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """``1 row``, ``2 rows``. plural: the plural of `noun` if that is not `noun` followed by s."""
+    """`number` and `noun`: ``1 row``, ``2 rows``. plural: the plural of `noun`, if it is not `noun` followed by s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 

@@ -2,8 +2,8 @@
 
 Values come from the call, the generation config, ``enable()``, the environment and a file. A setting of the loop
 (:class:`RuntimeSettings`) is written ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's
-settings are a *section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]`` in the file. ``pyproject.toml`` has the
-content of ``decoders.toml`` under ``[tool.decoders]``.
+settings are a *section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]`` in the file. Without a file
+``decoders.toml``, the table ``[tool.decoders]`` of ``pyproject.toml`` is read in its place.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Configured:
         self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
     def settings_in_force(self) -> dict[str, Any]:
-        """The settings as the report shows them, JSON-safe."""
+        """The value of each setting by name, in JSON's types, for the report."""
         settings = getattr(self, "settings", None)  # a subclass with its own constructor may have none
         return settings.model_dump(mode="json") if settings is not None else {}
 
@@ -304,7 +304,7 @@ def origins(cls: type[Settings], section: str | None, *, sections: Collection[st
 def _surroundings(
     cls: type[Settings], section: str | None, sections: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The unvalidated values of `section` from environment and file, and the origin of each."""
+    """The unvalidated values of `section` from environment and file, and the origin of each value, both by setting."""
     section = section.replace("-", "_") if section else None
     known = {name.replace("-", "_") for name in sections} | ({section} if section else set())
     path, content = settings_file()
@@ -342,7 +342,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
                 f"{cls.__name__}: unknown setting {name!r} from environment variable {variable}. "
                 f"{suggest(name, cls.model_fields)}"
             )
-        # At top level other programs may own DECODERS_* variables: only a likely misspelling is an error.
+        # Other programs may read DECODERS_* variables of their own, so only a likely misspelling of a loop's setting is an error.
         near = difflib.get_close_matches(name, [*cls.model_fields, *NOT_SETTINGS], n=1, cutoff=0.8)
         if name not in NOT_SETTINGS and near:
             raise SettingsError(f"unknown environment variable {variable}. Did you mean {variable_of(None, near[0])}?")

@@ -34,7 +34,7 @@ class Trait(Generic[T]):
     Attributes:
         default: the value for a strategy that declares none.
         merged: function that computes the value for a strategy that merges the drafts of several parts, from the parts' values.
-        of: function that computes what `merged` gets for a part, in place of the part's own value; None: `merged` gets this value.
+        of: function whose result for a part is passed to `merged` in place of the part's value; None: the part's value is passed.
         hooks: names of methods; in a class that overrides any of them, the trait is True unless the class declares a value.
     """
 
@@ -58,7 +58,7 @@ def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T
 
 
 def merged_traits(parts: Sequence[Strategy]) -> dict[str, Any]:
-    """The traits, by name, of a strategy that merges the drafts of all `parts`."""
+    """The values of all traits, by name, for a strategy that merges the drafts of `parts`."""
     return {
         name: own.merged([own.of(part) if own.of is not None else getattr(part, name) for part in parts])
         for name, own in TRAITS.items()
@@ -87,9 +87,9 @@ class Strategy(Configured, ABC):
         auto_settings: its default settings as a candidate of ``auto``. Drafts can be longer, because ``auto`` verifies only a part.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
-        rests: whether the loop may skip or cut its drafts. `observe` is then also called for steps without a call of `propose`, and for
-            steps that verified other nodes or only the first nodes of the draft. The drafts of strategies without `observe` can always
-            be skipped. On CPUs the loop skips drafts that are not worth their time.
+        rests: whether the loop may skip or cut its drafts. If so, `observe` is also called for steps without a call of `propose`, and
+            for steps that verified other nodes or only the first nodes of the draft. The drafts of strategies without `observe` can
+            always be skipped. On CPUs the loop skips drafts that are not worth their time.
         misses_steps: whether the loop may also skip `observe` after steps without its draft; for strategies whose `observe` is slow.
         timed: whether its drafts depend on the clock, so that equal calls may draft differently. The output tokens are the same.
         rows_apart: whether a row's drafts depend on this row alone. If not, rows learn from each other, or share a budget or random
@@ -100,15 +100,15 @@ class Strategy(Configured, ABC):
         hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
             -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
         grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the typical acceptance rate of a draft token whose parent was
-            accepted; used until enough tokens were judged. Empty without grades, or if the rates are unknown.
-        prompt_logits: whether :meth:`prefill` gets the prompts' logits; the output head then runs on every prompt token.
+            accepted; used until enough tokens of the grade have been compared with the output. Empty if there are no grades or rates.
+        prompt_logits: whether the chunks for :meth:`prefill` contain logits, for which the output head runs on every prompt token.
 
     Each attribute below is True if the class overrides the method named in its text, unless the class declares another value:
         observes: whether :meth:`observe` does anything. If not, the loop drops nodes at the block's end that are padding in all rows.
         reads_prompt: whether the loop calls :meth:`prefill`.
         rebatches: whether :meth:`rebatch` keeps the state of rows that stay. If not, a strategy that reads prompts would have to read
-            all texts again, so a scheduler gives it one request at a time.
-        limits: whether its drafts are at most as deep as :meth:`limit` sets, because deeper drafts take more time.
+            all texts again, so a scheduler runs one request at a time with it.
+        limits: whether its drafts are no deeper than :meth:`limit` sets, because deeper drafts take more time.
         finds_layers: whether :meth:`layers_of` or :meth:`layers_for` choose the hidden layers.
     """
 
@@ -195,18 +195,18 @@ class Strategy(Configured, ABC):
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a chunk of the prompts; updates `state` in place. All chunks come in order, before the first :meth:`propose`.
 
-        A strategy that overrides it gets whole prompts: the loop then reuses no prefix of an earlier call, and leaves no part of a
-        prompt to the first step. After :meth:`rebatch` it gets the prompts of the new rows.
+        If a strategy overrides this method, the chunks hold whole prompts: the loop reuses no prefix of an earlier call, and leaves no
+        part of a prompt to the first step. After :meth:`rebatch`, chunks hold the prompts of the new rows.
         """
 
     def finish(self, state: Any) -> None:
-        """Called once for every state from :meth:`start`, after the call has ended or failed."""
+        """Releases or stores what `state` holds. Called once for every state, after the call has ended or failed."""
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
         """Returns the state for the batch after requests have joined or left between two steps.
 
         The default calls :meth:`start` again, with rows that hold all committed tokens; this is always exact, and drops what the
-        state has learnt. An override keeps the state of rows that stay. The call's draft models and modules already have the new rows.
+        state has learnt. An override keeps the state of rows that stay. The call's draft models and modules already hold the new rows.
 
         Args:
             state: the former state; it may be changed and returned.
@@ -229,7 +229,7 @@ class Strategy(Configured, ABC):
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """A context that calls `finish` of `strategy` when the call ends or fails, as :func:`finish_all`. state: returns the last state."""
+    """A context that calls :func:`finish_all` for `strategy` when the block ends or fails. state: returns the state at that time."""
     try:
         yield
     except BaseException as error:
@@ -241,7 +241,7 @@ def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
 def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | None = None) -> None:
     """Calls :meth:`Strategy.finish` of all `states`, even if one raises, and raises the first error with later errors as notes.
 
-    cause: the error that ended the call, if any. Errors of `finish` then become notes of `cause`, and the function does not raise.
+    cause: the error that ended the call, if any. With a cause, errors of `finish` become notes of it, and nothing is raised.
     """
     first = cause
     for strategy, state in states:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["ChainedText", "Occurrence", "TextMemory"]
 
-#: Lengths of the chained n-grams, the longest first. If a longer n-gram matches, shorter n-grams are not looked up.
+#: Lengths of the n-grams in the index, the longest first. If a longer n-gram matches, shorter n-grams are not looked up.
 ORDERS = (4, 2, 1)
 #: Number of bits per token in the key of an n-gram.
 BITS = 22
@@ -95,7 +95,8 @@ class ChainedText:
         self._key, self._run = key, run
 
     def occurrences(self, suffix: array[int], most: int, before: int) -> list[Occurrence]:
-        """The latest occurrences, at most `most`, of the longest n-gram at the end of `suffix` that is in the text; the latest first.
+        """Looks up the longest n-gram at the end of `suffix` that is in the text. Returns its latest occurrences, at most `most`, the
+        latest first.
 
         Args:
             suffix: the last tokens of the text to look up; no match is longer.
@@ -121,7 +122,7 @@ class ChainedText:
 
 
 def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int:
-    """The number of tokens of `text` up to index `end` that equal the end of `suffix`: at least `known`, as the caller has found."""
+    """How many tokens of `text` up to and including index `end` equal the end of `suffix`. known: number known to be equal."""
     length, longest = known, min(len(suffix), end + 1)
     if longest > length and text[end - length] != suffix[-length - 1]:
         return length  # the usual case
@@ -138,7 +139,7 @@ def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int
 
 
 class TextMemory:
-    """Texts of earlier calls. Drops the least recently used texts beyond `capacity`.
+    """Remembered texts, from earlier calls or from the user. Drops the least recently used texts beyond `capacity`.
 
     A thread must hold `lock` while it reads or changes an object that other threads may use.
 
@@ -148,7 +149,7 @@ class TextMemory:
     Attributes:
         index: the texts, one after the other; dropped texts are among them until the index is rebuilt.
         tokens: number of remembered tokens.
-        dropped: number of tokens in texts that were dropped, or that did not fit.
+        dropped: number of tokens that were dropped with their text, or cut off a text that exceeded `capacity`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -163,7 +164,7 @@ class TextMemory:
 
     @property
     def nbytes(self) -> int:
-        """An estimate in bytes: tokens, the links between their occurrences, and Python's overhead."""
+        """The estimated size in bytes: tokens, the links between their occurrences, and Python's overhead."""
         return len(self.index) * BYTES_PER_TOKEN
 
     @property
@@ -178,7 +179,7 @@ class TextMemory:
         vars(self).update(state, lock=threading.RLock())
 
     def add(self, text: array[int]) -> None:
-        """Remembers `text`, or its last `capacity` tokens. If it is remembered already, marks it as used."""
+        """Remembers `text`, or its last `capacity` tokens; a text that is remembered already is only marked as used."""
         with self.lock:
             self.dropped += max(len(text) - self.capacity, 0)
             text = text[-self.capacity :] if self.capacity else text[:0]
@@ -197,7 +198,7 @@ class TextMemory:
             self._append(text)
 
     def text_at(self, place: int) -> int | None:
-        """The number of the text that contains token `place` of `index`; None if the text was dropped."""
+        """The number of the text that contains the token at `place` of :attr:`index`; None if this text was dropped."""
         number = bisect_right(self._begins, place) - 1
         return number if number in self._used else None
 

@@ -32,7 +32,7 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: its name.
+        id: the prompt's name.
         kind: "code" (to be continued), "copy" (to be copied with a rename) or "docstring" (to be written).
         text: the prompt itself.
         source: the held-out file from which it is taken, as a path relative to the standard library.
@@ -84,7 +84,7 @@ def load(
 def prompts(kind: str | None = None) -> list[Prompt]:
     """The shipped prompts, all from held-out files, of one `kind` ("code", "copy" or "docstring") or of all kinds.
 
-    They are stored, not generated, because other versions of Python have other sources.
+    They are stored, not extracted from the running Python, because other versions of Python have other sources.
     """
     if kind is not None and kind not in KINDS:
         raise UnknownNameError("kind of prompt", kind, KINDS)

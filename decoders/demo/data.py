@@ -76,7 +76,7 @@ def stdlib_root() -> Path:
 def is_held_out(path: str) -> bool:
     """Whether a relative path belongs to the held-out split.
 
-    This depends on the path alone, so that files added by a later Python do not change the split of the other files.
+    The answer depends on the path alone, so that files added by a later Python do not change the split of the other files.
     """
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
@@ -166,13 +166,13 @@ def functions(sources: Iterable[Source]) -> list[Function]:
 
 
 def new_names(functions: Iterable[Function]) -> list[str]:
-    """The names that a rename may use: names of 3 to 20 characters that occur in at least two of the functions, sorted."""
+    """The names to which a rename task may rename: names of 3 to 20 characters that occur in at least two of `functions`, sorted."""
     counts = Counter(name for function in functions for name in function.names)
     return sorted(name for name, count in counts.items() if count >= 2 and 3 <= len(name) <= 20)
 
 
 def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
-    """A copy task with probability :data:`COPY_SHARE` or if nothing can be renamed; otherwise a task of renaming to one of `names`."""
+    """Returns a copy task with probability :data:`COPY_SHARE`, or if nothing can be renamed; otherwise a rename to one of `names`."""
     if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):

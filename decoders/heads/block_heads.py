@@ -1,9 +1,9 @@
 """Heads that choose the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
 
-The network predicts the token of each place without knowing the tokens that are chosen for other places. A head scores the likely
-tokens of a place by how well they follow the token that was chosen for the place before. Letters: ``B`` rows, ``T`` places of a block
-where tokens are drafted, ``Q`` nodes of the draft tree whose children are scored, ``C`` candidates of a place, ``D`` tokens that can be
-drafted, ``H`` hidden size of the network.
+The network predicts the token of each place (a position where a token is drafted) without knowing the tokens that are chosen for other
+places. A head scores the likely tokens of a place (its candidates) by how well they follow the token that was chosen for the place
+before. Letters: ``B`` rows, ``T`` places of a block, ``Q`` nodes of the draft tree whose children are scored, ``C`` candidates of a
+place, ``D`` tokens that can be drafted, ``H`` hidden size of the network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from ..errors import SettingsError, UnsupportedError
 from .network_files import Count, FileConfig, Whole
 
-#: The name of the file in error messages.
+#: The name of a draft model's config file in error messages.
 _KIND = "config of a DFlash draft model"
 
 
@@ -59,7 +59,7 @@ class HeadFields:
         return self.vocab_size
 
     def read(self, fields: type[FileConfig]) -> Any:
-        """Returns the fields of the class `fields`. Raises SettingsError if one is missing or wrong."""
+        """Returns an instance of the class `fields` with the values in `raw`. Raises SettingsError if one is missing or wrong."""
         return fields.of(self.raw, self.place, _KIND)
 
 
@@ -70,7 +70,7 @@ class DraftedBlock:
     Attributes:
         logits: ``[B, T, D]``, the logits of every place.
         states: ``[B, T, H]``, the hidden states from which the output head computed `logits`.
-        context: ``[B, H]``, the target's hidden states of the last token that it has read, fused by the network.
+        context: ``[B, H]``, the target's hidden states of the last token that the target has read, fused by the network.
         has_context: ``[B]`` bool, false for rows of which the target has not read a token yet; their `context` is undefined.
         embed: returns the target's embeddings ``[…, H]`` of tokens.
     """
@@ -98,7 +98,7 @@ class HeadScores:
 
 
 class BlockHead(nn.Module, ABC):
-    """A head that chooses a block's tokens. Its parameters have the same names as in checkpoints.
+    """A head that chooses a block's tokens. Its parameters have the names that they have in checkpoints.
 
     To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
@@ -114,7 +114,7 @@ class BlockHead(nn.Module, ABC):
         """Creates the head that a config describes, without its weights; None if the config describes no head of this class."""
 
     def begin(self, block: DraftedBlock) -> Any:
-        """Computes, once for a block, all that does not depend on chosen tokens. :meth:`choose` gets the result as `begun`."""
+        """Computes, once for a block, all that does not depend on chosen tokens. The result is passed to :meth:`choose` as `begun`."""
         return None
 
     @abstractmethod
@@ -122,8 +122,8 @@ class BlockHead(nn.Module, ABC):
         """Scores the tokens that may be drafted at `place`, 0 … T-1, of the block.
 
         Args:
-            tokens: ``[B, Q]``, the tokens chosen for the place before; for place 0 the rows' last committed tokens.
-            above: ``[B, Q, S]``, the states after the parents of `tokens`; None for place 0, and if :attr:`HeadScores.state` is None.
+            tokens: ``[B, Q]``, the tokens of the nodes, chosen for the place before; for place 0 the rows' last committed tokens.
+            above: ``[B, Q, S]``, the head's states at the nodes' parents; None for place 0, and if :attr:`HeadScores.state` is None.
         """
 
     @staticmethod
@@ -259,7 +259,7 @@ class MarkovHead(BlockHead):
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
     def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias and the new states. before: ``W1[a]`` of the token before. of_place: the result of :meth:`begin` for this place."""
+        """Returns the bias and the new states. before: ``W1[a]`` of the token before. of_place: the place's result of :meth:`begin`."""
         head, rank = self.markov_head, before.shape[-1]
         if of_place is None:
             return head.markov_w2(before), None

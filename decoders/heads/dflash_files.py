@@ -34,7 +34,7 @@ from .network_files import (
 )
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-#: The modules that fuse the target's hidden states: their names in transformers' format, and their names in the authors' format.
+#: Modules that fuse the target's hidden states: from their names in transformers' format to their names in the authors' format.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 #: Classes of heads in published checkpoints; the first that a config describes is used.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
@@ -67,14 +67,14 @@ class DFlashFiles:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
+    """Config fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
 
     intermediate_size: Count
     num_hidden_layers: Whole
 
 
 class _Config(FileConfig):
-    """All fields but those of the decoder layers, in any of the formats."""
+    """The config's fields except those of the decoder layers, in any of the formats."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
@@ -181,7 +181,7 @@ def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculato
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:
-    """Indices of the target's layers that the draft model reads, spread evenly: the authors' default. None if a number is 0 or None.
+    """The authors' default for the target's layers that the draft model reads: evenly spaced indices. None without `depth` or `count`.
 
     Args:
         depth: number of the target's layers. count: number of the draft model's layers.
@@ -196,7 +196,7 @@ def _authors_choice(depth: int | None, count: int) -> list[int] | None:
 def load_draft_model(
     folder: str | Path, device: torch.device, dtype: torch.dtype, heads: tuple[type[BlockHead], ...] = HEADS
 ) -> DFlashFiles:
-    """Loads a draft model from a folder. It is cached until the files change. No code in the files is run.
+    """Loads a draft model from a folder, and caches it until its files change. No code in the files is run.
 
     Args:
         heads: the classes of heads that the draft model may have.
@@ -249,8 +249,8 @@ def save_draft_model(
 ) -> None:  # fmt: skip
     """Writes a draft model for the target `model` in the format of `speculators`, with a Markov head or without a head.
 
-    Each file is written atomically. The config is the last, because a folder with a config is taken for a complete draft model. The
-    embedding is the target's and is not written.
+    Each file is written atomically, the config last, because a folder with a config is taken for a complete draft model. The embedding
+    is the target's and is not written.
 
     Args:
         ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary, which needs an `output`; None: all tokens.

@@ -31,7 +31,7 @@ class Eagle3Config:
         draft_vocab_size: ``D``, number of tokens that the head can propose.
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs the head reads; None: three, chosen by the target's number of layers.
-        norm_before_residual: whether the first layer's residual is the normed state instead of the state itself.
+        norm_before_residual: whether the first layer adds its attention's output to the normed state instead of the state itself.
         norm_output: whether the next slot reads the output after the last norm (EAGLE-3.1) instead of the output before this norm.
         norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over all layers side by
             side. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
@@ -39,7 +39,7 @@ class Eagle3Config:
             (P-EAGLE, arXiv:2602.01469); None: tokens are drafted one after the other.
         windows: for each decoder layer, the number of last tokens that a token sees, None for all; empty: no layer has a window.
         rank: rank of the output head that chooses candidates (EAGLE-4); 0: all tokens get logits.
-        candidates: number of candidates; with a `rank`, only candidates get logits.
+        candidates: number of candidates, the only tokens that get logits if there is a `rank`.
     """
 
     layer: LlamaConfig
@@ -91,7 +91,7 @@ class Eagle3Head(nn.Module):
         if config.rank:
             self.efficient_lm_head_down_proj = nn.Linear(c.hidden_size, config.rank, bias=False)
             self.efficient_lm_head = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
-        # With candidates, only their rows of the output head are read, as an embedding reads rows.
+        # With candidates, only the candidates' rows of the output head are read, as an embedding reads rows.
         self.lm_head: nn.Linear | nn.Embedding = (
             nn.Embedding(config.draft_vocab_size, c.hidden_size)
             if config.rank
@@ -104,13 +104,13 @@ class Eagle3Head(nn.Module):
         cache: Any, logits: int = 1, fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the features ``[B, N, H]``, which the next slots read in place of hidden states that the target has not computed, and
-        the logits ``[B, n, D]`` of the last nodes.
+        the logits ``[B, n, D]`` of the last ``n`` nodes.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
             states: ``[B, N, T·H]``, hidden states of ``T`` target layers; without `fuse` ``[B, N, H]``, the head's own features.
             last: ``[B, N]`` int64, the last slot in each node's sliding windows; None: the node's own slot.
-            logits: the number ``n`` of last nodes whose logits are computed.
+            logits: ``n``, the number of nodes, counted from the end, whose logits are computed.
             fuse: whether `states` are the target's hidden states, which `fc` fuses.
         """
         states = self._fused(states) if fuse else states
@@ -146,13 +146,13 @@ class Eagle3Head(nn.Module):
 
 
 def hide_before(mask: Tensor, first: Tensor) -> Tensor:
-    """The additive `mask` ``[B, K, N, L]`` (``K`` heads or 1), changed so that it also hides the slots before `first` ``[B, N]``."""
+    """Returns the additive `mask` ``[B, K, N, L]`` (``K`` heads or 1) with the slots before `first` ``[B, N]`` hidden, too."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) < first[:, None, :, None]
     return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer whose attention reads an embedding and a state, concatenated. Each has a norm of its own."""
+    """A decoder layer whose attention reads an embedding and a state, each normed by its own norm, concatenated."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -223,11 +223,12 @@ class EagleHead(nn.Module):
         self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
         fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the predicted features ``[B, N, H]``, and again those of the last `logits` nodes, for the target's output head.
+        """Returns the predicted features ``[B, N, H]``, and the last ``n`` of them again, for the target's output head.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
             states: ``[B, N, H]``, features that the target computed or the head predicted.
+            logits: ``n``, the number of nodes, counted from the end, whose logits are needed.
             fuse: has no effect; the method has the arguments of :meth:`Eagle3Head.forward`.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))

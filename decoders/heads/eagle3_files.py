@@ -58,7 +58,7 @@ def find_head(named: str | None, config: Any) -> Path:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
+    """Config fields of the decoder layers. In the format of `speculators` they are in a separate section of the config."""
 
     vocab_size: Count
     model_type: str = "llama"
@@ -72,7 +72,7 @@ class _SpecForge(FileConfig):
 
 
 class _Candidates(FileConfig):
-    """Fields of EAGLE-4's low-rank head, which chooses candidates."""
+    """Config fields of EAGLE-4's low-rank output head, which chooses the tokens that get logits."""
 
     type: Literal["low_rank", "weighted_low_rank"] = "low_rank"
     rank: Count
@@ -87,7 +87,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """All fields but those of the decoder layers, in any of the formats."""
+    """The config's fields except those of the decoder layers, in any of the formats."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []
@@ -190,7 +190,7 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
 
 
 def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
-    """Loads a head from a folder. It is cached until the files change. No code in the files is run.
+    """Loads a head from a folder, and caches it until its files change. No code in the files is run.
 
     Raises:
         SettingsError: files are missing, unreadable, or hold no EAGLE head. UnsupportedError: see :func:`read_config`.
@@ -251,7 +251,7 @@ def read_vocabulary(
 
 
 def _our_name(name: str) -> str:
-    """Our name for a weight of a checkpoint. We call the first layer `midlayer`; other formats may write ``model.layers.0``."""
+    """Our name for a checkpoint's weight `name`. Our first layer is named `midlayer`; other formats may write ``model.layers.0``."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
     part, _, rest = name.removeprefix("layers.").partition(".")
     return f"deeper.{int(part) - 1}.{rest}" if name.startswith("layers.") and part.isdigit() else name
@@ -263,8 +263,8 @@ def save_head(
 ) -> None:  # fmt: skip
     """Writes a head for the target `model`.
 
-    Each file is written atomically. The config is the last, because a folder with a config is taken for a complete head. The
-    embedding is the target's and is not written; vLLM and the authors' code use the target's, too.
+    Each file is written atomically, the config last, because a folder with a config is taken for a complete head. The embedding is the
+    target's and is not written; vLLM and the authors' code use the target's, too.
 
     Args:
         ids: ``[D]`` int64, ascending, the tokens that the head can propose; None: all.
@@ -295,7 +295,7 @@ def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
 
 
 def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
-    """Config fields of the decoder layers, with the model type `kind`. Rotary positions have the forms of transformers 5 and 4."""
+    """Config fields of the decoder layers, with the model type `kind`. Those of rotary positions are for transformers 5 and for 4."""
     layer = config.to_dict()
     fields = {"model_type": kind, **{name: layer[name] for name in _FIELDS if name in layer}}
     rope = layer.get("rope_parameters") or {}

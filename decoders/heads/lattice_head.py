@@ -54,7 +54,7 @@ class _LatticeLayer(nn.Module):
 
 
 class _Correlator(nn.Module):
-    """Scores pairs of candidates at neighbouring places.
+    """Scores pairs of candidates (likely tokens) at neighbouring places of a block.
 
     Args:
         width: hidden size of the network.
@@ -82,8 +82,8 @@ class _Correlator(nn.Module):
         )
 
     def forward(self, block: DraftedBlock, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines ``[B, C]`` of the last committed token with the candidates of the first place, and cosines ``[B, T-1, C, C]`` of each
-        place's candidates with the candidates of the next place.
+        """Returns cosines ``[B, C]`` between a vector computed from ``block.context`` and the first place's candidates, and cosines
+        ``[B, T-1, C, C]`` between each place's candidates and the next place's. candidates, log_probs: ``[B, T, C]``.
         """
         count, ranks = log_probs.shape[1:]
         rank = torch.arange(ranks, device=log_probs.device).expand_as(log_probs)
@@ -119,7 +119,7 @@ class _Correlator(nn.Module):
 class LatticeHead(BlockHead):
     """A small transformer reads the ``C`` likeliest tokens of all places at once, and computes an outward and an inward vector for each
     of these candidates. The score of two candidates at neighbouring places is the cosine between the outward vector of the first and
-    the inward vector of the second, times a fixed scale.
+    the inward vector of the second, times a fixed scale. For the first place, a vector of ``context`` is the outward vector.
     """
 
     candidates: int

@@ -35,13 +35,13 @@ class HeadsConfig:
     """The shape of the heads, the tree of their draft tokens, and measurements of their training.
 
     Attributes:
-        heads: ``K``; head k predicts the token k places after the token that the output head predicts.
+        heads: ``K``; head k = 1 … K predicts the token k places after the token that the output head predicts.
         layers: number of residual blocks in each head.
         hidden_size: the target's hidden size.
         vocab_size: the target's vocabulary size.
         projection: ``tied``: every head uses the target's output head, and nothing is stored; ``low_rank``: the target's output head
             plus a learned difference of rank `rank`; ``full``: each head has its own projection, as in the paper.
-        rank: rank of the difference; 0 with the other projections.
+        rank: rank of the difference; 0 with another `projection`.
         tree: paths in Medusa's notation, best first: the first n paths are the best tree of n nodes. None: the default tree.
         figures: measurements of the training, for the model card.
     """
@@ -68,11 +68,11 @@ class HeadWeights(NamedTuple):
     """The stacked tensors of all heads, as inputs of compiled code. Tensors that the kind of projection does not need are None.
 
     Attributes:
-        linear: ``[K, layers, H, H]``.
-        bias: ``[K, layers, H]``.
-        projection: ``[K, V, H]``.
-        down: ``[K, R, H]``.
-        up: ``[K, V, R]``.
+        linear: ``[K, layers, H, H]``, weights of the residual blocks.
+        bias: ``[K, layers, H]``, biases of the residual blocks.
+        projection: ``[K, V, H]``, full projections.
+        down: ``[K, R, H]``, the factor of low-rank projections that is applied first.
+        up: ``[K, V, R]``, the factor of low-rank projections that is applied second.
     """
 
     linear: Tensor
@@ -118,7 +118,7 @@ class MedusaHeads(nn.Module):
         return head_scores(hidden, self.weights(), lm_head, lm_bias)
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
-        """Logits ``[P, V]`` of head `k` alone. The logits of all heads together may not fit in memory."""
+        """Logits ``[P, V]`` of the head with index `k` (from 0) alone. The logits of all heads together may not fit in memory."""
         stacked, head = self.weights(), slice(k, k + 1)
         projection, down, up = (None if part is None else part[head] for part in stacked[2:])
         weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
@@ -154,7 +154,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
 
 
 def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
-    """Raises SettingsError if hidden size or vocabulary of `heads`, which were loaded from `origin`, differ from the target's."""
+    """Raises SettingsError if the hidden size or vocabulary of `heads`, loaded from `origin`, is not the size of the target `model`."""
     config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
     if (config.vocab_size, config.hidden_size) != (vocab, hidden):
         raise SettingsError(
@@ -241,8 +241,9 @@ def _ours(path: Path, state: dict[str, Tensor]) -> MedusaHeads:
 def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     """Reads heads in the authors' format: a ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``.
 
-    The keys of head 0 are ``0.0.linear.weight`` and ``0.0.linear.bias`` for its first block, and ``0.1.weight`` for its projection. In
-    some files they begin with ``medusa_head.``. The authors' code writes a block once for each use; each copy becomes a block.
+    The keys of the first head are ``0.0.linear.weight`` and ``0.0.linear.bias`` for its first block, and ``0.1.weight`` for its
+    projection. In some files all keys begin with ``medusa_head.``. The authors' code writes a block once for each use; each copy
+    becomes a block here.
     """
     pattern = re.compile(r"(?:.*\bmedusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
     parts: dict[tuple[int, int, str], Tensor] = {}
@@ -282,8 +283,8 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
 
 Tree = tuple[tuple[int, ...], ...]
 
-#: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best path first. A path has one rank per level:
-#: the rank of its token among the tokens of the level's head, 0 for the best.
+#: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best path first. A path lists one rank per level:
+#: the rank of the level's token among the tokens that the level's head predicts, 0 for the best.
 DEFAULT_TREE: Tree = (
     (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
     (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
@@ -294,17 +295,17 @@ DEFAULT_TREE: Tree = (
 
 
 def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
-    """The tree of `nodes` nodes with the longest mean accepted path on calibration data, as paths, the best first.
+    """The tree of at most `nodes` nodes with the longest mean accepted path on calibration data, as paths, the best first.
 
-    At every position, the right token of each head has a rank among the head's tokens. These ranks are the position's path, and the
-    part of the path that is in the tree is accepted. So each node adds to the mean accepted length the share of positions whose path
-    contains the node, and this share does not depend on the tree's other nodes. A parent's share is at least the share of its child, so
-    the nodes with the largest shares form a tree, which is the best tree. The paper instead multiplies the accuracies of single heads,
-    as if they were independent.
+    At every position of the data, the right token of each head has a rank among the head's tokens. The ranks of all heads are the
+    position's path, and the part of the path that is in the tree is accepted. So each node adds to the mean accepted length the share
+    of positions whose path contains the node, and this share does not depend on the tree's other nodes. A parent's share is at least
+    the share of its child, so the nodes with the largest shares form a tree, which is the best tree. The paper instead multiplies the
+    accuracies of single heads, as if they were independent.
 
     Args:
         ranks: ``[P, K]`` int64, for ``P`` positions the rank of the right token among each head's tokens, 0 for the best; -1: unknown.
-        widest: greatest number of tokens per head that are considered.
+        widest: number of tokens per head that are considered, the best ones.
 
     Raises:
         DecodersError: no head predicts any position right.

@@ -1,4 +1,4 @@
-"""Reads small networks from a folder: reads config and weights, and checks that they fit each other. No code in the files is run.
+"""Loads small networks from a folder: reads config and weights, and checks that they fit each other. No code in the files is run.
 
 Built-in strategies read their networks with these functions, and plugins can do so, too: :func:`find_network` finds the folder, a
 :class:`FileConfig` reads ``config.json``, and :func:`filled` puts the weights of :func:`read_tensors` into the network.
@@ -36,7 +36,7 @@ def _number(value: Any) -> Any:
 #: CONFIG is a file in every network's folder. The value DEMO of a setting stands for the network that comes with the demo model.
 CONFIG, DEMO = "config.json", "demo"
 
-#: ``6.0`` counts as a whole number; ``"6"`` and ``true`` do not.
+#: An integer in a config. ``6.0`` is accepted as one; ``"6"`` and ``true`` are not.
 Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(ge=1)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
@@ -53,7 +53,7 @@ class FileConfig(BaseModel):
 
     @classmethod
     def of(cls, raw: object, place: str, kind: str) -> Self:
-        """The config with the fields of `raw`, the content of a JSON file.
+        """Returns the config with the values in `raw`, the parsed content of a JSON file.
 
         Args:
             place: the strategy and the file, for messages: ``eagle3: /heads/config.json``.
@@ -86,7 +86,7 @@ def _explained(problem: Any) -> str:
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built from Llama's modules. Its fields have the same names as in ``LlamaConfig``."""
+    """The config of decoder layers that are built from Llama's modules. Its fields have the names that they have in ``LlamaConfig``."""
 
     hidden_size: Count
     num_attention_heads: Count
@@ -165,7 +165,7 @@ class WindowedLayerConfig(LlamaLayerConfig):
             everywhere: whether, without ``layer_types``, all layers have the window.
 
         Raises:
-            UnsupportedError: there is no layer, or ``layer_types`` does not give each layer a known type.
+            UnsupportedError: there is no layer, or ``layer_types`` does not list one known type per layer.
             SettingsError: a layer has a window, and ``sliding_window`` is missing.
         """
         count, window = self.num_hidden_layers, self.sliding_window
@@ -189,7 +189,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
-    """The names, times and sizes of the `files` that exist, as the key of a cache: a changed file has another key."""
+    """The names, times and sizes of those of `files` that exist, as a cache key, which differs after a file has changed."""
     return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
 
 

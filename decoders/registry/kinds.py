@@ -24,12 +24,12 @@ Provided = TypeVar("Provided", bound=ABC)
 
 @dataclass(frozen=True)
 class Kind(Generic[Provided]):
-    """A kind of class that plugins provide. Names are unique within a kind.
+    """A kind of class that plugins provide, such as strategies. Names of classes are unique within a kind.
 
     Attributes:
-        noun, plural: the kind in errors.
+        noun, plural: what a class of the kind, and several classes, are called in errors.
         base: base class of the provided classes.
-        hook: name of the hook that returns them.
+        hook: name of the hook that returns the classes.
         check_more: function with further checks of a class; takes the class and its name for errors, raises PluginError.
     """
 
@@ -40,7 +40,7 @@ class Kind(Generic[Provided]):
     check_more: Callable[[type[Provided], str], None]
 
     def collect(self, provided: Iterable[object]) -> dict[str, type[Provided]]:
-        """Checks the classes that a plugin returned; returns them by name. Raises PluginError for invalid classes or equal names."""
+        """Checks the classes `provided` by a plugin; returns them by name. Raises PluginError for invalid classes or equal names."""
         if isinstance(provided, type):
             raise PluginError(f"{self.hook} must return an iterable of classes, not one class")
         if not isinstance(provided, Iterable):
@@ -211,11 +211,11 @@ class PluginInfo:
 
     Attributes:
         name: entry-point name.
-        version, provider: the version and name of its distribution.
-        hooks: hooks that it implements.
+        version, provider: the version and name of the plugin's distribution.
+        hooks: names of the hooks that the plugin implements.
         strategies, verifiers, grammar_backends, grammars, grammar_types, observers, commands: names that it claims, usable or not.
-        status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (another plugin, too, claims one of its
-            names; its other names are usable).
+        status: "loaded", "blocked" (by the block or allow list), "failed" (nothing of the plugin is used), "conflict" (another plugin,
+            too, claims one of its names; its other names are usable).
         error: the reason for a status other than "loaded".
     """
 
@@ -235,7 +235,7 @@ class PluginInfo:
 
     @property
     def key(self) -> str:
-        """A unique key: distributions may use the same entry-point name."""
+        """The plugin's unique key, which includes its distribution, because distributions may use the same entry-point name."""
         return f"{self.provider}:{self.name}"
 
     def __str__(self) -> str:
@@ -244,7 +244,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """A usable name, its class (or object, for grammars, grammar types and commands), its distribution and version."""
+    """The class of a usable name (for grammars, grammar types and commands: the object), with its distribution and version."""
 
     name: str
     cls: type[Provided]
@@ -254,12 +254,12 @@ class Entry(Generic[Provided]):
 
 @dataclass(frozen=True)
 class Names(Generic[Provided]):
-    """The names of a kind.
+    """The names of a kind that plugins claim.
 
     Attributes:
         usable: entries by name.
         conflicts: names that several plugins claim, unusable for all, with the error.
-        lost: by plugin key, an error for each name that the plugin claims and did not get.
+        lost: by plugin key, an error for each name that the plugin claims but cannot use.
     """
 
     kind: Kind[Provided]

@@ -84,7 +84,7 @@ class Registry:
         return dict(self._names[VERIFIER].usable)
 
     def verifier(self, name: str) -> type[Verifier]:
-        """The class registered as `name`; raises the errors of :meth:`strategy`. A strategy may have the same name."""
+        """The verifier class registered as `name`; raises the errors of :meth:`strategy`. A strategy may have the same name."""
         return self._find(VERIFIER, name)
 
     def grammar_backends(self) -> dict[str, Entry[Backend]]:
@@ -92,7 +92,7 @@ class Registry:
         return dict(self._names[BACKEND].usable)
 
     def grammar_backend(self, name: str) -> type[Backend]:
-        """The class registered as `name`; raises the errors of :meth:`strategy`."""
+        """The backend class registered as `name`; raises the errors of :meth:`strategy`."""
         return self._find(BACKEND, name)
 
     def grammars(self) -> dict[str, Entry[Any]]:
@@ -104,11 +104,11 @@ class Registry:
         return self._find(GRAMMAR, name)
 
     def grammar_types(self) -> dict[str, Entry[Any]]:
-        """Every usable function of a plugin that turns objects of a type into grammars, by the type's full name."""
+        """Every usable function of plugins that turns objects of a type into grammars, by the type's full name."""
         return dict(self._names[GRAMMAR_TYPE].usable)
 
     def grammar_of(self, value: object) -> Any:
-        """The grammar that a plugin's function makes of `value`; `value` itself if no plugin claims its type.
+        """What a plugin's function for the type of `value` returns for it; `value` itself if no plugin claims the type.
 
         Raises:
             PluginError: several plugins claim the type. GrammarError: the plugin's function fails, or returns no grammar.
@@ -128,7 +128,7 @@ class Registry:
         return grammar
 
     def commands(self) -> dict[str, Entry[Any]]:
-        """Every usable command of a plugin by name. This package's own commands are not among them."""
+        """Every usable command of plugins by name; this package's own commands are not included."""
         return dict(self._names[COMMAND].usable)
 
     def observers(self) -> dict[str, Entry[Observer]]:
@@ -136,7 +136,7 @@ class Registry:
         return dict(self._names[OBSERVER].usable)
 
     def listening(self) -> tuple[Observer, ...]:
-        """The observer objects, each created once."""
+        """One object of every usable observer class; always the same objects."""
         return self._listening
 
     def _find(self, kind: Kind[Provided], name: str) -> type[Provided]:
@@ -249,7 +249,7 @@ class Registry:
             raise PluginError("it has no function marked @decoders.hookimpl")
         classes: dict[Kind[Any], dict[str, type]] = {}
         for kind in KINDS:
-            answers = getattr(trial.hook, kind.hook)()  # one answer; none if the plugin lacks the hook
+            answers = getattr(trial.hook, kind.hook)()  # one answer; empty if the plugin does not implement the hook
             classes[kind] = kind.collect(answers[0]) if answers else {}
         self._observers |= {cls: cls() for cls in classes[OBSERVER].values()}
         self.manager.register(plugin, info.key)
@@ -275,7 +275,7 @@ class Registry:
 
 
 def made_by(function: Callable[[], Any], what: str) -> Any:
-    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: what it is for, for the message."""
+    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: its purpose, for the message."""
     try:
         return function()
     except DecodersError:

@@ -78,11 +78,11 @@ def with_hints(
     hints: Mapping[str, Any],
     where: Callable[[str], str] = lambda hint: "",
 ) -> Mapping[str, Any] | None:
-    """Returns `config`, a ``strategy_config``, with the settings to which the strategy `chosen` maps drafting arguments.
+    """Returns `config`, a ``strategy_config``, plus the drafting arguments `hints` as settings of the strategy `chosen`.
 
     Args:
-        hints: drafting arguments of transformers, by name; see :attr:`Strategy.hints`.
-        where: takes the name of a hint, and returns the last sentence of an error, about the hint's origin.
+        hints: drafting arguments of transformers, by name; :attr:`Strategy.hints` maps them to settings.
+        where: takes the name of a drafting argument; returns a sentence about its origin, which ends the error.
 
     Raises:
         UnsupportedError: no chosen strategy has a setting for a hint. SettingsError: a setting is given twice with different values, or
@@ -160,7 +160,7 @@ def resolve_backend(chosen: Any) -> Backend:
 
 
 def resolve_grammar(given: Any) -> Spec | CompiledGrammar | None:
-    """The grammar of a row; None for free text. given: a grammar's name (in the library or a plugin), or an object.
+    """The grammar that `given` means: the name of a grammar (of this package or a plugin), or an object; None means free text.
 
     Raises:
         UnknownNameError: no grammar has this name. PluginError: several plugins claim the name, or the object's type.
@@ -174,7 +174,7 @@ def _named(name: str) -> Spec | CompiledGrammar:
         value = registry().grammar(name)
     except UnknownNameError as error:
         try:
-            return spec_of_library(name)  # the name may have a suffix
+            return spec_of_library(name)  # accepts names with a suffix, too
         except UnknownNameError:
             raise unknown_grammar(name, error.choices) from None
     grammar = resolve_grammar(made_by(value, f"grammar {name!r}") if is_maker(value) else value)

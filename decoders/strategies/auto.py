@@ -1,4 +1,4 @@
-"""Collects draft tokens from all usable drafters in every step, and verifies the draft tokens that are worth their time.
+"""Collects draft tokens from several drafters in each step, and lets the target verify those that are worth their time.
 
 The tokens that a row writes do not depend on its drafts. So a draft can be compared with the written tokens even if it was not
 verified, and every drafter's acceptance rates are known. The rates give the probability of each draft token. The seconds of a step
@@ -22,7 +22,7 @@ from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_p
 from .auto_plan import AutoState, Memory, Plan
 from .merged import union
 
-#: Weight of the newest step in the moving means of tokens and seconds, whose ratio is the present rate.
+#: Weight of the newest step in the moving means of tokens per step and seconds per step, whose ratio is the present rate.
 RATE_WEIGHT = 1 / 32
 
 
@@ -50,7 +50,7 @@ class AutoSettings(Settings):
 
 
 class Auto(Strategy):
-    """Verifies in every step the draft tokens that are worth their time, from all of its candidates.
+    """Asks several other strategies (its candidates) for draft tokens, and verifies in each step those that are worth their time.
 
     Trying the candidates costs about 1 % of the time of plain decoding. Candidates that bring no gain are tried less and less often.
     A call that has fallen 1.5 % behind plain decoding decodes plainly until it can afford another attempt.
@@ -91,7 +91,7 @@ class Auto(Strategy):
             refuse_unfit(strategy)
         merged = merged_traits(tuple(made.values()))
         self.declare(**{name: merged[name] for name in ("reads_prompt", "prompt_logits", "finds_layers")})
-        # A candidate that reads no prompts can be started anew when the rows change.
+        # A candidate that reads no prompts need not keep state when the rows change: it can be started anew.
         self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made.values())
         self._made = made  # set last: if a candidate is refused above, the next call refuses it again
 
@@ -99,7 +99,7 @@ class Auto(Strategy):
         return union(self._layers_of(part, config, count) for part in self._made.values())
 
     def _layers_of(self, candidate: Strategy, config: Any, count: int) -> tuple[int, ...]:
-        """The target's layers that a candidate reads; empty if it cannot start, for instance because its head's files are missing.
+        """Indices of the target's layers that `candidate` reads; empty if it cannot start, for instance because its files are missing.
 
         Raises:
             DecodersError: a candidate that the user has configured cannot start.
@@ -146,7 +146,7 @@ class Auto(Strategy):
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
     ) -> Candidate | str:
-        """Starts the candidate `name`; returns it, or the reason why it is left out. every: all layers that candidates read.
+        """Starts the candidate `name`; returns it, or the reason why it is left out. every: the layers that any candidate reads.
 
         Raises:
             DecodersError: a candidate that the user has configured cannot start.
@@ -233,7 +233,7 @@ class Auto(Strategy):
             worth += weight * count
             if count:
                 follower.follow(proposals)
-                # If several drafters proposed a token, it is credited to the first of them only.
+                # A token that several drafters proposed is credited to the first of them only.
                 for sources in proposals.path(tokens[:drafted]):
                     credit[sources & -sources] += weight
             for token in tokens:
@@ -273,7 +273,7 @@ class Auto(Strategy):
 
 
 def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
-    """The depth of a candidate's draft in this step: 0 if the candidate is left out, None for a candidate without a limit."""
+    """The depth to request from a candidate in this step: 0 leaves it out; None for a candidate that takes no requested depth."""
     if not plan.tries:
         return 0
     if candidate.limited:
@@ -288,7 +288,7 @@ def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
-    """How much a token of each active row counts, by row index: more in rows that the call is likely to wait for; 1 on average."""
+    """The weight of a token in each active row, by row index: larger in rows that the call is likely to wait for; 1 on average."""
     written = state.ledger.written
     if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)

@@ -11,7 +11,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, PromptChunk, Sequences, Step, Strategy, check_draft
 from .merged import layers_of_part
 
-#: A drafter is cheap if its time allows a draft every CHEAP_WAIT steps. The mean wait between drafts is at most DEAREST_WAIT steps.
+#: A drafter is cheap if its time allows a draft every CHEAP_WAIT steps or oftener. The mean wait for a draft is at most DEAREST_WAIT.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
 #: If a drafter with the trait `misses_steps` is asked less often than every UNTAUGHT steps, it does not observe the steps between its
 #: drafts.
@@ -20,7 +20,7 @@ UNTAUGHT = 16
 PATIENCE = 4
 #: Weight of the newest run in the means of a drafter.
 RUN_WEIGHT = 1 / 4
-#: Number of tokens in the first draft of a limited drafter, which needs one pass per token.
+#: Number of tokens in the first draft of a limited drafter, which drafts to a requested depth with one pass per token.
 FIRST_DEPTH = 2
 
 
@@ -30,9 +30,10 @@ class Experience:
 
     Attributes:
         runs: number of runs; a run is one draft that the drafter was asked for.
-        cost: mean seconds of a run; for a limited drafter, mean seconds per level of its draft.
+        cost: mean seconds of a run; for a limited drafter (:class:`Candidate`), mean seconds per level of its draft.
         learning: mean seconds of `observe` for a drafter that may miss steps, otherwise 0.
-        lost: seconds of trials without a gain, summed over calls, because several calls can afford a trial that one call cannot.
+        lost: seconds lost in trials (runs while the drafter brings no gain), summed over calls, because several calls together can
+            afford a trial that one call cannot.
         looks: decides how often the drafter is asked, by the gains of its drafts.
     """
 
@@ -47,13 +48,13 @@ class Candidate:
     """A drafter in a call.
 
     Args:
-        bit: the drafter's bit in sets of drafters (:mod:`decoders.costs.acceptance`).
+        bit: the drafter's bit in bit masks that stand for sets of drafters (:mod:`decoders.costs.acceptance`).
         strategy, state: the drafter's strategy and its state.
-        depth: greatest number of tokens that the drafter proposes on a path.
+        depth: greatest depth to request from a limited drafter.
         experience: the drafter's statistics, kept between calls.
         clock: the call's clock.
         first_price: expected seconds of the drafter's first run.
-        layers: the target's layers that the drafter reads, and the layers that any of the candidates reads.
+        layers: indices of the target's layers that the drafter reads, and of the layers that any candidate reads.
 
     Attributes:
         limited: whether the drafter drafts to a requested depth, because deeper drafts take more time.
@@ -105,7 +106,7 @@ class Candidate:
         self.preparing, self.requested_depth = 0.0, 0
 
     def read(self, chunk: PromptChunk) -> None:
-        """Passes a chunk of the prompts to the drafter's `prefill`, if it reads prompts."""
+        """Passes a chunk of the prompts to the drafter's `prefill`, if the drafter reads prompts."""
         if self.strategy.reads_prompt:
             layers = layers_of_part(chunk.layers, self._every, self._layers)
             logits = chunk.logits if self.strategy.prompt_logits else None
@@ -115,7 +116,7 @@ class Candidate:
         """Runs the drafter; returns for every row the tokens, the nodes' parents and the grades, as :meth:`Proposals.add` takes them.
 
         Raises:
-            DraftError: the strategy's proposal is no valid draft. UnsupportedError: the draft has nodes beside its draft tokens.
+            DraftError: the strategy returned no valid draft. UnsupportedError: some nodes of the draft can never be accepted.
         """
         begun = self._clock()
         if limit is not None:
@@ -141,7 +142,7 @@ class Candidate:
         return [(own, parents[row], grades and grades[row]) for row, own in enumerate(tokens)]
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Passes the verified step to the drafter's `observe`, if any; a drafter that may miss steps must be asked often enough."""
+        """Passes a verified step to the drafter's `observe`, unless the drafter may miss it and is rarely asked (:data:`UNTAUGHT`)."""
         rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
@@ -174,14 +175,17 @@ class Candidate:
 
 
 def _mean(known: float, seconds: float, runs: int) -> float:
-    """The moving mean of a run's seconds, updated with a run of `seconds`. The first run is left out: it includes preparation."""
+    """The moving mean `known`, updated with a run of `seconds` after `runs` earlier runs. The second run replaces the first, which
+    includes preparation.
+    """
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Expected seconds of a drafter's first run, in which a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    A pass of the draft model is assumed to cost a pass of the target, times the ratio of their layer counts. 0 without a draft model.
+    A pass of the draft model is assumed to cost a pass of the target, times the ratio of their layer counts. 0 if `strategy` is not
+    limited.
     """
     if not strategy.limits:
         return 0.0
@@ -204,7 +208,7 @@ def refuse_unfit(strategy: Strategy) -> None:
 
 
 def missing(strategy: Strategy, context: Context) -> str | None:
-    """The reason why `strategy` cannot be used in the call: an input that it needs is missing. None if no input is missing."""
+    """A text that names the input (grammar or assistant model) that `strategy` needs and the call lacks; None if none is missing."""
     if strategy.needs_grammar and context.guide is None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
@@ -218,11 +222,11 @@ LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 BEHIND_SHARE = 0.015
 #: The rest of a call is expected to write at most this many tokens per row, because the call may end early.
 COUNTED_AHEAD = 256
-#: At its start a call may fall behind by the share BEHIND_SHARE of the time of FIRST_STEPS plain steps (steps without a draft). Every
-#: step allows it this share of a plain step's time more.
+#: At its start a call may fall behind by BEHIND_SHARE times the time of FIRST_STEPS plain steps (steps without a draft). Every step
+#: raises this limit by BEHIND_SHARE times the time of a plain step.
 FIRST_STEPS = 64
-#: If a call is more than MOST_AHEAD plain steps ahead, MOST_AHEAD steps are booked. If it is too far behind, it drafts again after at
-#: most LONGEST_REST plain steps.
+#: A call that is further ahead than MOST_AHEAD plain steps counts as MOST_AHEAD steps ahead. A call that is too far behind drafts again
+#: after at most LONGEST_REST plain steps.
 MOST_AHEAD, LONGEST_REST = 64, 32
 #: For a call that is as far behind as allowed, the price of a draft token is multiplied by ``1 + STRICTNESS``.
 STRICTNESS = 4
@@ -265,7 +269,7 @@ class Ledger:
         self.behind = min(max(behind, -MOST_AHEAD * plain), most)
 
     def _gained(self, emitted: dict[int, int]) -> float:
-        """The number of plain steps that would have made the same progress as this step."""
+        """Updates `written` and `least`; returns the number of plain steps that would have made the same progress as this step."""
         if self.written is None:
             return sum(emitted.values()) / max(len(emitted), 1)
         for row, count in emitted.items():

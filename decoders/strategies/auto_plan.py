@@ -23,7 +23,7 @@ class Phase:
         steps: number of its steps.
         strategies: the strategies' names, joined by "+"; "" for none.
         nodes: sum over the steps of the number of draft tokens per row.
-        expected: number of expected tokens, over all rows and steps.
+        expected: expected number of written tokens, over all rows and steps.
         tokens: number of written tokens, over all rows and steps.
     """
 
@@ -56,16 +56,16 @@ class AutoState:
 
     Attributes:
         memory: the statistics that are kept between calls.
-        candidates: the drafters.
-        left_out: reasons why other candidates were left out, by name.
+        candidates: the drafters that take part in the call.
+        left_out: reasons why other candidates do not take part, by name.
         costs: the cost of a step by its number of nodes.
         rows: for every row a follower, which compares the row's drafts with the written tokens.
         ledger: how far the call is behind plain decoding.
         new_tokens: greatest number of tokens that a row may write; None if rows join and leave.
         tokens: mean number of tokens of a step, the numerator of the rate. A token counts more if other rows wait for its row.
         seconds: mean seconds of a step, the denominator of the rate.
-        history: the choices so far.
-        steps: number of steps.
+        history: the phases so far.
+        steps: number of steps so far.
         clock: the call's clock.
         plan: the last step's plan.
     """
@@ -102,13 +102,13 @@ class Plan:
     """The choice in one step.
 
     Attributes:
-        active: unfinished rows.
-        proposals: proposals for each row.
+        active: indices of the unfinished rows.
+        proposals: for each row the nodes that drafters proposed in this step.
         price: expected tokens that a node must bring for each second that the node takes.
         worth: expected tokens of the draft, less `price` times the draft's seconds.
         count: greatest number of draft tokens to verify per row, set by :meth:`weigh`.
         width: number of nodes per row in the step's draft, root excluded, set by :meth:`draft`.
-        chain: bits of the drafters that each proposed every verified token, if the tokens form a chain; otherwise 0.
+        chain: if the verified tokens form a chain, the bits of the drafters that each proposed all of it; otherwise 0.
         verifying: seconds of verifying nodes, by the bit of the first drafter that proposed them.
         chosen: time on the call's clock at which the draft was chosen.
 
@@ -146,7 +146,7 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """The most valuable depth of a limited drafter's draft; 0 if no depth is worth more than this plan, or before its first run."""
+        """The most valuable depth to request of a limited drafter; 0 if none is worth more than this plan, or before the first run."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
@@ -196,8 +196,8 @@ class Plan:
     def _chosen(self, row: int) -> list[int]:
         """The nodes of a row that are verified, parents before their children.
 
-        The likeliest path comes first, so that each of its tokens has the slot that plain decoding would give it. Its keys and
-        values then have the same bits as in plain decoding, and the token need not be run again if it is accepted.
+        The likeliest path comes first, so that each token of the path has the slot that plain decoding would give it. The token's keys
+        and values then have the same bits as in plain decoding, and an accepted token need not be run again.
         """
         parents = self.proposals[row].parents
         path, others = [0], list[int]()
@@ -231,8 +231,8 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Books in the ledger how many seconds longer the step takes than a plain step. Verification counts with its expected time,
-        because the noise of one measurement is greater than the time of the draft tokens.
+        """Books in the ledger how many seconds longer the step takes than a plain step: `drafting`, plus the expected time of verifying
+        the draft tokens. The measured time is not used, because its noise is greater than the time of the draft tokens.
 
         Args:
             drafting: seconds of drafting, plus the seconds of learning from the step.

@@ -61,10 +61,10 @@ class _State(FeatureState):
 class DFlash(ReadsFeatures):
     """A small network drafts a block of tokens. It attends to keys and values that it computes from the target's hidden states.
 
-    The network reads the last token and masks, which attend to each other, and predicts in one pass the token in the place of every
-    mask. A draft model may have a head, which chooses tokens that fit the token before: a path selector (DFlash2), a Markov head
-    (DSpark), a recurrent correction (Domino), a correlator (LiLiCorr). If the draft model has no embedding or no output head of its
-    own, the target's is used.
+    The network's input is a block: the last committed token and mask tokens, which attend to each other. One pass predicts the token in
+    the place of every mask. A draft model may have a head, which chooses tokens that fit the token before: a path selector (DFlash2), a
+    Markov head (DSpark), a recurrent correction (Domino), a correlator (LiLiCorr). A draft model without an embedding or output head of
+    its own uses the target's.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
 
@@ -119,8 +119,8 @@ class DFlash(ReadsFeatures):
 
 
 class DFlashDrafter(BlockDrafter):
-    """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``. The block
-    begins at the last token, which the target has not read yet. The block's keys and values are dropped after the pass.
+    """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``. A block
+    begins at the last token, which the target has not read yet; the next block or window overwrites the block's keys and values.
 
     Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend on
     the tokens of other places. Rejection rules stay exact: the draws of a level are independent of draws and acceptances above it.
@@ -140,7 +140,7 @@ class DFlashDrafter(BlockDrafter):
         self.module: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
 
     def _make_block(self, rows: int, block: int) -> None:
-        """Builds the tensors of every row's block: the last token and masks, which attend to each other."""
+        """Builds the mask tokens and the attention of every row's block, in which the last token and the masks attend to each other."""
         device = self.window.device
         self.masks = torch.full((rows, block - 1), self.mask_token, device=device)
         offsets = torch.arange(block, device=device).expand(rows, block)
@@ -166,7 +166,7 @@ class DFlashDrafter(BlockDrafter):
             return self.opened(logits)
         self.drafted = DraftedBlock(logits, states, self.context, self.sequences.length > 1, self.embed)
         self.level, self.begun = 0, self.chooser.begin(self.drafted)
-        self.paths: Tensor | None = None  # the head's states of all nodes that have been expanded
+        self.paths: Tensor | None = None  # the head's states at all nodes that have been expanded
         return self._chosen(self.sequences.last, None)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
@@ -180,7 +180,7 @@ class DFlashDrafter(BlockDrafter):
         return self._chosen(nodes.clamp(0, self.most_id), above)
 
     def _chosen(self, nodes: Tensor, above: Tensor | None) -> Expansion:
-        """The best continuations of `nodes` ``[B, Q]`` by the head's scores. above: the head's states of the nodes' parents."""
+        """The best continuations of `nodes` ``[B, Q]`` by the head's scores. above: the head's states at the nodes' parents."""
         assert self.chooser is not None
         choice = self.chooser.choose(self.drafted, self.begun, self.level, nodes, above)
         if choice.state is not None:

@@ -54,7 +54,8 @@ class DraftModelStrategy(Strategy):
         """The model that drafts: `draft_model` of the settings, else the call's assistant model.
 
         Raises:
-            UnsupportedError: the settings name no draft model, and the call has no assistant model, or the strategy drafts for it.
+            UnsupportedError: the settings name no draft model, and either the call has no assistant model, or this strategy drafts for
+                another draft model.
         """
         if self.settings.draft_model is not None:
             return self.settings.draft_model

@@ -31,7 +31,8 @@ __all__ = [
     "require_coupled", "shape_of",
 ]  # fmt: skip
 
-#: A draft token's grade is the number of GRADES that its probability exceeds. GRADE_RATES has the usual acceptance rate of each grade.
+#: A draft token's grade is the number of thresholds in GRADES that its probability exceeds. GRADE_RATES lists the usual acceptance rate
+#: of each grade.
 GRADES = (0.3, 0.6, 0.9, 0.98)
 GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
 
@@ -64,7 +65,7 @@ Beam = Annotated[int, Field(ge=1, le=32, description="Number of nodes of a dynam
 
 
 class TreeForms(Settings):
-    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns of those that have no effect on the tree."""
+    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns if one is set that the tree does not use."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -202,7 +203,7 @@ class DynamicTree(DraftTree):
         depth: number of levels.
         beam: number of nodes expanded per level.
         nodes: greatest number of nodes of the tree, root excluded.
-        children: greatest number of continuations per node; a smaller vocabulary gives fewer.
+        children: greatest number of continuations per node; fewer if the draft model's vocabulary is smaller.
         compile: see :class:`~decoders.strategy.Context`.
     """
 
@@ -266,7 +267,7 @@ class DynamicTree(DraftTree):
 def grades_of(weights: Tensor) -> Tensor:
     """Grades 0 … 4 of draft tokens, int64. weights: each token's log-probability given the tokens before, float32 of the same shape.
 
-    :data:`GRADE_RATES` has the usual rate of each grade, for :attr:`decoders.Strategy.grade_rates`.
+    :data:`GRADE_RATES` lists the usual acceptance rate of each grade, for :attr:`decoders.Strategy.grade_rates`.
     """
     return sum(((weights > math.log(bound)).long() for bound in GRADES), torch.zeros_like(weights, dtype=torch.int64))
 
@@ -296,7 +297,7 @@ def shape_of(
 
     Args:
         strategy: name of the strategy, for the error.
-        tree: one of :data:`TreeForm`.
+        tree: a value of :data:`TreeForm`.
         depth: number of levels of the tree.
         children: greatest number of continuations of a node.
         nodes: greatest number of nodes of a tree, root excluded; None: as many as the measured costs of a step allow.
@@ -330,7 +331,8 @@ def frontier(
         parents, offsets: ``[B, K]``, visible: ``[B, K, K]``, the tree of the nodes that were run.
 
     Returns:
-        the chosen nodes' tokens, cumulative log-probabilities and indices in the level, ``[B, W]``; then the tree of ``K + W`` nodes.
+        the chosen nodes' tokens, cumulative log-probabilities and indices in the level, ``[B, W]``; then parents, offsets and
+        visibility of the tree of ``K + W`` nodes.
     """
     if floor is not None:
         weights = weights.masked_fill(weights < floor[:, None], float("-inf"))
@@ -351,10 +353,12 @@ def frontier(
 def expanded(
     tokens: Tensor, weights: Tensor, reached: Tensor, parents: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next level: all continuations ``[B, W, C]`` of the last ``W`` nodes that were run.
+    """The next level: all continuations of the last ``W`` nodes that were run.
 
     Args:
+        tokens, weights: ``[B, W, C]``, the continuations, and the log-probability of each given its path.
         reached, parents: ``[B, W]``, cumulative log-probabilities of the ``W`` nodes, and their indices among all nodes found.
+        offsets: ``[B, K]``, as in :func:`frontier`; only ``K`` is read.
 
     Returns:
         the level's tokens, cumulative log-probabilities, parents, and the parents' places in the cache, each ``[B, W·C]``.
@@ -369,7 +373,7 @@ def expanded(
 
 
 def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the likeliest of all ``M`` nodes found, `nodes` of them, and builds their tree.
+    """Selects the likeliest of all ``M`` nodes found, `nodes` in number, and builds their tree.
 
     Args:
         depth: greatest number of levels of the tree, from :func:`depth_bound`.

@@ -49,8 +49,8 @@ class Eagle3Settings(TreeForms):
 
 
 class Eagle3(ReadsFeatures):
-    """One decoder layer drafts. For every token it reads the token's embedding, and the fused hidden states of three target layers at
-    the token before.
+    """A head of one decoder layer (P-EAGLE: several) drafts. For every token it reads the token's embedding, and the fused hidden
+    states of three target layers (EAGLE, EAGLE-2: the input of the target's output head) at the token before.
 
     From the second drafted token on, the target has not computed the hidden states, and the head's own output replaces them. A P-EAGLE
     head reads masks instead and drafts all tokens in one pass. The head's vocabulary may be a part of the target's.

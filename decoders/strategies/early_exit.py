@@ -34,7 +34,7 @@ class EarlyExit(Speculative):
     needs_assistant = False
 
     def draft_model(self, context: Context) -> PreTrainedModel:
-        """A model of the target's first layers, its last norm and its output head.
+        """A draft model that consists of the target's first layers, last norm and output head.
 
         Raises:
             UnsupportedError: the strategy drafts for a draft model, not for the target.

@@ -62,7 +62,7 @@ class FeatureWindow(ABC):
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
-        # unread: upper bound of the tokens in the window that the network has not read. asked: whether it drafted in this step.
+        # unread: upper bound of the number of window tokens that the network has not read. asked: whether it drafted in this step.
         self.unread, self.asked = 0, False
         assert context.sequences is not None
         self.prompts = context.sequences
@@ -70,7 +70,7 @@ class FeatureWindow(ABC):
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """All objects that a recorded step uses and that exist before and after the step."""
+        """By name, all objects that a recorded step uses and that exist before and after the step."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -99,13 +99,13 @@ class FeatureWindow(ABC):
         """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, which are the last ``Q`` nodes of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Keeps the windows of rows that stay; :meth:`prefill` fills new windows. rows: as in :meth:`decoders.Strategy.rebatch`."""
+        """Keeps the windows of rows that stay; :meth:`prefill` fills those of new rows. rows: see :meth:`decoders.Strategy.rebatch`."""
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
 
     def prefill(self, chunk: PromptChunk, features: Tensor) -> None:
-        """Reads a chunk of the prompts, whose tokens have the `features` ``[B, N, F]``."""
+        """Runs the network over a chunk of the prompts; copies the prompts' last features to the window. features: ``[B, N, F]``."""
         start = chunk.positions[:, 0]
         self.read(start, features, self.prompts)
         index = self.prompts.length[:, None] - 1 - self.width + self.index - start[:, None]
@@ -116,8 +116,8 @@ class FeatureWindow(ABC):
     def observe(self, step: Step, features: Tensor) -> None:
         """Moves the window forward to the tokens that a step has committed. features: ``[B, N, F]``, of the step's nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # If the host has not read the step, an upper bound of the committed tokens is used: `new` for a draft of this network, and one
-        # per node for another draft. A block with this network's draft is padded to at most twice the draft's size.
+        # If the host has not read the step, an upper bound of the number of committed tokens is used: `new` after a draft of this
+        # network, else the number of nodes. A block with this network's draft is padded to at most twice the draft's size.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         most = self.new if own else nodes
@@ -141,11 +141,11 @@ class FeatureWindow(ABC):
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
-        """The best continuations of ``Q`` nodes by the network's logits. Sampling adds the noise that the target will draw with.
+        """The best continuations of ``Q`` nodes, by the network's logits; when sampling, plus the noise that the target will draw with.
 
         Args:
             logits: ``[B, Q, D]``.
-            offsets: ``[B, Q]`` int64, or one number for all: the distance of each node from the row's last token.
+            offsets: ``[B, Q]`` int64, or one number for all nodes: the number of positions from the row's last token to each node.
         """
         written = (self.sequences.length - self.sequences.prompt_length)[:, None]
         return self.vocabulary.best(
@@ -193,7 +193,7 @@ class BlockDrafter(FeatureWindow):
         return self._level(nodes.shape[1])
 
     def _level(self, nodes: int) -> Expansion:
-        """The block's continuations on the present level, the same for each of `nodes` nodes."""
+        """The block's continuations on the present level, repeated for every node of it. nodes: number of these nodes."""
         here, places = slice(self.level, self.level + 1), self.places
         scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
         return Expansion(
@@ -233,16 +233,16 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """Base of strategies whose network reads the target's hidden states and fills a tree.
 
-    A subclass implements `start`, which returns a :class:`FeatureState` or an object of a subclass. It names the layers that it reads
-    in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
+    A derived strategy implements `start`, which returns a :class:`FeatureState` or an object of a subclass of it, and names the layers
+    that its network reads in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
     """
 
     rests = True
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
-        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A subclass
-        whose network reads layers returns their hidden states from ``given.layers``.
+        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A strategy
+        whose network reads layers returns the layers' outputs from ``given.layers``.
         """
         return given.hidden
 

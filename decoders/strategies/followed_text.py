@@ -10,7 +10,7 @@ from ..strategy import Sequences
 
 __all__ = ["FollowedText", "TextIndex", "follow_rows"]
 
-#: Number of known tokens that are read again, to check that a row still has the same text.
+#: Number of tokens of the indexed text that are read again, to check that a row still has the same text.
 OVERLAP = 16
 
 
@@ -49,7 +49,7 @@ class FollowedText(Generic[Index]):
         self.prompt = 0
 
     def follow(self, tokens: Sequence[int], begin: int) -> None:
-        """Makes `tokens` the text from position `begin` on: keeps the tokens that are equal, and replaces all tokens after them."""
+        """Makes `tokens` the text from position `begin` on: keeps the text up to the first difference, and replaces the rest."""
         known = self.index.tokens[begin:]
         same = min(len(known), len(tokens))
         if known[:same] != array("i", tokens[:same]):
@@ -73,12 +73,12 @@ def follow_rows(
         rows: the text of each row; an entry is replaced if its row holds another text now.
         sequences: as :meth:`decoders.Strategy.propose` gets them. The host reads them once.
         append_only: whether texts only grow, so that it suffices to read their ends.
-        another: takes the old text of a row that holds another text now, and returns a new empty text.
+        another: function that takes the old text of a row that holds another text now, and returns an empty text for the row.
     """
     known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]
-    # A finished row that was read to its end is skipped. Because all rows are read from one common position, a short finished row
-    # would otherwise make the host read all other rows from near their beginning.
+    # A finished row whose text is complete is skipped. Because all rows are read from one common position, a short finished row would
+    # otherwise make the host read all other rows from near their beginning.
     ended = [
         append_only and over and length == len(row.index.tokens)
         for row, over, length in zip(rows, known.finished, known.lengths, strict=True)

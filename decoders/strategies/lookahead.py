@@ -2,8 +2,8 @@
 
 The target drafts for itself. Its forward pass verifies draft tokens, and runs a *window* beside them: ``W`` columns of a Jacobi
 iteration over the text to come, with the results of the last ``N-1`` rounds (*levels*). The tokens of a column on all levels, and the
-target's next token after them, are an n-gram. N-grams are kept in a pool. The n-grams that begin with a row's last token are the
-candidates of the next step.
+target's next token after them, are an n-gram of ``N`` tokens. A pool stores the n-grams. In each step, up to ``G`` n-grams that begin
+with the row's last token are verified (*candidates*).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LookaheadSettings(Settings):
     """Shape of the block, which has ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
     Unset values depend on the measured costs of a step: cheaper nodes allow a wider window. Without measured costs the values are
-    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. With W above 1, the window itself finds n-grams; of the
-    shapes with W above 1, the default is among the fastest on the demo target.
+    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. The default has W above 1, so that the window itself finds
+    n-grams; of the shapes with W above 1, it is among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -78,7 +78,7 @@ class LookaheadState:
     """The state of a call; its tensors are updated in place.
 
     Attributes:
-        block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: the window without the root, then the candidates.
+        block: ``[B, (W + G)(N - 1) - 1]`` int64, tokens of the next draft: the window without the root, then the candidates.
         pool: ``[B, N + 1, C]`` int64: for each of ``C`` entries the ``N`` tokens of its n-gram, and its rank among the n-grams that
             begin with the same token; see :func:`make_pool`.
         advance: the compiled update after a step.
@@ -115,7 +115,7 @@ class Lookahead(Strategy):
         return LookaheadState(block, pool, advance, shape)
 
     def rebatch(self, state: LookaheadState, rows: Tensor, context: Context) -> LookaheadState:
-        """Rows that stay keep their windows and pools; new rows begin with their prompts."""
+        """Rows that stay keep their windows and pools; those of new rows are built from the prompts."""
         text, new = context.sequences, rows < 0
         assert text is not None
         state.block, state.pool = state.block[rows.clamp(min=0)], state.pool[rows.clamp(min=0)]
@@ -127,7 +127,7 @@ class Lookahead(Strategy):
         """The first block of the rows, and a pool of their prompts' n-grams. tokens: ``[B, L]``, length: ``[B]``."""
         s: LookaheadSettings = self.settings
         window = first_window(tokens, length, shape.window, shape.ngram)
-        # At most as many as the pool can hold, because `make_pool` compares all pairs.
+        # No more n-grams than the pool can hold, because `make_pool` compares all pairs.
         new, valid = last_ngrams(tokens, length, shape.ngram, min(tokens.shape[1], s.capacity))
         pool = make_pool(new, valid & s.seed_from_prompt, shape.candidates, s.capacity).contiguous()
         candidates = recall(pool, tokens.gather(1, length[:, None] - 1), shape.candidates)
@@ -145,7 +145,7 @@ class Lookahead(Strategy):
 
 
 def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
-    """The block's shape. Unset settings share the nodes that a step's costs allow: first the n-gram length, then the window's width."""
+    """The block's shape. Unset settings are chosen by the number of nodes that a step's costs allow: ``N``, then ``W``, then ``G``."""
     set_by_hand = settings.window, settings.ngram, settings.candidates
     window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
     if None in set_by_hand and context.costs() is not None:
@@ -289,7 +289,7 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
         count: number of n-grams that are wanted.
 
     Returns:
-        ``[B, count, n - 1]`` int64; ``-1`` for n-grams that the pool does not have.
+        ``[B, count, n - 1]`` int64; ``-1`` in place of n-grams that the pool lacks.
     """
     tails, capacity = pool[:, 1:-1], pool.shape[2]
     slot = torch.arange(capacity, device=key.device)
@@ -301,7 +301,9 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each n-gram is the first of its equals, ``[B, M]`` bool; and how many such first n-grams with its key come before it."""
+    """Whether each n-gram is new (valid, and equal to no earlier n-gram), ``[B, M]`` bool; and the number of earlier new n-grams with
+    its key, ``[B, M]``.
+    """
     order = torch.arange(new.shape[2], device=new.device)
     earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column before row
     kept = valid & ~(_equal(new, new) & earlier).any(-1)
@@ -310,7 +312,7 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """A pool ``[B, N + 1, C]`` of the entries that `alive` marks, at most ``C`` (`capacity`), the first ones, in their order."""
+    """A pool ``[B, N + 1, C]`` of those entries that `alive` marks, in their order; only the first ``C`` (`capacity`) of them."""
     target = alive.long().cumsum(1) - 1
     target = torch.where(alive & (target < capacity), target, capacity)  # dropped entries are written to an extra slot
     entries = torch.cat([ngrams, rank[:, None]], 1)

@@ -46,9 +46,9 @@ class _State:
 
     Attributes:
         topology: the tree of ``N`` nodes.
-        level: ``[N-1]`` int64, the index of the head that predicts each node's token.
+        level: ``[N-1]`` int64, the index (from 0) of the head that predicts each node's token.
         rank: ``[N-1]`` int64, the rank of each node's token among its head's tokens.
-        ranks: number of best tokens that are computed for each head.
+        ranks: for each head, number of its best tokens that are computed.
         weights: the heads' weights.
         lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
@@ -78,8 +78,8 @@ class _State:
 
 
 class Medusa(Strategy):
-    """Head k predicts the token k places after the next token, from the hidden state from which the next token was chosen. The best
-    tokens of all heads form a tree of fixed shape.
+    """Head k = 1 … K predicts the token k places after the next token, from the hidden state from which the next token was chosen. The
+    best tokens of all heads form a tree of fixed shape.
 
     When sampling, a head drafts the tokens with the largest sums of processed score and noise. The target will draw with the same
     noise, so it tends to draw the same tokens. The first step of a call has no draft, because no hidden state is known yet.
@@ -129,7 +129,7 @@ class Medusa(Strategy):
         )
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their hidden states; new rows have none before their first step."""
+        """Rows that stay keep their hidden states; the hidden states of new rows are unknown until their first step."""
         before = rows.clamp(min=0)
         state.hidden, state.known = state.hidden[before], state.known[before] & (rows >= 0)[:, None]
         state.sampling = context.sampling
@@ -163,8 +163,8 @@ class Medusa(Strategy):
         """The heads for the call's target, in its dtype.
 
         Raises:
-            SettingsError: the heads are of another size than the target. UnsupportedError: there are no heads, or the strategy drafts
-                for a draft model.
+            SettingsError: the heads' hidden size or vocabulary differs from the target's. UnsupportedError: there are no heads, or the
+                strategy drafts for a draft model.
         """
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")

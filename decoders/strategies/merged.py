@@ -40,8 +40,8 @@ class MergedState:
     Attributes:
         parts: the state of each part. A part is one of the merged strategies.
         owned: for each part the range of its draft's nodes in the joint block.
-        nodes: greatest number of nodes of the joint block.
-        layers: the hidden layers that each part reads.
+        nodes: greatest number of nodes of the joint block, root included.
+        layers: indices of the hidden layers that each part reads.
     """
 
     parts: list[Any]
@@ -51,7 +51,7 @@ class MergedState:
 
 
 def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """The layers that any part reads, without duplicates."""
+    """The indices of all layers that any part reads, without duplicates. layers: the indices for each part."""
     return tuple(dict.fromkeys(layer for own in layers for layer in own))
 
 
@@ -65,8 +65,8 @@ def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int
 class Merged(Strategy):
     """Merges the drafts of several strategies under one root and verifies them together.
 
-    Every part observes the whole joint block. In the step that a part gets, the nodes of its draft come first, in the draft's order, so
-    that the part can index them.
+    `observe` of every part is called with the whole joint block, in which the nodes of the part's own draft are moved right after the
+    root, in the draft's order, so that the part can index them.
     """
 
     name = "merged"
@@ -160,12 +160,12 @@ class Merged(Strategy):
         return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """How many nodes of `draft` are verified, root included. left: the number of nodes that the budget leaves, root included.
+        """How many nodes of `draft` are verified, root included. left: number of nodes left of the joint block's budget, root included.
 
         Nodes that are no draft tokens, such as lookahead's window, cannot be left out, even if they exceed a budget from costs.
 
         Raises:
-            SettingsError: the user has set the budget, and it leaves too few nodes for the nodes that cannot be left out.
+            SettingsError: the user has set the budget, and it is too small for the nodes that cannot be left out.
         """
         shape = draft.topology
         needed = 1
@@ -179,7 +179,7 @@ class Merged(Strategy):
         return max(left, needed)
 
     def _scores(self, drafts: list[Draft]) -> Tensor | None:
-        """The scores of the joint draft; a draft token without scores gets probability 1."""
+        """The scores of the joint draft, in which a draft token without scores has probability 1; None if no draft has scores."""
         drawn = [draft.scores for draft in drafts if draft.scores is not None]
         if not drawn:
             return None
@@ -224,7 +224,7 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """The step with the nodes `mine` moved right after the root. Reads no values on the host, so that the step can be recorded."""
+    """Returns `step` with the nodes `mine` moved right after the root. Reads no values on the host, so that it can be recorded."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

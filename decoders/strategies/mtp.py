@@ -44,7 +44,8 @@ class MtpSettings(TreeForms):
 
 
 class Mtp(ReadsFeatures):
-    """MTP layer k reads the hidden states of layer k-1 and the embedding of the next token, and predicts the token after that token.
+    """MTP layer k reads the hidden states of layer k-1 (layer 0: of the target) and the embedding of the next token, and predicts the
+    token after this next token.
 
     The layers come from the model's checkpoint, through transformers' ``MtpModel``, or from :func:`use_mtp_layers`.
 
@@ -80,9 +81,9 @@ class Mtp(ReadsFeatures):
 class MtpDrafter(FeatureDrafter):
     """The MTP layers, each with its own keys and values.
 
-    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the token after it. The last ``k`` slots of the
-    layer hold draft tokens, so a node at depth ``d`` of the draft is in slot ``length - 2 - k + d`` of layer ``k``. The layer runs all
-    nodes up to depth ``k``; each reads the hidden state that layer ``k - 1`` computed for the node's parent.
+    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the next token. The last ``k`` slots of the layer
+    are for draft tokens: a node at depth ``d`` of the draft is in slot ``length - 2 - k + d`` of layer ``k``. The layer runs all nodes
+    up to depth ``k``; each node reads the hidden state that layer ``k - 1`` computed for the node's parent.
     """
 
     def __init__(self, context: Context, layers: MtpModel, depth: int, children: int, ahead: int) -> None:
@@ -108,7 +109,7 @@ class MtpDrafter(FeatureDrafter):
         for layer in range(self.depth):
             tokens = tokens_from(sequences, base + 1 + layer, count)
             states = self.module(base, tokens, states, layer=layer)
-            # The state of the last slot for which the layer knows the token; tokens of later slots have not been drafted yet.
+            # The state of the last slot that reads a committed token; the tokens for later slots have not been drafted yet.
             self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
 
     def first(self) -> Tensor:
@@ -161,7 +162,7 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: For each model, the objects from which its layers were prepared, and the prepared layers.
+#: For each model a pair: the objects from which its layers were prepared, and the prepared layers.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
@@ -193,7 +194,7 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
 
 
 def own_children(layers: MtpModel) -> dict[str, nn.Module]:
-    """The modules of an ``MtpModel`` that do not belong to the main model: its layers, and in some designs the norm after them."""
+    """By name, the modules of an ``MtpModel`` that are not the main model's: the layers, and in some designs the norm after them."""
     tied = ("embed_tokens", "shared_head", "rotary_emb")
     return {name: module for name, module in layers.named_children() if name not in tied}
 
@@ -211,7 +212,7 @@ def matrix_dtype(layers: MtpModel) -> torch.dtype:
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
-    """Lets ``strategy="mtp"`` draft for `model` with `layers` that the caller built or trained; None removes them.
+    """Sets the `layers`, built or trained by the caller, with which ``strategy="mtp"`` drafts for `model`; None removes them.
 
     The layers use the model's embedding and output head. If their dtype or device differs from the model's, a copy is used. Without a
     call of this function, the layers are read once from the model's checkpoint.

@@ -1,7 +1,8 @@
 """N-gram drafting: the likeliest followers of the last two tokens, as in the lowest stage of Spector & Ré (2023).
 
-Stupid back-off (Brants et al. 2007) scores a follower by the longest context that it followed. In the draft tree, only the likeliest
-node of each depth is expanded, as in "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
+A follower is a token that came after the context earlier. Stupid back-off (Brants et al. 2007) scores it by the longest context that it
+followed. In the draft tree, only the likeliest node of each depth is expanded, as in "Accelerating LLM Inference with Staged
+Speculative Decoding" (arXiv 2308.04623).
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class NgramState:
 class Ngram(Strategy):
     """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step updates the counts, and removes
-    tokens that the target rejected if this strategy drafts for a draft model. Drafts are the same in either case.
+    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step updates the counts; in a strategy
+    that drafts for a draft model, this includes removing rejected tokens. Drafts are the same in either case.
     """
 
     name = "ngram"
@@ -166,12 +167,13 @@ def followers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
-    Let ``n`` be the largest number of most recent tokens of `context` that a token followed. Its score is its share among all followers
-    of these ``n`` tokens, times 0.4 for each further token of `context`. Among equal scores, followers in the text come first, the
-    latest first. Then come followers found only in the table: those with a larger ``n`` first, then in the table's order.
+    The order ``n`` of a follower is the greatest number for which it has followed the ``n`` most recent tokens of `context`. Its score
+    is its share among all followers of these ``n`` tokens, times 0.4 for each further token of `context`. Among equal scores, followers
+    in the text come first, the latest first; then followers found only in the table: those of a higher order first, then in the
+    table's order.
 
     Args:
-        tokens: ``[B, L]`` int64, ids below V.
+        tokens: ``[B, L]`` int64, the rows, with ids below V.
         length: ``[B]`` int64, number of valid tokens per row.
         context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where a row is too short.
         text_weight: weight of an occurrence in the text relative to one in the table.
@@ -180,7 +182,7 @@ def followers(
 
     Returns:
         the followers, ``[B, width]`` int64, best first, all different, -1 if there are fewer; `context` with the best follower as its
-        most recent token; and ``n``, the order, of each follower.
+        most recent token; and the order of each follower, ``[B, width]``.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
@@ -243,7 +245,7 @@ def _ranked(
     order = torch.zeros_like(tokens)
     eligible = torch.zeros_like(
         tokens, dtype=torch.bool
-    )  # whether a slot follows the longest context that its token followed
+    )  # whether, in this slot, the token follows the longest context that it follows anywhere
     for n, matched in enumerate(matches):
         # Sums of integers in float64 are exact in any order, so every device finds the same ties.
         own = matched.double() * text_weight

@@ -18,7 +18,7 @@ class _Followers:
     Attributes:
         slots: for each token that followed the context, the slots of this token after the context, in ascending order.
         total: number of slots of all tokens.
-        most: largest number of slots that a token has had so far.
+        most: largest number of slots that any token has had so far.
     """
 
     __slots__ = ("most", "slots", "total")
@@ -58,7 +58,7 @@ class NgramCounts:
     def __init__(self, max_ngram: int) -> None:
         self.tokens = array("i")
         self._orders: list[dict[tuple[int, ...], _Followers]] = [{} for _ in range(max_ngram)]
-        # The tokens of each frequency, the latest token last; None if this must be computed again.
+        # For each frequency the tokens that occur so often, the latest token last; None if it must be computed again.
         self._by_count: dict[int, dict[int, None]] | None = {}
 
     def extend(self, tokens: Iterable[int]) -> None:

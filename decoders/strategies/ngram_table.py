@@ -45,7 +45,7 @@ class NgramTable:
     """A table of n-gram counts.
 
     Attributes:
-        orders: the counts of unigrams, of bigrams and so on, up to the longest n-gram.
+        orders: the counts of unigrams, of bigrams and so on, up to the longest n-grams.
         vocab_size: size ``V`` of the vocabulary.
         tokens: number of counted tokens.
         source: description of the text.
@@ -211,7 +211,7 @@ def _placed(path: Path, mtime_ns: int, size: int, device: torch.device) -> tuple
 
 
 def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> NgramOrder:
-    """Counts n-grams. keys, tokens: ``[T]``, the context and the follower of every n-gram."""
+    """Counts n-grams of one length. keys, tokens: ``[T]``, every n-gram's context key and follower. followers: greatest number kept."""
     grams, counts = torch.unique(keys * vocab_size + tokens, return_counts=True)
     contexts, size = torch.unique_consecutive(grams // vocab_size, return_counts=True)
     row = torch.arange(contexts.numel()).repeat_interleave(size)
@@ -243,7 +243,7 @@ def train_table(
         prompts: token ids of each prompt; every batch draws `rows` prompts.
         tokens: number of tokens to count.
         rows: number of texts sampled together; the last batch has only as many as are still needed.
-        length: greatest number of tokens to sample after a prompt.
+        length: greatest number of tokens to sample after each prompt.
         on_progress: called after each batch with the number of tokens sampled so far.
         options: further arguments of ``generate``.
 

@@ -19,7 +19,7 @@ from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import GRADE_RATES, DraftTree, StaticTree, TreeForm, TreeSettings, grades_of, shape_of
 from .text_drafter import TextDrafter
 
-#: A draft model with at least this share of the target's tokens splits texts as the target does, so it drafts tokens, not strings.
+#: A draft model with at least this share of the target's tokens splits texts much as the target does, so it drafts tokens, not strings.
 NEARLY_ALL = 0.98
 
 
@@ -54,7 +54,7 @@ class ShapeSettings(TreeSettings):
 
 
 class SpeculativeSettings(ShapeSettings, DraftModelSettings):
-    """The length and the shape of drafts, and how a draft model with another vocabulary drafts."""
+    """The length and the shape of drafts, and how a draft model drafts whose vocabulary is not the target's."""
 
     alignment: Literal["auto", "tokens", "strings"] = Field(
         "auto",
@@ -72,9 +72,9 @@ class _State:
     Attributes:
         drafter: the draft model.
         tree: the shape of drafts; None for chains.
-        lengths: ``[B]`` int64, number of tokens that each row drafts, with the heuristic schedule.
+        lengths: ``[B]`` int64, number of tokens to draft in each row, with the heuristic schedule.
         own_nodes: number of nodes in the last draft, root included.
-        limit: greatest number of tokens of the next draft; None for no limit.
+        limit: greatest number of tokens of the next draft, from :meth:`Speculative.limit`; None for no limit.
         other: both vocabularies if they differ; None if they are equal or there are no tokenizers to compare.
         mask: the mask token of a draft model that drafts a chain in one pass over masks; None if it drafts token by token.
     """
@@ -94,8 +94,8 @@ class Speculative(DraftModelStrategy):
     When sampling with the coupled verifier, the draft model draws with the noise that the target will draw with (Daliri et al. 2024).
     Draft model and target then mostly draw the same token. With other verifiers the draft model draws with different noise.
 
-    A draft model whose config names a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes, one over the
-    committed tokens and one over masks. It drafts trees level by level, and in calls with a grammar it drafts token by token.
+    A draft model whose config has a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes, one over the
+    committed tokens and one over mask tokens. It drafts trees level by level, and in calls with a grammar it drafts token by token.
     """
 
     name = "speculative"
@@ -204,7 +204,7 @@ class Speculative(DraftModelStrategy):
         """The number of tokens to draft in this step."""
         s: ShapeSettings = self.settings
         length = s.length
-        if s.schedule == "heuristic":  # as many as the row that drafts most
+        if s.schedule == "heuristic":  # the greatest length of any row
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
         return length if state.limit is None else min(length, state.limit)
 
@@ -226,7 +226,7 @@ class Speculative(DraftModelStrategy):
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
-    """The continuations at places 1 … `length` - 1 of a chain, which a PARD draft model computes in one pass over masks."""
+    """The continuations at places 1 … `length` - 1 of a chain (from 0), which a PARD draft model computes in one pass over masks."""
     if length == 1:
         return []
     rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)

@@ -76,7 +76,7 @@ class Staged(DraftModelStrategy):
     tokens, so that drafts are longer at equal cost.
 
     The tokens that the draft model chooses form a path. At every node of the path, the draft model's next best tokens, which the same
-    passes compute, become leaves. The target verifies the `nodes` likeliest nodes among path and leaves.
+    passes compute, become leaves. The target verifies the likeliest nodes of path and leaves, as many as the setting ``nodes`` allows.
     """
 
     name = "staged"
@@ -92,13 +92,13 @@ class Staged(DraftModelStrategy):
         # Without the coupled verifier, drawn tokens must not decide which nodes get leaves, so all nodes get the same number.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
-        children, fixed = drafter.children, None  # a small vocabulary gives fewer children
+        children, fixed = drafter.children, None  # fewer children if the vocabulary is smaller
         if children == 1 or not context.coupled:
             fixed = Topology.from_paths([(0,) * j + (r,) for j in range(s.length) for r in range(children)])[0]
         return _State(drafter, context.compile(collect), context.compile(path_with_leaves), fixed, nodes)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        return state  # only the drafter keeps state per row
+        return state  # of the state, only the drafter has data per row
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         s: StagedSettings = self.settings
@@ -151,10 +151,10 @@ def collect(
     """Adds the continuations along a pass's accepted path to the continuations of earlier passes, and returns all of them.
 
     Args:
-        path: ``[B, n]``, the accepted node at each depth.
-        emitted: ``[B]``, number of tokens that this pass has emitted.
-        written: ``[B]``, number of tokens that the earlier passes have emitted.
-        tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, of all nodes of the pass.
+        path: ``[B, n]``, the accepted node at each depth of the pass's block.
+        emitted: ``[B]``, number of tokens that this pass has appended.
+        written: ``[B]``, number of tokens that the earlier passes have appended.
+        tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, the continuations of all nodes of the pass.
         all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far; place ``L`` is for discarded entries.
     """
     index = torch.arange(path.shape[1], device=path.device)

@@ -1,7 +1,7 @@
 """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the row's end earlier, in this call or a former one.
 
-As in the paper's section 4.1, the end of the row is looked up in an index of the texts, the continuations are expanded greedily by
-their frequencies, and a longer match gives a longer draft.
+As in the paper's section 4.1, the end of the row is looked up in an index of earlier text, a tree of the continuations is expanded
+greedily by their frequencies, and a longer match gives a longer draft.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class _State:
 
     Attributes:
         rows: the text of each row.
-        memory: texts of earlier calls; empty if nothing is remembered.
+        memory: outputs of earlier calls; empty if no outputs are kept.
         given: texts that the user passed to :func:`decoders.remember`; None if there are none.
         append_only: whether the rows' texts only grow.
         matches: number of drafts that came from a match.
         matched: total number of tokens in these matches.
         drafted: total number of tokens in these drafts.
-        used: numbers of the remembered texts that had a match.
-        used_given: numbers of the user's texts that had a match.
+        used: ids (numbers in `memory`) of the outputs of earlier calls that had a match.
+        used_given: ids (numbers in `given`) of the user's texts that had a match.
     """
 
     rows: list[RowText]
@@ -91,11 +91,11 @@ class Suffix(Strategy):
     """Looks up the end of the row in the row itself, in outputs of earlier calls, and in texts given to :func:`decoders.remember`, and
     drafts the tree of the tokens that followed.
 
-    A shorter match has more occurrences. Every length ``p`` of the match gives a tree of at most ``α p`` nodes (the paper's MAX_SPEC),
-    and the tree with the best score, the sum of its nodes' probabilities, is drafted. A continuation that reaches the end of the row is
-    repeated periodically, so that drafts in periodic text have their full length.
+    A shorter match has more occurrences. Every length ``p`` of the match gives a tree of at most ``alpha * p`` nodes (the paper's
+    MAX_SPEC), and the tree with the best score, the sum of its nodes' probabilities, is drafted. A continuation that reaches the end
+    of the row is repeated periodically, so that drafts in periodic text have their full length.
 
-    Everything happens on the host; the search for a row takes 10 to 30 microseconds.
+    All work is done on the host; the search for a row takes 10 to 30 microseconds.
     """
 
     name = "suffix"
@@ -132,11 +132,11 @@ class Suffix(Strategy):
         return _draft(trees)
 
     def observe(self, state: _State, step: Step) -> None:
-        if any(step.sequences.read().finished):  # `propose` reads the rows that go on
+        if any(step.sequences.read().finished):  # `propose` updates the texts of unfinished rows
             _read(state, step.sequences)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their texts; the outputs of rows that left are remembered."""
+        """Rows that stay keep their texts; the outputs of rows that left are added to the remembered outputs."""
         before, places = state.rows, rows.tolist()
         state.rows = [before[place] if place >= 0 else RowText() for place in places]
         if state.append_only:
@@ -145,7 +145,7 @@ class Suffix(Strategy):
         return state
 
     def finish(self, state: _State) -> None:
-        """Remembers the rows' outputs."""
+        """Adds the rows' outputs to the outputs that are remembered for later calls."""
         if state.append_only:
             for row in state.rows:
                 state.memory.add(row.output())
@@ -182,8 +182,8 @@ class Suffix(Strategy):
         return best, [_grade(best_length, node) for node in best]
 
     def _matches(self, state: _State, row: RowText) -> list[_Match]:
-        """The occurrences of the row's end, the longest matches first. Among equally long matches, the order is: in the row itself, in
-        outputs of earlier calls, in the user's texts; in each of the three, the latest first.
+        """The occurrences of the row's end, the longest matches first. Equally long matches are ordered by source: the row itself, then
+        outputs of earlier calls, then the user's texts; within a source the latest occurrence is first.
         """
         s: SuffixSettings = self.settings
         own = row.index
@@ -208,14 +208,14 @@ class Suffix(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """An occurrence. length: number of tokens in the match. continuation: the tokens that followed."""
+    """An earlier occurrence of the row's end. length: number of matching tokens. continuation: the tokens that followed."""
 
     length: int
     continuation: array[int]
 
 
 def _continued(text: ChainedText, end: int, most: int) -> array[int]:
-    """The tokens after index `end` of a row's own text, `most` in number; if the text has fewer, they are repeated periodically."""
+    """The `most` tokens that follow index `end` in a row's own text; if the text has fewer, they are repeated periodically."""
     following = text.tokens[end + 1 : end + 1 + most]
     if len(following) < most:
         following = (following * (most // len(following) + 1))[:most]

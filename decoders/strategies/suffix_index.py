@@ -58,8 +58,8 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
 def path_first(nodes: Sequence[DraftedNode]) -> list[DraftedNode]:
     """Reorders the tree `nodes` so that its likeliest path comes first.
 
-    Each token of the path then has the slot that plain decoding would give it. Its keys and values have the same bits as in plain
-    decoding, and the token need not be run again if it is accepted.
+    Each token of the path then has the slot that plain decoding would give it. The token's keys and values have the same bits as in
+    plain decoding, and an accepted token need not be run again.
 
     Args:
         nodes: sorted so that a likelier node comes before its siblings, as :func:`expand` returns them.
@@ -79,7 +79,7 @@ _Open = tuple[float, int, int, float, Sequence[Sequence[int]], int]
 def _children(
     continuations: Sequence[Sequence[int]], depth: int, parent: int, probability: float, least: float
 ) -> list[_Open]:
-    """A node's children as entries of `waiting` in :func:`expand`: the likeliest first, of equally likely ones the latest first."""
+    """A node's children as tuples for `waiting` in :func:`expand`: the likeliest first; equally likely children, the latest first."""
     groups: dict[int, list[Sequence[int]]] = {}
     for continuation in continuations:
         if len(continuation) > depth:

@@ -2,8 +2,8 @@
 assisted decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact match).
 
 The committed text is encoded in the draft model's tokens, the draft model continues it greedily, and the continuation is encoded in the
-target's tokens. Each step encodes only the end of a text again. The draft is a chain without probabilities, as in prompt lookup. If the
-draft is split into other tokens than the target would choose, fewer tokens are accepted, but the text does not change.
+target's tokens. Each step encodes only the end of the text again. The draft is a chain without probabilities, as in prompt lookup. If a
+draft is split into other tokens than the target would choose, fewer tokens are accepted, but the output does not change.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TranslatedText:
         self._begin, self.valid = len(begin), 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Appends committed tokens of the target."""
+        """Appends committed tokens of the target to `tokens` and `text`, and encodes the end of `ids` again."""
         self.tokens += tokens
         self.text += self.own.spell(tokens)
         # The last tokens may end within a character, and the tokenizer may join them with the text after them.
@@ -77,7 +77,7 @@ class TranslatedText:
         return self.text[self._ends[-1] if self._ends else 0 :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens for the text of the draft model's tokens `drafted`."""
+        """The target's tokens for the text of the draft model's tokens `drafted`; empty if this text does not begin with `pending`."""
         text = b""
         for token in drafted:
             piece = self.other.tokens[token]
@@ -100,16 +100,17 @@ class TranslatedText:
             size += len(self.own.tokens[token] or b"")
         return self.own.encoded(
             text
-        )  # a token spans the border between committed and drafted text, so the drafted text is encoded by itself
+        )  # a token spans the border of committed and drafted text, so the drafted text is encoded alone
 
     def _boundary(self, place: int) -> int:
-        """The last index in `ids` up to `place` at which a character begins."""
+        """The last index in `ids`, at most `place`, at which a token begins with a new character (not inside a character)."""
         while place > self._begin and self.text[self._ends[place - 1]] in _CONTINUATION:
             place -= 1
         return place
 
     def _meeting(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
-        """A token border that the old and the new encoding share: its index in `ids`, and in the new tokens, which begin at `first`.
+        """A token border that the old and the new encoding of the text's end share: its index in `ids`, and its index in the new
+        tokens, whose text begins where the text of ``ids[first]`` begins.
 
         ends: where each new token ends in `text`. If no border is shared, the result is ``first, 0``.
         """
@@ -157,7 +158,7 @@ class TextDrafter:
         for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):
             if end > len(row.tokens):
                 row.read(written[len(row.tokens) - first :])
-        # One token of the target may be many tokens of the draft model. Rows that exceed the draft model's cache get no draft.
+        # A token of the target may be many tokens of the draft model, so rows may exceed the draft model's cache; they get no draft.
         open_rows = [
             not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
             for row, ended in zip(self.rows, known.finished, strict=True)
@@ -186,7 +187,7 @@ class TextDrafter:
         starts = [max(len(row.ids) - width, 0) for row in rows]
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
-        # Only the logits after each row's last token are needed. If a row fills the window, its last token is the window's last token.
+        # Only the logits after each row's last token are needed. If no row is shorter than the pass, all of them end with it.
         even = all(len(row.ids) >= width for row in rows)
         best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)
@@ -200,7 +201,7 @@ class TextDrafter:
         return torch.cat(drafted, dim=1)
 
     def _window(self, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """The first slot of a pass in every row, ``[B]``, and the tokens to read, ``[B, count]``, arbitrary after a row's end."""
+        """The inputs of a pass: the first slot of every row, ``[B]``, and its tokens, ``[B, count]``, arbitrary after a row's end."""
         ids = [row.ids[start : start + count] for row, start in zip(self.rows, starts, strict=True)]
         padded = [[*some, *[0] * (count - len(some))] for some in ids]
         return torch.tensor(list(starts), device=self.device), torch.tensor(padded, device=self.device)

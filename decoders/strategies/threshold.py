@@ -20,7 +20,7 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Greatest number of tokens of a draft: LENGTH if the costs of a step were not measured, MOST_LENGTH if measured costs set the number.
+#: Default of a draft's greatest number of tokens: LENGTH if the costs of a step were not measured, else at most MOST_LENGTH.
 LENGTH, MOST_LENGTH = 16, 32
 #: If reading the device is a sync, the host reads once per draft, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)
@@ -82,7 +82,7 @@ class _State:
         threshold: ``[B]`` float32, each row's threshold.
         length: greatest number of tokens of a draft.
         waits: whether reading the device is a sync. If it is, the host reads once per draft.
-        bucket: number of passes before the host reads the device.
+        bucket: number of passes before the host reads the device, one of :data:`BUCKETS`.
         weights: ``[B, n]``, cumulative log-probability of each node of the last draft.
         draft: the last draft.
     """
@@ -109,7 +109,7 @@ class Threshold(DraftModelStrategy):
     summary = "A draft model drafts until its probability falls below a threshold that adapts."
     settings_class = ThresholdSettings
     hints = {"num_assistant_tokens": "max_length", "assistant_confidence_threshold": "threshold"}
-    on_device = False  # the host checks after every pass whether any row continues
+    on_device = False  # while it drafts, the host checks whether any row continues
 
     def start(self, context: Context) -> _State:
         s: ThresholdSettings = self.settings
@@ -189,14 +189,14 @@ class Threshold(DraftModelStrategy):
 
     @staticmethod
     def _kept(products: Tensor, floor: Tensor) -> Tensor:
-        """Which tokens are proposed, ``[B, n]`` bool: the tokens before which no product is below `floor`. products: ``[B, n]``."""
+        """Which tokens are proposed, ``[B, n]`` bool: those before which no product is below `floor`; both are given as logarithms."""
         above = (products >= floor[:, None]).long().cumprod(1)
         return torch.nn.functional.pad(above, (1, -1), value=1).bool()
 
 
 def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
     """The cumulative probability of each row's first rejected draft token, ``[B]`` float32: in a tree, of the last accepted node's
-    likeliest child. -1 if that node has no child, because the draft was accepted to its end.
+    likeliest child. -1 if this node has no child, because the draft was accepted to its end. weights: log-probabilities.
     """
     end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
     tree = draft.topology
@@ -213,10 +213,10 @@ WINDOW, ENOUGH = 32, 3
 class CalibratedThreshold:
     """Finds the threshold on a draft token's probability that maximizes tokens per second.
 
-    One more draft token takes ``c`` seconds to draft (a pass of the draft model) and ``v`` seconds to verify (another node), each
-    divided by the number of rows. It brings ``P`` tokens on average, its cumulative probability. A second is worth ``R`` tokens, the
-    present rate. To maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft
-    model may be over- or underconfident, ``P`` is the product of its probabilities times the measured ratio of accepted to expected
+    One more draft token takes ``c`` seconds to draft (a pass of the draft model) and ``v`` seconds to verify (another node), both per
+    row. It brings ``P`` tokens on average, the probability that it is accepted. A second is worth ``R`` tokens, the present rate. To
+    maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may be over-
+    or underconfident, ``P`` is the product of its probabilities along the draft, times the measured ratio of accepted to expected
     tokens.
 
     Measured times differ between runs, so the number of steps may differ; the tokens do not.
@@ -243,7 +243,7 @@ class CalibratedThreshold:
         self._passes = passes
 
     def threshold(self, step: Step, expected: Tensor | None) -> float | None:
-        """Updates the measurements and returns the new threshold; None if there are too few measurements yet.
+        """Updates the measurements and returns the new threshold, a probability; None if there are too few measurements yet.
 
         Args:
             expected: sum of the cumulative probabilities of a chain's draft tokens; None: probabilities are used without correction.

@@ -57,11 +57,11 @@ class _State:
     """The state of a call.
 
     Attributes:
-        matrix: ``[V+1, k+1]`` int32; row ``t`` has the ``k`` likeliest successors of token ``t``, then one grade for all of them; row
+        matrix: ``[V+1, k+1]`` int32; row ``t`` holds the ``k`` likeliest successors of token ``t``, then one grade for all of them; row
             ``V`` is for "no token".
         topology: the tree.
         ranks: for each draft token its rank among its parent's successors.
-        levels, parents: the tree's levels and parents, as :func:`fill` takes them.
+        levels, parents: the tree as :func:`fill` takes it: its :data:`Levels`, and the parents of the draft tokens.
         fill, learn: :func:`fill` and :func:`learn`, compiled.
     """
 
@@ -75,7 +75,7 @@ class _State:
 
 
 class TokenRecycling(Strategy):
-    """Keeps a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
+    """Stores a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
 
     A token's successors come from the target's logits at the latest node with this token, whether the node was accepted or not. All
     rows, and later calls on the model, share one matrix. In addition to the paper, draft tokens are graded by the margin between the
@@ -144,7 +144,7 @@ class TokenRecycling(Strategy):
 
 
 def _verified(step: Step) -> list[tuple[int, int, int]]:
-    """``(worth, place, token)`` of every node with logits: an accepted node's depth or 0, the index of its logits, and its token."""
+    """``(worth, place, token)`` of every node with logits: its depth (0 if not accepted), the index of its logits, and its token."""
     nodes: list[tuple[int, int, int]] = []
     parts = (part.tolist() for part in (step.nodes, step.path, step.accepted, step.emitted))
     for row, (tokens, path, accepted, emitted) in enumerate(zip(*parts, strict=True)):
@@ -157,7 +157,7 @@ def _verified(step: Step) -> list[tuple[int, int, int]]:
 
 
 def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) -> Levels:
-    """The levels of a tree; `ranks` has for each draft token its rank among its parent's successors."""
+    """The :data:`Levels` of a tree. ranks: for each draft token its rank among its parent's successors."""
     levels, before = [], [0]
     for depth in range(1, topology.max_depth + 1):
         nodes = [node for node in range(1, len(topology)) if topology.offsets[node] == depth]
@@ -167,8 +167,8 @@ def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) ->
     return levels
 
 
-#: The grade is the difference between the logits of the best two successors, rounded down, at most SUREST. Successors from prompts, for
-#: which there are no logits, have the grade FOLLOWED.
+#: The grade of a token's successors is the difference between the logits of the best two, rounded down, at most SUREST. Successors from
+#: prompts, for which there are no logits, have the grade FOLLOWED.
 SUREST, FOLLOWED = 3, 4
 
 #: For each level of a tree: the indices of its nodes' parents in the level before, and its nodes' ranks, int64.
@@ -218,13 +218,13 @@ def filled(
 def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     """Writes the likeliest successors of all `nodes` into `matrix`, in place.
 
-    Of the nodes with the same token, the node with the largest `worth` is used; of several such nodes, the last. So each row of the
-    matrix is written once, and every device writes the same values.
+    Of the nodes with the same token, only the node with the largest `worth` is used; of several with this `worth`, the last. So each
+    row of the matrix is written once, and every device writes the same values.
 
     Args:
         nodes: ``[B, N]`` int64, tokens of the nodes, -1 for nodes that are ignored.
         logits: ``[B, N, V]``.
-        worth: ``[B, N]`` int64, depth of accepted nodes, 0 for others.
+        worth: ``[B, N]`` int64, depth of accepted nodes, 0 for rejected nodes.
     """
     tokens = nodes.flatten()
     scores, k = logits.flatten(0, 1), matrix.shape[1] - 1
