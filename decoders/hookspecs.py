@@ -88,6 +88,6 @@ def decoders_commands() -> Mapping[str, Callable[..., None]]:  # type: ignore[em
 
     A value is a Typer function: its parameters are the arguments and options, its docstring is the help. It should import modules
     in its body, because ``decoders --help`` inspects every function. Called once. This package's commands keep their names; if two
-    plugins claim a name, neither gets it until one of them is blocked. ``decoders plugins`` and ``decoders doctor`` list functions that
-    Typer cannot inspect; the other commands work.
+    plugins claim a name, neither gets it until one of them is blocked. If Typer cannot inspect a function, both
+    ``decoders plugins`` and ``decoders doctor`` report it, and all other commands still work.
     """

@@ -108,8 +108,8 @@ def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[
 
 
 def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:
-    """Times a call of another engine. Returned rows are padded as in our calls. An exception in the streamer ends the call and is
-    raised.
+    """Times a call of another engine. The result's rows are padded as ``generate`` pads them. An exception in the streamer ends
+    the call and is raised.
     """
     assert method.engine is not None
     ids, mask = workload.input_ids, workload.attention_mask

@@ -36,7 +36,8 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
         pattern: in the common syntax of Python's ``re`` and Rust's ``regex``. Look-around, back-references, word boundaries
             and flags are refused; ``^`` and ``$`` around the whole have no effect. ``.`` is any character but a newline.
         backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, the tokens that the tokenizer would write.
+        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
+            write for it are legal.
 
     Raises:
         GrammarError: the pattern cannot be compiled; the error names the construct, its place and what to write instead.
@@ -61,7 +62,8 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
         text: llguidance's dialect of Lark, or the path of a file with it; a single line that names an existing file is
             taken for its path.
         backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, the tokens that the tokenizer would write.
+        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
+            write for it are legal.
 
     Raises:
         GrammarError: the file cannot be read, or there is no rule ``start``.
@@ -90,7 +92,8 @@ def choice(
         options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
             Repeated options are merged.
         backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, the tokens that the tokenizer would write.
+        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
+            write for it are legal.
 
     Raises:
         GrammarError: there are no options, too many, or an option of another type.
@@ -119,7 +122,8 @@ def json_schema(
         closed: whether objects that declare properties allow no other properties unless the schema mentions them. The default is True
             for Python's types and False for schemas, as in the standard.
         backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, the tokens that the tokenizer would write.
+        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
+            write for it are legal.
 
     Raises:
         GrammarError: `schema` is no schema; or, at compilation, a keyword cannot be honoured: the error names the keyword, its

@@ -205,7 +205,9 @@ class Generate:
         return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
-        """The engine for the model's present weights; built on first use, and again after the weights or these settings change."""
+        """The engine for the model's present weights and for `runtime`'s attention and precision. Built on first use; if one of these
+        changes, renewed or built again.
+        """
         # The lock lets first calls in two threads share an engine. Calls hold the same lock: with two locks, a streamer's nested
         # call and a call in another thread could deadlock.
         precision = _precision(runtime)

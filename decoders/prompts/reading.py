@@ -146,7 +146,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _prompt(item: Any, kind: str) -> tuple[str, Content]:
-    """Kind (by default `kind`) and content of `item`, a line of a file: a text, or messages with role and content.
+    """Kind (by default `kind`) and content of `item`, a line of a file: an object with ``text``, or ``messages`` with role and content.
 
     Raises:
         SettingsError: the line has neither a text nor messages.

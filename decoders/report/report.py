@@ -287,7 +287,7 @@ def grammar_line(use: GrammarUse, seconds: float) -> str:
 
 
 def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yields lines ``(name, text)`` about a draft model, then, indented, about the draft models of its drafter."""
+    """Yields lines ``(name, text)`` about a draft model and, indented below, about the draft models that help to draft for it."""
     quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
     text = f"{stage.model}{quantized}: {amount(stage.passes, 'pass', 'passes')} in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:

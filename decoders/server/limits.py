@@ -195,7 +195,8 @@ class Gate:
     """Refuses requests without a valid key, for a foreign host, or with too large a body, and POST requests whose content type is not
     JSON, because web pages of other origins may send other types without permission (CORS).
 
-    While other requests are decoded, answers without new tokens are delayed (:class:`Pace`).
+    While other requests are decoded, answers without new tokens (refusals, /health, …) are delayed, so that a flood of them does not
+    slow down decoding (:class:`Pace`).
 
     Args:
         app: answers the requests that pass.

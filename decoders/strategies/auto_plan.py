@@ -231,8 +231,9 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Books in the ledger how many seconds longer the step takes than a plain step: `drafting`, plus the expected time of verifying
-        the draft tokens. The measured time is not used, because its noise is greater than the time of the draft tokens.
+        """Adds to the call's :class:`Ledger` the seconds that the step takes beyond a plain step: `drafting`, plus the expected time of
+        verifying the draft tokens; 0 if the step could have no draft. The measured time of verifying is not used, because its noise is
+        greater than the time of the draft tokens.
 
         Args:
             drafting: seconds of drafting, plus the seconds of learning from the step.

@@ -286,7 +286,7 @@ def require_coupled(context: Context, strategy: str) -> None:
 
 
 def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
-    """The depth of a draft: the user's `chosen`; if that is None, `otherwise`, or fewer levels if the costs of a step allow fewer."""
+    """The depth of a draft: `chosen`, the user's setting; if it is None, as many levels as step costs allow, at most `otherwise`."""
     return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
 
 

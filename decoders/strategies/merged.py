@@ -135,7 +135,7 @@ class Merged(Strategy):
         finish_all(zip(self.parts, state.parts, strict=True))
 
     def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
-        """The hidden states of the layers that `part` reads, selected from `layers`."""
+        """The hidden states of the layers that `part` reads, selected from `layers`; None if `layers` is None."""
         if layers is None:
             return None
         return layers_of_part(layers, union(state.layers), state.layers[self.parts.index(part)])

@@ -1,4 +1,4 @@
-"""Finds changes that hooks must not make: to the strategy's instance, settings, classes and globals, and to the process's state."""
+"""Finds changes that a strategy's methods must not make: to its instance, settings, classes and globals, and to the process's state."""
 
 from __future__ import annotations
 

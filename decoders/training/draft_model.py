@@ -42,8 +42,8 @@ def train_draft(
 
     Args:
         run: shape of the draft model, and settings of the training.
-        measurement: settings of the final calls of ``speculative``, on beginnings of the test texts or, if there are none, of held-out
-            texts.
+        measurement: settings of the calls of ``speculative`` that measure the trained model; their prompts are beginnings of the test
+            texts or, if there are none, of held-out texts.
 
     Returns:
         The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and the results of :func:`measure`.

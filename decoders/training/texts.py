@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Number of rows that the target continues in one batch.
 ROWS = 32
-#: Share of the text that is held out, for early stopping and the figures.
+#: Share of the text that is held out, for early stopping and for the figures that a training reports.
 HELD_OUT_SHARE = 0.05
 #: Share of a row that is the prompt, if the target continues the row.
 PROMPT_SHARE = 0.25

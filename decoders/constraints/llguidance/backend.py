@@ -71,7 +71,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
     @property
     def nbytes(self) -> int:
-        """An estimate, since llguidance does not report its memory: 10 to 80 bytes per character, and up to 1.5 MB besides."""
+        """A high estimate, since llguidance does not report its memory: it takes 10 to 80 bytes per character of the grammar, and up to
+        1.5 MB besides.
+        """
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:

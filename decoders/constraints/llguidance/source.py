@@ -102,7 +102,8 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
     """A new ``LLMatcher`` for `text`, which :func:`source` returned for `language`.
 
     Raises:
-        GrammarError: llguidance refuses `text` (the error quotes its message), or would ignore a part of it that nothing validates.
+        GrammarError: llguidance refuses `text` (the error quotes its message), or would ignore a part of it although ``language.whole``
+            is None, so that finished texts are not checked either.
     """
     import llguidance
 

@@ -229,7 +229,7 @@ def _enclosed(part: Pattern) -> list[Pattern | str]:
 
 
 def quoted(text: str) -> str:
-    """The pattern of exactly `text`; printable characters are left as they are."""
+    """The pattern of exactly `text`: characters with a meaning in patterns get a backslash, control characters are written as codes."""
     return "".join(map(_quoted, text))
 
 

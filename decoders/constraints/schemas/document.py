@@ -1,4 +1,4 @@
-"""A schema document: drafts, identifiers, references. Nothing is fetched; the drafts' own meta-schemas are packaged."""
+"""A JSON Schema document: draft, identifiers, references. Nothing is fetched: ``jsonschema_specifications`` has the meta-schemas."""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def inside(pattern: Pattern) -> str | None:
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
-    """A regular expression, which can be repeated as a unit, for a character of `ranges` as JSON text; None if none can be written."""
+    """A regular expression, which can be repeated as a unit, for a character of `ranges` as JSON text; None if no character of
+    `ranges` can be written.
+    """
     tree = _escaped_set(ranges)
     return None if tree == NOTHING else unit(tree)
 
@@ -122,7 +124,9 @@ def length(low: int, high: int | None) -> str:
 
 
 def raw_chars(ranges: Ranges) -> str | None:
-    """A regular expression, which can be repeated as a unit, for an unescaped character of `ranges`; None if none can be written."""
+    """A regular expression, which can be repeated as a unit, for an unescaped character of `ranges`; None if no character of `ranges`
+    can be written.
+    """
     return unit(Chars(ranges)) if characters.common(ranges, characters.ENCODABLE) else None
 
 

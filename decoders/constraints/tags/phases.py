@@ -285,6 +285,6 @@ class PhaseAutomaton:
         return replaced
 
     def spelled(self, number: int) -> Vocabulary | None:
-        """The vocabulary of a phase whose grammar spells special tokens; None for other phases."""
+        """The vocabulary of phase `number`, if it spells special tokens as characters (:meth:`Vocabulary.spelling`); else None."""
         phase = self.phases[number] if number != ENDED else None
         return phase.grammar.vocabulary if isinstance(phase, Inside) and phase.grammar.vocabulary.spelled else None

@@ -104,7 +104,7 @@ class Batch:
 
     @property
     def blocks(self) -> Blocks:
-        """Turns drafts for the rows into blocks."""
+        """The object that turns drafts for these rows into blocks."""
         return self.session.blocks
 
     @property

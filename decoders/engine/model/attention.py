@@ -237,7 +237,8 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
     """`mask` in the form that :func:`tree_attention` takes. A long block that begins with `text` keeps its mask, because its attention
-    runs in stretches. Otherwise its rows are repeated for each query head of a key head (`group` times), so that no layer repeats them.
+    runs in stretches. For other blocks, the mask's rows are repeated `group` times, once per query head of a key head, so that no layer
+    repeats them.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))

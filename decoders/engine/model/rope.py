@@ -141,7 +141,9 @@ def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 
 
 def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
-    """Whether a module computes rotary tables: it takes positions, has buffers and no weights."""
+    """Whether a module computes rotary tables that depend on the text's length: its config (or else `config`) says so, and the module
+    takes positions, has buffers and no weights.
+    """
     if not varies(getattr(module, "config", config)) or next(module.parameters(), None) is not None:
         return False
     return "position_ids" in inspect.signature(module.forward).parameters and next(module.buffers(), None) is not None

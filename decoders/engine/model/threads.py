@@ -129,8 +129,11 @@ class Threads:
         set_threads(self.count)
 
     def judge(self, wall: float, computing: float) -> None:
-        """Chooses the number of threads for the next step. wall: seconds of the last step; computing: the step's seconds on a
-        processor.
+        """Chooses the number of threads for the next step.
+
+        Args:
+            wall: wall-clock seconds of the last step, without compilation.
+            computing: CPU seconds of the calling thread in that step.
         """
         self._steps.add(wall, computing)
         self._until_trial -= wall

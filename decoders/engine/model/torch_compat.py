@@ -242,7 +242,8 @@ def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterato
     After `seconds` it goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
 
     Inductor and Triton synchronize to time kernels. They reach ``torch.cuda.synchronize`` by several names, so the function that it
-    calls is patched. torch's own recordings need not hold `lock`: they have ``cudagraph_trees.graph_capture_lock``.
+    calls is patched. CUDA graphs that torch itself records need not hold `lock`: torch's
+    ``cudagraph_trees.graph_capture_lock`` protects them.
     """
     if not torch.cuda.is_initialized():
         yield

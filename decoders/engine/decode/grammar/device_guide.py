@@ -235,7 +235,7 @@ def guide_of(
 ) -> Guide:  # fmt: skip
     """A guide on the device if steps can be recorded there and all grammars have tables, else a guide on the host.
 
-    static: whether sizes of tensors are static, so that steps can be recorded; None for what is usual on `device`.
+    static: whether sizes of tensors are static, so that steps can be recorded; None: :func:`devices.static_shapes` decides.
     """
     static = devices.static_shapes(device) if static is None else static
     possible = static and devices.has_64_bits(device)

@@ -84,7 +84,8 @@ def train_demo(
         train_leg(name, learner, training.run(digest(train)), checkpoints / f"{name}.pt")
         course.looping = looping(course.model(), tokenizer, held_out)
         against = UnlikelihoodLearner(learner, UnlikelihoodTraining(steps=loop_steps), first_step=training.steps)
-        # If `loop_steps` has changed, this stage begins from the start, after the same training on files.
+        # The checkpoint's name contains `loop_steps`: if it has changed, a resumed run begins this stage anew, but does not repeat the
+        # training on files.
         stem = f"{name}-loops-{training.steps}-{loop_steps}"
         train_leg(f"{name} against loops", against, against.run(), checkpoints / f"{stem}.pt")
         course.export()
