@@ -23,7 +23,7 @@ from .benches import (
     write_json,
 )
 from .catalogue import OF_LAB, ExtensibleGroup
-from .models import Device, Threads
+from .models import Device, Temperature, Threads, TopK, TopP
 
 
 class BenchGroup(ExtensibleGroup):
@@ -144,17 +144,9 @@ def measure(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Number of rounds over all prompts. Default: 5; with --suite: 1.")
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Sampling temperature; 0 is greedy. Default: greedy, unless another sampling option is given."
-        ),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Sample from the smallest set of tokens with this total probability."),
-    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     seed: Annotated[
         int,
         typer.Option(

@@ -10,7 +10,7 @@ import typer
 from ..common import library
 from ..errors import SettingsError
 from .console import plain_console, waiting
-from .models import DTYPE, STRATEGY, Device, Dtype, ModelName, StrategyName, Threads
+from .models import DTYPE, STRATEGY, Device, Dtype, ModelName, StrategyName, Temperature, Threads, TopK, TopP
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,17 +56,9 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of new tokens.")
     ] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Sampling temperature; 0 is greedy. Default: greedy, unless another sampling option is given."
-        ),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Sample from the smallest set of tokens with this total probability."),
-    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     min_p: Annotated[
         float | None,
         typer.Option(

@@ -97,6 +97,17 @@ Device = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, callback=use_threads, help="Number of CPU threads. Default: PyTorch's own choice.")
 ]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Sampling temperature; 0 is greedy. Default: greedy, unless another sampling option is given."
+    ),
+]
+TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Sample from the smallest set of tokens with this total probability."),
+]
 #: Defaults of the commands that generate texts: the strategy `auto`, and the checkpoint's dtype.
 STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[

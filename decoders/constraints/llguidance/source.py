@@ -142,7 +142,8 @@ def _instead(name: str, lark: str) -> str:
 
     rules = re.findall(r"^[?!]?(\w+)[^:\n]*:", lark, re.MULTILINE)
     imported = re.findall(r"^%import\b.*?(\w+)[ \t]*$", lark, re.MULTILINE)
-    choices = suggest(name, {*rules, *imported}) if {*rules, *imported} - {"start"} else ""
+    defined = {*rules, *imported}
+    choices = suggest(name, defined) if defined - {"start"} else ""
     if choices.startswith("Did you mean"):
         return choices
     common = f"%import common.{name}"

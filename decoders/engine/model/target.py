@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -21,7 +21,7 @@ from ...settings import Attention
 from ...tree import TreeTensors
 from . import attention, buckets, experts, own_masks, recurrent, rope
 from .blocks import LeadingText, PassInput, causal_block, ending
-from .cache import CacheBuffers, LayerSpec
+from .cache import CacheBuffers
 from .facts import Attending, Checks, Lengths, Products, Vocabulary
 from .features import Taps
 from .kernels import attention as kernel
@@ -161,15 +161,16 @@ class Target:
         # Only PyTorch's attention needs multiples. Committed tokens run again to fill a multiple, which recurrent states do not allow.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
-    def _few_tokens(self, layout: Sequence[LayerSpec] | None = None) -> PassInput:
-        """The input of a pass over four tokens of one row, for checks. layout: the layout of its new cache; None: the model's."""
+    def _few_tokens(self) -> PassInput:
+        """The input of a pass over four tokens of one row, for checks, with a new cache that is not quantized."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
-        return PassInput(tokens, start, tree, self.buffers(1, 16, layout), torch.arange(8, device=self.device))
+        buffers = CacheBuffers.allocate([replace(spec, quantized=False) for spec in self.layout], 1, 16)
+        return PassInput(tokens, start, tree, buffers, torch.arange(8, device=self.device))
 
     def _read_few(self, watch: Callable[[SlotCache], None]) -> None:
         """Runs a pass over a few tokens. watch: called before the pass with the cache that it uses, which is not quantized."""
-        given = self._few_tokens([replace(spec, quantized=False) for spec in self.layout])
+        given = self._few_tokens()
         inputs = self.inputs(given.nodes, given.base, given.tree, given.buffers, given.view)
         watch(inputs[self._cache_keyword])
         self.model(**inputs)
@@ -260,10 +261,10 @@ class Target:
         invariance = self.checks.invariance
         return (rows > 1 and not self.rounds) or (invariance is not None and invariance.single)
 
-    def buffers(self, rows: int, slots: int, layout: Sequence[LayerSpec] | None = None) -> CacheBuffers:
-        """A new cache. rows: number of rows; slots: number of slots per row; layout: the cache's layout, None: the model's."""
+    def buffers(self, rows: int, slots: int) -> CacheBuffers:
+        """A new cache. rows: number of rows; slots: number of slots per row."""
         placeholders = self.vocabulary.placeholders is not None
-        return CacheBuffers.allocate(list(layout or self.layout), rows, slots, placeholders, self.attends == "triton")
+        return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
         """A target with a further copy of the modules, which shares the (quantized) weights. layers: see :meth:`watching`."""
