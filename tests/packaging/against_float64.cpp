@@ -60,24 +60,24 @@ void products() {
 }
 
 void quantized() {
-    const long rows = 11, outputs = 27;
+    const long rows = 11;
     for (int digits : {1, 2}) {
         for (auto [inputs, groups] : {std::pair(77l, 1l), std::pair(192l, 2l), std::pair(416l, 13l), std::pair(512l, 4l)}) {
             for (bool bytes : {true, false}) {
                 if (!bytes && groups < 4) continue;
-                const long padded = rounded_up(inputs, 128), group = inputs / groups;
-                auto x = numbers<float>(rows * inputs), steps = numbers<float>(outputs * 2 * groups + SIXTEENS);
-                std::vector<int8_t> levels(outputs * inputs), packed(outputs * padded / 2);
+                const long group = inputs / groups, outputs = bytes ? 27 : 3 * OUTPUTS;
+                auto x = numbers<float>(rows * inputs), steps = numbers<float>(outputs * 2 * groups);
+                std::vector<int8_t> levels(outputs * inputs), packed(outputs * inputs / 2);
                 std::vector<float> out(rows * outputs), one(outputs);
                 for (long o = 0; o < outputs; o++) {
                     for (long k = 0; k < inputs; k++) {
                         int level = int(drawn() * (bytes ? 127 : 8));
                         levels[o * inputs + k] = int8_t(level);
-                        long word = k / 32 * 8 + k % 8, place = k % 32 / 8;
-                        if (!bytes) packed[o * padded / 2 + 2 * word + place / 2] |= (level + 8) << place % 2 * 4;
+                        long word = (o / OUTPUTS * inputs + k / INPUTS * INPUTS) * OUTPUTS / 2 + o % OUTPUTS * 4, place = k % INPUTS / 2;
+                        if (!bytes) packed[word + k % 2 * 2 + place / 2] |= (level + 8) << place % 2 * 4;
                     }
                 }
-                Matrix matrix = {bytes ? levels.data() : packed.data(), nullptr, outputs, bytes ? inputs : padded / 2, 1, steps.data(), groups};
+                Matrix matrix = {bytes ? levels.data() : packed.data(), nullptr, outputs, bytes ? inputs : inputs / 2, 1, steps.data(), groups};
                 auto multiplied = [&](const float* from, long count, float* to) {
                     if (bytes) multiply_quantized<Bytes>(from, count, inputs, digits, &matrix, 1, to, 1);
                     else multiply_quantized<Fours<float>>(from, count, inputs, digits, &matrix, 1, to, 1);
@@ -89,8 +89,8 @@ void quantized() {
                     for (long o = 0; o < outputs; o++) {
                         double exact = 0, size = 0;
                         for (long k = 0; k < inputs; k++) {
-                            const float* step = &steps[bytes ? o * groups + k / group : o * 2 * groups + k / group];
-                            double weight = double(levels[o * inputs + k]) * *step + (bytes ? 0 : step[groups]);
+                            const float* step = &steps[bytes ? o * groups + k / group : (o / OUTPUTS * groups + k / group) * 2 * OUTPUTS + o % OUTPUTS];
+                            double weight = double(levels[o * inputs + k]) * *step + (bytes ? 0 : step[OUTPUTS]);
                             exact += x[row * inputs + k] * weight;
                             size += std::abs(x[row * inputs + k] * weight);
                         }

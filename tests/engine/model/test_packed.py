@@ -103,7 +103,7 @@ def test_every_strategy_writes_the_same_tokens_with_them() -> None:
 def test_other_layers_stay_as_they_are() -> None:
     """8 bits whose zero is not their middle, groups that no kernel takes, and levels in another order of their groups."""
     for model in (
-        packed_model(FORMATS[0], 8), packed_model(FORMATS[0], 4, 16), packed_model(FORMATS[1], order=torch.tensor([1, 0, 2, 3]))
+        packed_model(FORMATS[0], 8), packed_model(FORMATS[0], 4, 4), packed_model(FORMATS[1], order=torch.tensor([1, 0, 2, 3]))
     ):  # fmt: skip
         twin = share_weights(model)
         layers = [layer for path, layer in twin.named_modules() if "mlp.up" in path]

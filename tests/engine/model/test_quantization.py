@@ -279,9 +279,11 @@ def test_layers_with_scales_for_other_groups_of_inputs_are_several_products() ->
 
 
 def test_what_does_not_fit_int4_and_the_head_are_int8() -> None:
-    layers: dict[str, nn.Module] = {"odd": nn.Linear(48, 32), "even": nn.Linear(64, 30), "head": nn.Linear(64, 32)}
+    sizes = {"inputs": (48, 32), "outputs": (64, 30), "even": (64, 32), "head": (64, 32)}
+    layers: dict[str, nn.Module] = {name: nn.Linear(*size) for name, size in sizes.items()}
     made = layers_of("int4", layers, [], head=layers["head"])
-    assert [layer.levels.dtype for layer in made.values()] == [torch.int8, torch.uint8, torch.int8]
+    assert [name for name, layer in made.items() if layer.levels.dtype == torch.uint8] == ["even"]
+    assert {layer.levels.dtype for layer in made.values()} == {torch.int8, torch.uint8}
 
 
 def test_int8_levels_of_a_library_are_read_where_they_are() -> None:
@@ -300,7 +302,7 @@ def test_int8_levels_of_a_library_are_read_where_they_are() -> None:
 def test_a_librarys_layers_give_its_results(bits: torch.dtype, group: int | None, dtype: torch.dtype) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
-    layers, x = nn.ModuleList([nn.Linear(384, 30).to(dtype)]), torch.randn(5, 384).to(dtype)
+    layers, x = nn.ModuleList([nn.Linear(384, 48).to(dtype)]), torch.randn(5, 384).to(dtype)
     granularity = torchao.PerGroup(group) if group else torchao.PerAxis(0)
     torchao.quantize_(layers, torchao.IntxWeightOnlyConfig(weight_dtype=bits, granularity=granularity))
     with torch.no_grad():

@@ -151,7 +151,7 @@ def _packed(module: nn.Module, form: Format, bits: int) -> QuantizedWeight | Non
     groups = scales.shape[0 if form.inputs_first else 1]
     group, digits = cast(int, module.in_features) // groups, 2 if scales.dtype == torch.float32 else 1
     if bits == 4:
-        fits = group in (32, 64, 128, 256)
+        fits = four_bits.takes(cast(int, module.out_features), group)
     else:
         fits = (groups == 1 or group % 32 == 0) and not bool((form.middles(bits, scales, rest) != 128).any())
     if not fits:
@@ -161,7 +161,7 @@ def _packed(module: nn.Module, form: Format, bits: int) -> QuantizedWeight | Non
         levels, steps, zeros = form.unpacked(bits, *sources)
         if bits == 8:
             return dict(levels=(levels ^ 128).view(torch.int8), scales=steps.contiguous(), after=None, digits=digits)
-        scales = four_bits.with_room(steps, (8 - zeros) * steps)
+        scales = four_bits.with_offsets(steps, (8 - zeros) * steps)
         return dict(levels=four_bits.packed(levels), scales=scales, after=None, digits=digits)
 
     return _shared(sources, ("packed", form, digits), make)
@@ -253,11 +253,12 @@ def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWei
 
     def int4() -> dict[str, Any]:
         levels, scales = rounded_to_int4(matrix())
-        return dict(levels=four_bits.packed(levels), scales=scales, after=None, digits=1)
+        return dict(levels=four_bits.packed(levels), scales=four_bits.in_panels(scales), after=None, digits=1)
 
     if scheme == "16bit":
         return _narrow_copy(source) if source.dtype == torch.float32 else None
-    four = scheme == "int4" and matrix().shape[1] % GROUP == 0
+    outputs, inputs = matrix().shape
+    four = scheme == "int4" and inputs % GROUP == 0 and four_bits.takes(outputs, GROUP)
     return _shared([weight], (scheme if four else "int8", transposed), int4 if four else int8)
 
 
@@ -308,7 +309,7 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
     def int4() -> dict[str, Any]:
         steps = scale.float().reshape(rows, -1)
         middles = torch.zeros_like(steps) if zero is None else -zero.reshape(rows, -1).float() * steps
-        scales = four_bits.with_room(steps, middles)
+        scales = four_bits.with_offsets(steps, middles)
         return dict(levels=four_bits.packed((levels + 8).to(torch.uint8)), scales=scales, after=None, digits=digits)
 
     if target == "torch.int8" and zeros and block in ((1, columns), (rows, columns)):
@@ -317,6 +318,6 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
         return None
     if target == "torch.int8" and zeros and block[1] % 32 == 0:
         return _shared(sources, ("given int8 in groups", dtype), int8_in_groups)
-    if target == "torch.int4" and block[1] in (32, 64, 128, 256):
+    if target == "torch.int4" and four_bits.takes(rows, block[1]):
         return _shared(sources, ("given int4", dtype), int4)
     return None

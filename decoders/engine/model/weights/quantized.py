@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels import Operands, cpu
-from ..kernels.cpu import four_bits
 from ..kernels.products import on_cpu, take_cpu_kernels
 from .layers import Joint, biases_of
 
-#: How many weights of a row share a step and an offset in this package's int4. It is the smallest number that the kernels support.
+#: How many weights of a row share a step and an offset in this package's int4.
 GROUP = 32
 
 
@@ -107,5 +106,4 @@ def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]
     """
     kernels = cpu.chosen().kernels
     assert kernels is not None
-    levels, scales = kernels.round_to_four_bits(matrix, group)
-    return levels, scales[: -four_bits.ROOM].view(len(matrix), 2, -1)
+    return kernels.round_to_four_bits(matrix, group)

@@ -16,18 +16,20 @@ if not VARIANTS or build.compiler() is None:
     pytest.skip("kernels are compiled where there is a compiler", allow_module_level=True)
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
-#: Bits, inputs, groups of inputs: whole steps and blocks, and such that end within one.
+#: Bits, inputs, groups of inputs: whole steps of a kernel, and inputs that end within a step.
 SHAPES = [
     (8, 64, 1),
     (8, 37, 1),
     (8, 9000, 1),
     (8, 192, 6),
     (8, 4, 1),
+    (4, 8, 1),
     (4, 32, 1),
     (4, 416, 13),
     (4, 512, 4),
     (4, 768, 3),
-    (4, 704, 22),
+    (4, 1536, 3),
+    (4, 120, 5),
 ]
 
 
@@ -41,7 +43,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def quantized(bits: int, inputs: int, groups: int, outputs: int, seed: int = 1) -> tuple[torch.Tensor, ...]:
-    """Levels and scales as the kernels take them, and the matrix that they stand for, in float64."""
+    """Levels and scales as the kernels take them, and the matrix that they stand for, in float64. With 4 bits, `outputs` is rounded
+    up to whole panels.
+    """
+    outputs += -outputs % four_bits.PANEL if bits == 4 else 0
     generator = torch.Generator().manual_seed(seed)
     most = 8 if bits == 4 else 128
     values = torch.randint(-most, most, (outputs, inputs), generator=generator)
@@ -50,7 +55,7 @@ def quantized(bits: int, inputs: int, groups: int, outputs: int, seed: int = 1) 
     if bits == 8:
         return values.to(torch.int8), steps, matrix.view(outputs, inputs)
     matrix = (matrix + middles[..., None]).view(outputs, inputs)
-    return four_bits.packed((values + 8).to(torch.uint8)), four_bits.with_room(steps, middles), matrix
+    return four_bits.packed((values + 8).to(torch.uint8)), four_bits.with_offsets(steps, middles), matrix
 
 
 @settings(max_examples=25, deadline=None)
@@ -72,6 +77,7 @@ def test_a_product_is_that_of_the_dequantized_matrix(
     digits: int,
 ) -> None:
     levels, scales, matrix = quantized(*shape, outputs)
+    outputs = len(matrix)
     x, bias = random(rows, shape[1]).to(dtype), random(outputs, seed=2).to(dtype)
     product = kernels.quantized_linear(x, [levels], [scales], [bias] if with_bias else [], digits)
     assert product.dtype == dtype and product.shape == (rows, outputs)
@@ -102,7 +108,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_several_matrices_are_one_product_with_the_same_bits(kernels: Kernels, bits: int) -> None:
     made = [quantized(bits, 416, 1 if bits == 8 else 13, outputs, seed=outputs)[:2] for outputs in (33, 7, 21)]
-    x, biases = random(2, 3, 416), [random(outputs) for outputs in (33, 7, 21)]
+    x, biases = random(2, 3, 416), [random(len(levels)) for levels, _ in made]
     levels, scales = [list(part) for part in zip(*made, strict=True)]
     together = kernels.quantized_linear(x, levels, scales, biases, 1)
     alone = [kernels.quantized_linear(x, [lv], [sc], [b], 1) for lv, sc, b in zip(levels, scales, biases, strict=True)]
@@ -111,10 +117,9 @@ def test_several_matrices_are_one_product_with_the_same_bits(kernels: Kernels, b
 
 def test_scales_of_bfloat16_have_the_bits_of_equal_ones_of_float32(kernels: Kernels) -> None:
     levels, scales, _ = quantized(4, 416, 13, outputs=9)
-    short = four_bits.roomy(scales.bfloat16())
-    long = four_bits.roomy(short.float())
+    short = scales.bfloat16()
     x = random(5, 416)
-    assert torch.equal(*(kernels.quantized_linear(x, [levels], [s], [], 1) for s in (short, long)))
+    assert torch.equal(*(kernels.quantized_linear(x, [levels], [s], [], 1) for s in (short, short.float())))
 
 
 def test_int8_levels_are_read_where_they_are(kernels: Kernels) -> None:
@@ -135,9 +140,9 @@ def test_rows_of_zeros_and_of_numbers_that_are_none(kernels: Kernels) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda x, levels, scales: (x, [levels], [scales[:, :, :5].contiguous()]), "groups are 32 doubled"),
-        (lambda x, levels, scales: (x, [levels], [scales.clone()]), "memory after the scales"),
-        (lambda x, levels, scales: (x, [levels.clone()], [scales]), "memory after the scales"),
+        (lambda x, levels, scales: (x, [levels], [scales[:, :, :5].contiguous()]), "groups are multiples of 8"),
+        (lambda x, levels, scales: (x, [levels[:9]], [scales[:9]]), "panels of 16 outputs"),
+        (lambda x, levels, scales: (x, [levels.repeat(1, 2)[:, : levels.shape[1]]], [scales]), "panels of 16 outputs"),
         (lambda x, levels, scales: (x[:, :32], [levels], [scales]), "have the inputs of x"),
         (lambda x, levels, scales: (x, [levels] * 4, [scales] * 4), "one to three"),
     ],
@@ -151,9 +156,9 @@ def test_what_does_not_fit_is_refused(kernels: Kernels, change: object, says: st
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_four_bits_have_the_least_squared_error_of_some_ranges(kernels: Kernels, dtype: torch.dtype) -> None:
     matrix = random(6, 192).to(dtype)
-    levels, flat = kernels.round_to_four_bits(matrix, 32)
-    step, middle = flat[: -four_bits.ROOM].view(6, 2, 6).float().unbind(1)
-    assert levels.max() == 15 and levels.min() == 0 and not flat[-four_bits.ROOM :].any()
+    levels, scales = kernels.round_to_four_bits(matrix, 32)
+    step, middle = scales.float().unbind(1)
+    assert levels.max() == 15 and levels.min() == 0
     groups = matrix.float().view(6, 6, 32)
     off = (levels.view(6, 6, 32).float() - 8) * step[..., None] + middle[..., None] - groups
     whole = (groups.amax(-1) - groups.amin(-1)) / 15

@@ -307,8 +307,8 @@ def _check_attention(kernels: Kernels) -> str | None:
 def _check_quantized(kernels: Kernels) -> str | None:
     """Checks products with matrices of 8 and of 4 bits."""
     generator = torch.Generator().manual_seed(0)
-    for bits, inputs, groups in ((8, 77, 1), (8, 192, 2), (4, 416, 13), (4, 512, 4)):
-        x, outputs = torch.randn(11, inputs, generator=generator, device="cpu"), 27
+    for bits, outputs, inputs, groups in ((8, 27, 77, 1), (8, 27, 192, 2), (4, 48, 416, 13), (4, 48, 512, 4)):
+        x = torch.randn(11, inputs, generator=generator, device="cpu")
         values = torch.randint(-8, 8, (outputs, inputs), generator=generator, device="cpu")
         steps, middles = torch.rand(2, outputs, groups, generator=generator, device="cpu").double()
         whole = values.double().view(outputs, groups, -1) * steps[..., None]
@@ -316,7 +316,7 @@ def _check_quantized(kernels: Kernels) -> str | None:
             levels, scales = values.to(torch.int8), steps.float()
         else:
             whole += middles[..., None]
-            levels, scales = four_bits.packed((values + 8).to(torch.uint8)), four_bits.with_room(steps, middles)
+            levels, scales = four_bits.packed((values + 8).to(torch.uint8)), four_bits.with_offsets(steps, middles)
         exact = x.double() @ whole.view(outputs, inputs).T
         for digits, tolerance in ((1, 1e-3), (2, 1e-5)):
             product = kernels.quantized_linear(x, [levels], [scales], [], digits)

@@ -1,4 +1,4 @@
-"""Packs matrices of 4 bits for the CPU kernels (``quantized.h``). Each group of a row's inputs has its own scales."""
+"""Packs matrices of 4 bits in panels of 16 outputs for the CPU kernels (``quantized.h``). A row has scales per group of inputs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from torch import Tensor
 
 from .....common.devices import narrowed
 
-#: Kernels read whole vectors and blocks: up to this many numbers past the end of the scales, and bytes past the end of the levels.
-ROOM, ROOM_OF_LEVELS = 16, 48
+#: Outputs in a panel. A matrix has whole panels.
+PANEL = 16
+
+
+def takes(outputs: int, group: int) -> bool:
+    """Whether the kernels support a matrix with this many outputs, and inputs in a group."""
+    return outputs % PANEL == 0 and group % 8 == 0 and group <= 512
 
 
 def packed(levels: Tensor) -> Tensor:
-    """Packs `levels` ``[out, in]`` uint8, 0 … 15, two per byte: ``[out, in / 2]`` uint8. `in` must be a multiple of 32."""
-    # A group of 32 inputs is eight words of 16 bits. A word holds every eighth input of the group, the first in the lowest bits.
-    low, high = levels.view(len(levels), -1, 2, 2, 8).unbind(-2)
-    return roomy((low | high << 4).transpose(-1, -2).reshape(len(levels), -1), ROOM_OF_LEVELS)
+    """Packs `levels` ``[out, in]`` uint8, 0 … 15, two per byte, in the order that the kernels read: ``[out, in / 2]`` uint8."""
+    # Of eight inputs, the first byte holds 0 and 2, the next bytes 4 and 6, 1 and 3, 5 and 7.
+    low, high = levels.view(-1, PANEL, levels.shape[1] // 8, 2, 2, 2).unbind(-2)
+    return (low | high << 4).mT.transpose(1, 2).reshape(len(levels), -1)
 
 
-def with_room(steps: Tensor, middles: Tensor) -> Tensor:
-    """Scales ``[out, 2, groups]``: each group's step from level to level (`steps` ``[out, groups]``) and value of level 8 (`middles`).
-
-    They are float32, or bfloat16 if bfloat16 holds the same numbers.
+def with_offsets(steps: Tensor, middles: Tensor) -> Tensor:
+    """Scales: each group's step from level to level (`steps` ``[out, groups]``) and value of level 8 (`middles`), ``[out, 2, groups]``
+    in the order that the kernels read. They are float32, or bfloat16 if bfloat16 holds the same numbers.
     """
     scales = torch.stack([steps, middles], 1).float()
     short = narrowed(scales, torch.bfloat16)
-    return roomy(scales if short is None else short)
+    return in_panels(scales if short is None else short)
 
 
-def roomy(numbers: Tensor, room: int = ROOM) -> Tensor:
-    """A copy of `numbers`, with memory for `room` more numbers behind it."""
-    whole = numbers.new_zeros(numbers.numel() + room)
-    copy = whole[: numbers.numel()].view(numbers.shape)
-    return copy.copy_(numbers)
+def in_panels(scales: Tensor) -> Tensor:
+    """`scales` ``[out, 2, groups]`` in the order that the kernels read: by panel, group, kind of scale, and output."""
+    return scales.unflatten(0, (-1, PANEL)).permute(0, 3, 2, 1).reshape(scales.shape)

@@ -3,20 +3,8 @@
 #include "rounding.h"
 #include "tensors.h"
 
-namespace {
-
-// How many bytes of memory a contiguous tensor has behind its last element.
-int64_t storage_behind(const Tensor& tensor) {
-    int64_t size, offset;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &size));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
-    return size - (offset + tensor.numel()) * int64_t(tensor.element_size());
-}
-
-}  // namespace
-
-// x: [..., K]. levels: up to three matrices, either int8 [O, K] with scales float32 [O, groups]; or uint8 [O, K / 2] in the order of
-// `Fours`, with scales float32 or bfloat16 [O, 2, groups].
+// x: [..., K]. levels: up to three matrices, either int8 [O, K] with scales float32 [O, groups]; or uint8 [O, K / 2] with scales float32 or
+// bfloat16 [O, 2, groups], both in the panels of `Fours`.
 Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, Tensors levels, Tensors scales, Tensors biases, int64_t digits) {
     using torch::headeronly::ScalarType;
     constexpr size_t MOST = 3;
@@ -38,10 +26,9 @@ Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, Tensors levels, Tensors sc
                         "scales are contiguous and alike, and have the outputs of their levels");
         STD_TORCH_CHECK(type == ScalarType::Float || (!bytes && type == ScalarType::BFloat16), "scales are float32, of 4 bits also bfloat16");
         int64_t group = groups ? inputs / groups : 0;
-        STD_TORCH_CHECK(groups && inputs % groups == 0 && (bytes ? groups == 1 || group % 32 == 0 : group >= 32 && (group & (group - 1)) == 0),
-                        "groups are 32 doubled any number of times, or multiples of 32 for int8, or one");
-        STD_TORCH_CHECK(bytes || (storage_behind(scale) >= int64_t(SIXTEENS * scale.element_size()) && matrix.is_contiguous() &&
-                                  storage_behind(matrix) >= Fours<float>::ROOM), "of 4 bits, memory after the scales and levels may be read");
+        STD_TORCH_CHECK(groups && inputs % groups == 0 && (bytes ? groups == 1 || group % 32 == 0 : group % INPUTS == 0 && group <= MOST_IN_GROUP),
+                        "of 4 bits, groups are multiples of 8 up to 512; of 8 bits, multiples of 32, or all inputs are one group");
+        STD_TORCH_CHECK(bytes || (matrix.is_contiguous() && matrix.size(0) % OUTPUTS == 0), "levels of 4 bits fill panels of 16 outputs");
         const void* bias = biases.empty() ? nullptr : bias_of(biases[m], matrix, x);
         all[m] = {matrix.data_ptr(), bias, matrix.size(0), matrix.stride(0), 1, scale.data_ptr(), groups};
         outputs += matrix.size(0);
@@ -62,7 +49,7 @@ Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, Tensors levels, Tensors sc
 
 namespace {
 
-// matrix [O, K] -> levels 0 to 15, uint8 [O, K]; and a flat bfloat16 tensor: the scales [O, 2, K / group], followed by SIXTEENS zeros.
+// matrix [O, K] -> levels 0 to 15, uint8 [O, K], and scales bfloat16 [O, 2, K / group].
 std::tuple<Tensor, Tensor> round_to_four_bits(Tensor matrix, int64_t group) {
     STD_TORCH_CHECK(matrix.dim() == 2 && group >= 8 && group <= 256 && group % 8 == 0 && matrix.size(1) % group == 0,
                     "a matrix of whole groups is needed, and groups of 8 to 256");
@@ -71,8 +58,7 @@ std::tuple<Tensor, Tensor> round_to_four_bits(Tensor matrix, int64_t group) {
     int64_t outputs = matrix.size(0), inputs = matrix.size(1);
     Tensor levels = torch::stable::empty({outputs, inputs}, ScalarType::Byte);
     int64_t groups = inputs / group;
-    Tensor scales = torch::stable::empty({outputs * 2 * groups + SIXTEENS}, ScalarType::BFloat16);
-    memset(data<bfloat16>(scales), 0, scales.numel() * sizeof(bfloat16));
+    Tensor scales = torch::stable::empty({outputs, 2, groups}, ScalarType::BFloat16);
     with_type(matrix, [&](auto type) {
         round_matrix(data<decltype(type)>(whole), outputs, inputs, group, data<uint8_t>(levels), data<bfloat16>(scales), threads());
     });

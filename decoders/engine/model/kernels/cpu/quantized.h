@@ -3,6 +3,8 @@
 // Rows of x are rounded to 16-bit integers with a scale per row. Products of integers are added exactly; then a group's sum is converted to
 // float32. If a row needs more precision, a second row of integers holds the rounding errors of the first.
 #pragma once
+#include <numeric>
+
 #include "products.h"
 
 namespace {
@@ -55,21 +57,27 @@ inline Sums add_products(Shorts a, Shorts b, Sums sums) {
     return sums + multiply_pairs(a, b);
 #endif
 }
+// Adds to every lane the product of its pair of integers and the pair `b`.
+inline Sums add_pair(Shorts a, const int16_t* b, Sums sums) {
+#if defined(__AVX512VNNI__)
+    asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(a), "m"(*(const int16_t (*)[2])b));
+    return sums;
+#else
+    int32_t pair;
+    memcpy(&pair, b, sizeof pair);
+    return sums + multiply_pairs(a, (Shorts)(no_sums() + pair));
+#endif
+}
 
 constexpr long SHORTS = 2 * LANES;
 constexpr long HEADER = 32;   // space for a row's scale before its 16-bit integers, so large that the integers begin a cache line
-constexpr long SIXTEENS = 16; // the number of groups is rounded up to a multiple of this: whole vectors in every variant
 
 inline long rounded_up(long number, long unit) { return (number + unit - 1) / unit * unit; }
 
-// Multiplies the products by the rows' scales.
-template <int N>
-inline void scale_rows(const int16_t* x, long ldx, float* y, long ldy, int outputs) {
-    for (int n = 0; n < N; n++) {
-        float scale;
-        memcpy(&scale, x + n * ldx, sizeof scale);
-        for (int r = 0; r < outputs; r++) y[n * ldy + r] *= scale;
-    }
+inline float scale_of(const int16_t* row) {
+    float scale;
+    memcpy(&scale, row, sizeof scale);
+    return scale;
 }
 
 // int8 weights [outputs, inputs]. Scales are float32 [outputs, groups]. A group fills whole vectors, unless it is the only group.
@@ -80,6 +88,7 @@ struct Bytes {
     static constexpr long STEP = SHORTS;
     static constexpr int MOST_ROWS = LANES == 16 ? 6 : 2;
     static constexpr bool HAS_OFFSETS = false;
+    using Panels = VectorPanels<Bytes>;
     static constexpr long MOST = 256 * LANES;  // most inputs whose products fit into sums of 32 bits: 256 in a lane
 
     // This is a separate function, so that the sums stay in registers. inputs: a multiple of STEP; next: weights to prefetch.
@@ -131,108 +140,117 @@ struct Bytes {
             }
         }
         add_lanes(sums, y, ldy);
-        scale_rows<N>(x, ldx, y, ldy, R);
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < R; r++) y[n * ldy + r] *= scale_of(x + n * ldx);
     }
-
-    // The index of inputs 8 i … 8 i + 7 in a row of 16-bit integers.
-    static inline long place(long i) { return 8 * i; }
 };
 
-// Weights of 4 bits, 0 to 15. A block is 128 inputs in 64 bytes: the four numbers in the 16-bit word 8 g + c belong to inputs
-// 32 g + c, 32 g + 8 + c, 32 g + 16 + c, 32 g + 24 + c, so that a lane of the sums gets inputs of one group only (of at least 32 inputs).
-// A row's last block may reach into the next row: x has zeros there. Behind the last row, ROOM more bytes may be read.
-// Scales [outputs, 2, groups], float32 or bfloat16: a group's step and value of level 8. SIXTEENS numbers behind the scales may be read.
+// Weights of 4 bits, 0 to 15, in panels of OUTPUTS outputs. A panel has 64 bytes for every INPUTS inputs: a 32-bit word per output, with inputs
+// 0, 2, 4, 6 in the lower half and 1, 3, 5, 7 in the upper half, the first in the lowest bits. So a lane of the sums belongs to one output, and
+// x is read in its order. Scales are float32 or bfloat16: for every panel and group, the steps of OUTPUTS outputs, then their values of level 8.
+constexpr long OUTPUTS = 16, INPUTS = 8;
+// Most inputs in a group, so that the sum of a group's numbers of x is exact in float32.
+constexpr long MOST_IN_GROUP = 512;
+
+// For every group, a row of x has minus 8 times the sum of its integers, with which sums begin because level 8 stands for zero; and the sum.
+struct OfGroup {
+    int32_t first;
+    float sum;
+};
+
 template <class Scale>
 struct Fours {
-    using Weight = uint8_t;
-    using Row = int16_t;
-    static constexpr bool QUANTIZED = true;
-    static constexpr long STEP = 128;
-    static constexpr int MOST_ROWS = LANES == 16 ? 6 : 2;
+    static constexpr long STEP = INPUTS, WIDE = OUTPUTS;
+    static constexpr int PARTS = OUTPUTS / LANES, MOST_ROWS = LANES == 16 ? 8 : LANES == 8 ? 3 : 2;
     static constexpr bool HAS_OFFSETS = true;
-    static constexpr int PARTS = 32 / SHORTS;
-    static constexpr long ROOM = 48;  // the bytes of a block, minus the 16 bytes of 32 inputs
+    const int16_t* x;
+    long ldx, rows, inputs;
 
-    // Returns a vector with the steps of a block's groups, each in the lanes of its inputs. `shift`: a group has 32 << shift inputs.
-    struct Spread {
-#if defined(__AVX512F__)
-        __m512i lanes;
-        explicit Spread(int shift) { lanes = _mm512_srli_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), shift); }
-        inline Vec operator()(const float* steps, int) const { return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(steps))); }
-        inline Vec operator()(const bfloat16* steps, int) const {
-            __m512i wide = _mm512_castsi128_si512(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)steps)));
-            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_permutexvar_epi32(lanes, wide), 16));
-        }
-#elif defined(__AVX2__)
-        __m256i lanes[2];
-        explicit Spread(int shift) {
-            for (int i = 0; i < 2; i++)
-                lanes[i] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), _mm256_set1_epi32(2 * i)), shift);
-        }
-        inline Vec operator()(const float* steps, int part) const {
-            return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(steps)), lanes[part]);
-        }
-        inline Vec operator()(const bfloat16* steps, int part) const {
-            __m256i wide = _mm256_castsi128_si256(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)steps)));
-            return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_permutevar8x32_epi32(wide, lanes[part]), 16));
+    void begin() const {}
+    void end() const {}
+
+    // Adds the products of INPUTS inputs of N rows.
+    template <int N>
+    static inline void add_eight(const uint8_t* weights, const int16_t* x, long ldx, Sums (&sums)[N][PARTS]) {
+#if defined(__ARM_NEON)
+        for (int p = 0; p < PARTS; p += 2) {
+            Shorts low = load_shorts(weights + 16 * p), high = load_shorts(weights + 16 * p + 16);
+            Shorts even = vuzp1q_s16(low, high), odd = vuzp2q_s16(low, high);
+            auto add = [&]<int I>(Shorts eight_outputs) {
+                Shorts level = four_bits<I / 2>(eight_outputs);
+                for (int n = 0; n < N; n++) {
+                    Shorts row = load_shorts(x + n * ldx);
+                    sums[n][p] = vmlal_laneq_s16(sums[n][p], vget_low_s16(level), row, I);
+                    sums[n][p + 1] = vmlal_high_laneq_s16(sums[n][p + 1], level, row, I);
+                }
+            };
+            add.template operator()<0>(even), add.template operator()<1>(odd), add.template operator()<2>(even), add.template operator()<3>(odd);
+            add.template operator()<4>(even), add.template operator()<5>(odd), add.template operator()<6>(even), add.template operator()<7>(odd);
         }
 #else
-        int shift;
-        explicit Spread(int shift) : shift(shift) {}
-        inline Vec operator()(const Scale* steps, int part) const { return broadcast(::widen(steps[part >> shift])); }
-#endif
-    };
-
-    template <int R, int N, bool FIRST>
-    static inline void multiply_tile(const Matrix& matrix, long output, const int16_t* x, long ldx, long inputs, float* y, long ldy) {
-        Vec sums[R][N];
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) sums[r][n] = zeros();
-        const uint8_t* w[R];
-        const Scale* steps[R];
-        long groups = matrix.groups, blocks = rounded_up(inputs, STEP) / STEP;
-        int shift = 0;
-        while (32l << shift < inputs / groups) shift++;
-        for (int r = 0; r < R; r++) {
-            w[r] = (const uint8_t*)matrix.weights + (output + r) * matrix.stride;
-            steps[r] = (const Scale*)matrix.scales + (output + r) * 2 * groups;
+        Shorts pairs[PARTS][4];
+        for (int p = 0; p < PARTS; p++) {
+            Shorts packed = load_shorts(weights + p * 4 * LANES);
+            pairs[p][0] = four_bits<0>(packed), pairs[p][1] = four_bits<1>(packed), pairs[p][2] = four_bits<2>(packed), pairs[p][3] = four_bits<3>(packed);
         }
-        const Spread spread(shift);
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < 4; i++)
+                for (int p = 0; p < PARTS; p++) sums[n][p] = add_pair(pairs[p][i], x + n * ldx + 2 * i, sums[n][p]);
+#endif
+    }
+
+    // N rows times a panel. FIRST: the panel comes from memory, so the next panel is prefetched.
+    template <int N, bool FIRST>
+    void multiply_panel(const uint8_t* weights, const Scale* scales, const int16_t* x, long groups, float* y) const {
+        Vec sums[N][PARTS];
+        for (int n = 0; n < N; n++)
+            for (int p = 0; p < PARTS; p++) sums[n][p] = zeros();
+        const uint8_t* next = weights + inputs / INPUTS * 64;
         const int16_t* row = x + HEADER;
-        for (long b = 0; b < blocks; b++) {
-            for (int r = 0; r < R; r++) {
-                const Scale* of_block = steps[r] + (b * 4 >> shift);
-                if constexpr (FIRST) prefetch<R == MANY_OUTPUTS>(w[0] + R * matrix.stride + (b * R + r) * 64);
-                for (int part = 0; part < PARTS; part++) {
-                    Shorts packed = load_shorts(w[r] + b * 64 + part * 2 * SHORTS);
-                    Shorts first = four_bits<0>(packed), second = four_bits<1>(packed), third = four_bits<2>(packed), fourth = four_bits<3>(packed);
-                    Vec step = spread(of_block, part);
-                    for (int n = 0; n < N; n++) {
-                        const int16_t* at = row + n * ldx + b * STEP + part * SHORTS;
-                        Sums products = multiply_pairs(first, load_shorts(at));
-                        products = add_products(second, load_shorts(at + 32), products);
-                        products = add_products(third, load_shorts(at + 64), products);
-                        products = add_products(fourth, load_shorts(at + 96), products);
-                        sums[r][n] = multiply_add(as_vector(products), step, sums[r][n]);
-                    }
+        const OfGroup* of_group = (const OfGroup*)(row + inputs);
+        const long of_row = ldx * sizeof(int16_t) / sizeof(OfGroup);
+        for (long g = 0; g < groups; g++, of_group++, scales += 2 * OUTPUTS) {
+            Sums part[N][PARTS];
+            for (int n = 0; n < N; n++)
+                for (int p = 0; p < PARTS; p++) part[n][p] = no_sums() + of_group[n * of_row].first;
+            for (long k = 0; k < inputs / groups; k += INPUTS, weights += 64, next += 64, row += INPUTS) {
+                if constexpr (FIRST) prefetch<true>(next);
+                add_eight<N>(weights, row, ldx, part);
+            }
+            for (int p = 0; p < PARTS; p++) {
+                Vec step = load(scales + p * LANES), eight = load(scales + OUTPUTS + p * LANES);
+                for (int n = 0; n < N; n++) {
+                    sums[n][p] = multiply_add(as_vector(part[n][p]), step, sums[n][p]);
+                    sums[n][p] = multiply_add(eight, broadcast(of_group[n * of_row].sum), sums[n][p]);
                 }
             }
         }
-        const int16_t* of_groups = row + blocks * STEP;  // the sums of x by group, then zeros
-        for (long g = 0; g < groups; g += LANES) {
-            for (int r = 0; r < R; r++) {
-                Vec zero = multiply_add(load(steps[r] + g), broadcast(-8), load(steps[r] + groups + g));  // the value of level 0
-                for (int n = 0; n < N; n++) sums[r][n] = multiply_add(zero, load((const float*)(of_groups + n * ldx) + g), sums[r][n]);
-            }
-        }
-        add_lanes(sums, y, ldy);
-        scale_rows<N>(x, ldx, y, ldy, R);
+        for (int n = 0; n < N; n++)
+            for (int p = 0; p < PARTS; p++) store(y + n * WIDE + p * LANES, sums[n][p] * broadcast(scale_of(x + n * ldx)));
     }
 
-    static inline long place(long i) { return i / 16 * STEP + i % 4 * 32 + i / 4 % 4 * 8; }
+    // `some` rows, at most N, times a panel.
+    template <int N, bool FIRST>
+    void multiply_rows(long some, const uint8_t* weights, const Scale* scales, const int16_t* x, long groups, float* y) const {
+        if constexpr (N > 0) {
+            if (some == N) return multiply_panel<N, FIRST>(weights, scales, x, groups, y);
+            multiply_rows<N - 1, FIRST>(some, weights, scales, x, groups, y);
+        }
+    }
+
+    // Computes the panel of outputs from `o` on, and returns their number. y: [rows, WIDE].
+    long operator()(const Matrix& matrix, long o, long, float* y) const {
+        const uint8_t* weights = (const uint8_t*)matrix.weights + o * matrix.stride;
+        const Scale* scales = (const Scale*)matrix.scales + o * matrix.groups * 2;
+        multiply_rows<MOST_ROWS, true>(std::min(rows, long(MOST_ROWS)), weights, scales, x, matrix.groups, y);
+        for (long r = MOST_ROWS; r < rows; r += MOST_ROWS)
+            multiply_rows<MOST_ROWS, false>(std::min(rows - r, long(MOST_ROWS)), weights, scales, x + r * ldx, matrix.groups, y + r * WIDE);
+        return OUTPUTS;
+    }
+    using Panels = Fours;
 };
 
-// Writes a row's scale, the row as 16-bit integers and, if weights have offsets, the integers' sums by group. Returns the scale.
+// Writes a row's scale, the row as 16-bit integers and, if weights have offsets, an OfGroup per group. Returns the scale.
 template <class S>
 float round_row(const float* from, long inputs, long groups, int16_t* to) {
     uint32_t most = 0;
@@ -241,24 +259,13 @@ float round_row(const float* from, long inputs, long groups, int16_t* to) {
     float size = as_float(most), scale = size <= 3e38f ? std::max(size, 1e-30f) / 32767 : as_float(0x7fc00000), per_step = 1 / scale;
     memcpy(to, &scale, sizeof scale);
     int16_t* row = to + HEADER;
-    long padded = rounded_up(inputs, S::STEP);
-    auto rounded = [&](float value) { return int16_t(as_bits(value * per_step + 12582912.0f) - 0x4b400000); };
-    for (long i = 0; i < padded / 8; i++) {
-        int16_t* eight = row + S::place(i);
-        if (8 * i + 8 <= inputs) {
-            for (int c = 0; c < 8; c++) eight[c] = rounded(from[8 * i + c]);
-        } else {
-            for (int c = 0; c < 8; c++) eight[c] = 8 * i + c < inputs ? rounded(from[8 * i + c]) : 0;
-        }
-    }
+    for (long k = 0; k < inputs; k++) row[k] = int16_t(as_bits(from[k] * per_step + 12582912.0f) - 0x4b400000);
+    std::fill(row + inputs, row + rounded_up(inputs, S::STEP), 0);
     if constexpr (S::HAS_OFFSETS) {
-        float* sums = (float*)(row + padded);
-        long eights = inputs / groups / 8;
-        for (long g = 0; g < rounded_up(groups, SIXTEENS); g++) {
-            int32_t sum = 0;
-            for (long i = g * eights; g < groups && i < (g + 1) * eights; i++)
-                for (int c = 0; c < 8; c++) sum += row[S::place(i) + c];
-            sums[g] = float(sum);
+        OfGroup* of_group = (OfGroup*)(row + inputs);
+        for (long g = 0, group = inputs / groups; g < groups; g++, row += group) {
+            int32_t sum = std::accumulate(row, row + group, 0);
+            of_group[g] = {-8 * sum, float(sum)};
         }
     }
     return scale;
@@ -268,7 +275,7 @@ float round_row(const float* from, long inputs, long groups, int16_t* to) {
 template <class S, class T>
 void multiply_quantized(const T* x, long rows, long inputs, int digits, const Matrix* matrices, int count, T* out, int threads) {
     long outputs = 0, padded = rounded_up(inputs, S::STEP), groups = matrices[0].groups;
-    long ldx = HEADER + padded + (S::HAS_OFFSETS ? 2 * rounded_up(groups, SIXTEENS) : 0);
+    long ldx = HEADER + padded + (S::HAS_OFFSETS ? groups * sizeof(OfGroup) / sizeof(int16_t) : 0);
     const long at_once = rows_at_once(ldx * sizeof(int16_t)) / digits;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     for (long row = 0; row < rows; row += at_once, x += at_once * inputs, out += at_once * outputs) {
@@ -284,11 +291,11 @@ void multiply_quantized(const T* x, long rows, long inputs, int digits, const Ma
                 for (long k = 0; k < inputs; k++) values[k] = widen(x[r * inputs + k]);
                 float scale = round_row<S>(values, inputs, groups, to);
                 if (digits == 1) continue;
-                for (long k = 0; k < inputs; k++) values[k] = float(values[k] - double(to[HEADER + S::place(k / 8) + k % 8]) * scale);
+                for (long k = 0; k < inputs; k++) values[k] = float(values[k] - double(to[HEADER + k]) * scale);
                 round_row<S>(values, inputs, groups, to + some * ldx);
             }
         });
-        multiply_block(VectorPanels<S>{prepared, ldx, some * digits, inputs}, some, digits, matrices, count, out, outputs, threads);
+        multiply_block(typename S::Panels{prepared, ldx, some * digits, inputs}, some, digits, matrices, count, out, outputs, threads);
     }
 }
 
