@@ -90,6 +90,16 @@ def test_llama_cpp_reads_every_number_format(number_format: str, tokenizer: Any,
     assert record.leading is not None and record.compared == 2 * NEW and record.tokens_per_second is not None
 
 
+@needs_llama
+def test_llama_cpp_itself_quantizes_to_four_bits(tmp_path: Path) -> None:
+    gguf_files.write(llama(), tmp_path / "m.gguf", "q4_0")
+    import gguf
+
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert types["blk.0.ffn_down.weight"] == "Q4_0" and types["token_embd.weight"] == "Q8_0", "the head has more bits"
+    assert 4.5 < gguf_files.bits_per_weight(tmp_path / "m.gguf") < 8.5
+
+
 @needs_openvino
 def test_openvino_writes_the_tokens_of_the_same_weights(tokenizer: Any, tmp_path: Path) -> None:
     names = ["openvino[f32]", "openvino[f32,lookup]", "openvino[f32,draft]"]

@@ -171,8 +171,8 @@ def _opened(
     draft: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
-) -> tuple[Engine, float | None]:
-    """The engine, and its bits per weight (None if unknown). Writes the files that the engine needs to `folder`."""
+) -> tuple[Engine, float]:
+    """The engine, and its bits per weight. Writes the files that the engine needs to `folder`."""
     models = {"target": model} | ({"draft": draft} if request.mode == DRAFT and draft is not None else {})
     paths: dict[str, Path] = {}
     if request.engine == "llama.cpp":
@@ -188,7 +188,7 @@ def _opened(
             elif not paths[role].exists():
                 gguf_files.write(each, paths[role], number_format)
         engine: Engine = llama.LlamaCpp(paths["target"], request.mode, paths.get("draft"))
-        bits = gguf_files.BITS.get(request.number_format)
+        bits = gguf_files.bits_per_weight(paths["target"])
     else:
         from . import openvino_engine as openvino
         from . import openvino_files

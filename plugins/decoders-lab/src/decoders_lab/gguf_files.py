@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-#: The names of number formats in the library ``gguf``, by their names in brackets, as in ``llama.cpp[q8_0]``.
-FORMATS = {"f32": "F32", "bf16": "BF16", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
-#: Bits per weight of a matrix, including the scales of blocks.
-BITS = {"f32": 32.0, "bf16": 16.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0}
+#: The names of file types in the library ``gguf``, by the names of number formats in brackets, as in ``llama.cpp[q8_0]``.
+FORMATS = {
+    "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
+    "q4_1": "MOSTLY_Q4_1",
+}  # fmt: skip
 #: The names of a layer's parts in the file, by their names in transformers.
 _PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -57,21 +58,29 @@ def write(
 ) -> None:
     """Writes `model` to `path` with its matrices in `number_format` and its norms in float32.
 
+    llama.cpp itself quantizes to 8 and 4 bits, so the file is what its users have: with 4 bits, the output head has more bits.
+
     Args:
         tokens, merges: tokens and merges of a byte-level tokenizer, in byte-level spelling; without tokens the file has no tokenizer.
 
     Raises:
         UnknownNameError: no such number format.
-        ExportError: see :func:`check_exportable`.
+        ExportError: see :func:`check_exportable`; or llama.cpp cannot quantize the model.
     """
     if number_format not in FORMATS:
         raise UnknownNameError("number format", number_format, FORMATS)
     check_exportable(model)
     import gguf
 
+    if number_format.startswith("q"):
+        whole = path.with_suffix(".whole")
+        write(model, whole, "f32", tokens, merges)
+        _quantize(whole, path, gguf.LlamaFileType[FORMATS[number_format]])
+        whole.unlink()
+        return
     config: Any = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kind = gguf.GGMLQuantizationType[FORMATS[number_format]]
+    kind = gguf.GGMLQuantizationType[number_format.upper()]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -85,7 +94,7 @@ def write(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES[number_format]]))
+    writer.add_file_type(int(gguf.LlamaFileType[FORMATS[number_format]]))
     writer.add_tokenizer_model("gpt2" if tokens else "no_vocab")
     if tokens:
         writer.add_token_list(list(tokens))
@@ -102,10 +111,21 @@ def write(
     writer.close()
 
 
-_FILE_TYPES = {
-    "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
-    "q4_1": "MOSTLY_Q4_1",
-}  # fmt: skip
+def _quantize(source: Path, to: Path, file_type: int) -> None:
+    import llama_cpp
+
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = file_type
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(to), options):
+        raise ExportError(f"llama.cpp does not quantize {source.name}")
+
+
+def bits_per_weight(path: Path) -> float:
+    """Bits per weight of the matrices in a GGUF file, including the scales of blocks."""
+    import gguf
+
+    matrices = [tensor for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
+    return 8 * sum(int(each.n_bytes) for each in matrices) / sum(int(each.n_elements) for each in matrices)
 
 
 def _tensors(model: PreTrainedModel, head: int) -> Iterator[tuple[str, np.ndarray]]:
