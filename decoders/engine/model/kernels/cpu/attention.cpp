@@ -4,12 +4,14 @@
 
 namespace {
 
+template <class Tensor>
 Slots slots(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
 }  // namespace
 
 // query: [B, heads, N, D], key and value: [B, kv_heads, view, D or Dv], mask: [B, 1, nodes, columns] int64, sinks: [heads],
 // scales: [B, kv_heads, view, 1] if keys and values are int8. Each is contiguous along the last dimension.
+template <class Tensor>
 Tensor DECODERS_NAMESPACE::slot_attention(
     Tensor query, Tensor key, Tensor value, Tensor mask, std::optional<Tensor> sinks, std::optional<Tensor> key_scales,
     std::optional<Tensor> value_scales, int64_t window, int64_t chunk, double scale, double softcap) {
@@ -37,10 +39,14 @@ Tensor DECODERS_NAMESPACE::slot_attention(
     return out;
 }
 
+template Lent DECODERS_NAMESPACE::slot_attention(
+    Lent query, Lent key, Lent value, Lent mask, std::optional<Lent> sinks, std::optional<Lent> key_scales, std::optional<Lent> value_scales,
+    int64_t window, int64_t chunk, double scale, double softcap);
+
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? sinks, Tensor? key_scales, Tensor? value_scales, "
           "int window, int chunk, float scale, float softcap) -> Tensor");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
-    m.impl("slot_attention", TORCH_BOX(&slot_attention));
+    m.impl("slot_attention", TORCH_BOX(&slot_attention<Tensor>));
 }

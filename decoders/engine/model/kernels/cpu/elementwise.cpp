@@ -18,13 +18,15 @@ Tensor norm(Tensor x, Tensor weight, double epsilon, bool one_added, bool rounde
 }
 
 // The product with up to three matrices. The matrices are quantized if there are scales.
-Tensor product(const Tensor& x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits) {
+template <class Tensor>
+Tensor product(const Tensor& x, List<Tensor> matrices, List<Tensor> scales, List<Tensor> biases, int64_t digits) {
     if (scales.empty()) return few_rows_linear(x, std::move(matrices), std::move(biases));
     return quantized_linear(x, std::move(matrices), std::move(scales), std::move(biases), digits);
 }
 
 // activation(x @ gate.T) * (x @ up.T). matrices: gate and up if gate_first, else up and gate.
-Tensor gated_linear(Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, int64_t kind, bool gate_first) {
+template <class Tensor>
+Tensor gated_linear(Tensor x, List<Tensor> matrices, List<Tensor> scales, List<Tensor> biases, int64_t digits, int64_t kind, bool gate_first) {
     Tensor both = product(x, std::move(matrices), std::move(scales), std::move(biases), digits);
     STD_TORCH_CHECK(kind == SILU || kind == GELU_TANH, "activation 0 or 1, not ", kind);
     int64_t width = both.size(both.dim() - 1) / 2;
@@ -38,7 +40,7 @@ Tensor gated_linear(Tensor x, Tensors matrices, Tensors scales, Tensors biases, 
     return out;
 }
 
-template <class T>
+template <class T, class Tensor>
 Norm<T> norm_of(const std::optional<Tensor>& weight, const Tensor& x, int64_t width, double epsilon, bool one_added, bool rounded_first) {
     if (!weight) return {nullptr, 0, false, false};
     check_types(x, {&*weight});
@@ -47,8 +49,9 @@ Norm<T> norm_of(const std::optional<Tensor>& weight, const Tensor& x, int64_t wi
 }
 
 // Returns residual + before(x @ matrix.T), and the norm `after` of this sum, or an empty tensor without that norm. residual: [..., H].
+template <class Tensor>
 std::tuple<Tensor, Tensor> linear_to_residual(
-    Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, Tensor residual,
+    Tensor x, List<Tensor> matrices, List<Tensor> scales, List<Tensor> biases, int64_t digits, Tensor residual,
     std::optional<Tensor> before, double before_epsilon, bool before_one_added, bool before_rounded_first,
     std::optional<Tensor> after, double after_epsilon, bool after_one_added, bool after_rounded_first) {
     Tensor added = product(x, std::move(matrices), std::move(scales), std::move(biases), digits), old = without_gaps(residual);
@@ -66,12 +69,14 @@ std::tuple<Tensor, Tensor> linear_to_residual(
     return {sum, normed};
 }
 
+template <class Tensor>
 Heads heads_of(const Tensor& x) {
     STD_TORCH_CHECK(x.dim() == 4 && (x.stride(3) == 1 || x.size(3) == 1), "[B, h, N, d] without gaps in d is needed");
     return {x.data_ptr(), x.size(0), x.size(1), x.size(2), x.size(3), x.stride(0), x.stride(1), x.stride(2)};
 }
 
 // Checks slots [B, N] for a buffer [B, h, L, d].
+template <class Tensor>
 void check_slots(const Tensor& slots, const Heads& buffer, int64_t nodes) {
     STD_TORCH_CHECK(slots.scalar_type() == torch::headeronly::ScalarType::Long && slots.is_contiguous(), "slots are int64 without gaps");
     STD_TORCH_CHECK(slots.numel() == buffer.rows * nodes, "every token has a slot");
@@ -81,8 +86,9 @@ void check_slots(const Tensor& slots, const Heads& buffer, int64_t nodes) {
 
 // Computes norms and rotary positions of queries and keys. Returns queries [B, N, H, d], keys [B, h, N, d], and the whole product
 // [B, N, (H + 2 h) d], which contains the values. heads: h, width: d.
+template <class Tensor>
 std::tuple<Tensor, Tensor, Tensor> linear_rotated(
-    Tensor x, Tensors matrices, Tensors scales, Tensors biases, int64_t digits, std::optional<Tensor> query_norm,
+    Tensor x, List<Tensor> matrices, List<Tensor> scales, List<Tensor> biases, int64_t digits, std::optional<Tensor> query_norm,
     std::optional<Tensor> key_norm, double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, int64_t heads, int64_t width) {
     Tensor all = product(x, std::move(matrices), std::move(scales), std::move(biases), digits);
     STD_TORCH_CHECK(all.dim() == 3 && width > 0, "x is [B, N, H]");
@@ -105,6 +111,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_rotated(
 
 // keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative slots count from the end; new states: [B, h, N, d].
 // scales: [B, h, L, 1], written in place if keys and values are int8; null otherwise.
+template <class Tensor>
 void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, Tensor new_values, std::optional<Tensor> key_scales,
                     std::optional<Tensor> value_scales) {
     for (auto [buffer, states, scales] : {std::tuple(&keys, &new_keys, &key_scales), std::tuple(&values, &new_values, &value_scales)}) {
@@ -125,6 +132,9 @@ void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, T
     }
 }
 
+// With at most this many rows, results within layers are `Lent`. Scratch memory for more rows would be large, and a tensor's cost is hidden.
+constexpr int64_t FEW = 64;
+
 // Computes decoder layers by the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer. x:
 // [B, N, H]; reads: x after the first layer's first norm. keys, values, windows, chunks and sinks have an entry per layer, and so have
 // the scales of int8 keys and values; sinks and scales may be empty. The other lists have the tensors of one layer after another.
@@ -133,11 +143,21 @@ void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, T
 // attention's output, of the first sum, of the feed-forward layer's output, and of the second sum (the next layer's first norm; the last
 // layer may lack it). Bit i of `normed`: a layer has norm i.
 // Returns the second sum of each layer, and the last layer's second sum after its norm.
-std::tuple<Tensors, Tensor> decoder_layers(
+template <class Tensor, class Tensors = List<Tensor>>
+std::tuple<List<TorchTensor>, TorchTensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
     double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, Tensors key_scales,
     Tensors value_scales, int64_t view, Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale,
     double softcap, int64_t kind, bool gate_first) {
+    if constexpr (std::is_same_v<Tensor, TorchTensor>) {
+        if (x.dim() == 3 && x.size(0) * x.size(1) <= FEW) {
+            Tensor own_x = without_gaps(x), own_reads = without_gaps(reads), cosines = without_gaps(cos), sines = without_gaps(sin);
+            return decoder_layers(
+                Lent(own_x), Lent(own_reads), lent(matrices), lent(scales), lent(biases), biased, digits, lent(norms), normed, epsilon, one_added,
+                rounded_first, Lent(cosines), Lent(sines), Lent(slots), lent(keys), lent(values), lent(key_scales), lent(value_scales), view,
+                Lent(mask), lent(sinks), std::move(windows), std::move(chunks), scale, softcap, kind, gate_first);
+        }
+    }
     constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
     const size_t layers = keys.size();
     STD_TORCH_CHECK(matrices.size() == MATRICES * layers && (scales.empty() || scales.size() == matrices.size()), "seven matrices, and as many scales or none");
@@ -162,8 +182,9 @@ std::tuple<Tensors, Tensor> decoder_layers(
         return given ? std::optional(part(norms, norm++, 1)[0]) : std::nullopt;
     };
 
-    Tensors sums;
+    List<TorchTensor> sums;
     for (size_t layer = 0; layer < layers; layer++) {
+        Scratch::own().turn();
         auto [m, s, b] = next_factors(0);
         std::optional<Tensor> of_queries = next_norm(0), of_keys = next_norm(1), own_sinks, own_key_scales, own_value_scales;
         if (!key_scales.empty()) own_key_scales = key_scales[layer], own_value_scales = value_scales[layer];
@@ -194,10 +215,10 @@ std::tuple<Tensors, Tensor> decoder_layers(
             x = sum;
             reads = after ? next : sum;
         }
-        sums.push_back(x);
+        sums.push_back(owned(x));
     }
     STD_TORCH_CHECK(bias == biases.size() && norm == norms.size(), "a bit for every tensor is needed");
-    return {sums, reads};
+    return {sums, owned(reads)};
 }
 
 }  // namespace
@@ -219,9 +240,9 @@ DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("rms_norm", TORCH_BOX(&norm));
-    m.impl("gated_linear", TORCH_BOX(&gated_linear));
-    m.impl("linear_to_residual", TORCH_BOX(&linear_to_residual));
-    m.impl("linear_rotated", TORCH_BOX(&linear_rotated));
-    m.impl("decoder_layers", TORCH_BOX(&decoder_layers));
-    m.impl("write_to_cache", TORCH_BOX(&write_to_cache));
+    m.impl("gated_linear", TORCH_BOX(&gated_linear<Tensor>));
+    m.impl("linear_to_residual", TORCH_BOX(&linear_to_residual<Tensor>));
+    m.impl("linear_rotated", TORCH_BOX(&linear_rotated<Tensor>));
+    m.impl("decoder_layers", TORCH_BOX(&decoder_layers<Tensor>));
+    m.impl("write_to_cache", TORCH_BOX(&write_to_cache<Tensor>));
 }

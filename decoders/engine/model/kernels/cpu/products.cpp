@@ -36,7 +36,8 @@ void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, cons
 
 // x: [..., K]; biases: [O] for each matrix, or none; matrices: up to three [O, K], all stored by rows or all by columns. Matrices have the
 // type of x; if x is float32, they may also all have one 16-bit type.
-Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, Tensors matrices, Tensors biases) {
+template <class Tensor>
+Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, List<Tensor> matrices, List<Tensor> biases) {
     constexpr size_t MOST = 3;
     int64_t count = matrices.size(), inputs = x.size(x.dim() - 1), outputs = 0;
     STD_TORCH_CHECK(0 < count && count <= int64_t(MOST), "one to three matrices are multiplied at once, not ", count);
@@ -56,10 +57,12 @@ Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, Tensors matrices, Tensors b
     }
     Tensor out = with_last_size(x, outputs), rows = without_gaps(x);
     int64_t number = inputs ? x.numel() / inputs : 0;
-    if (number >= MANY_ROWS && x.scalar_type() == FLOAT) {
-        Tensor flat = torch::stable::view(out, {number, outputs});
-        many_rows_linear(torch::stable::view(rows, {number, inputs}), matrices, biases, flat);
-        return out;
+    if constexpr (std::is_same_v<Tensor, TorchTensor>) {
+        if (number >= MANY_ROWS && x.scalar_type() == FLOAT) {
+            Tensor flat = torch::stable::view(out, {number, outputs});
+            many_rows_linear(torch::stable::view(rows, {number, inputs}), matrices, biases, flat);
+            return out;
+        }
     }
     with_type(matrices[0], [&](auto of_weights) {
         using W = decltype(of_weights);
@@ -73,9 +76,11 @@ Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, Tensors matrices, Tensors b
     return out;
 }
 
+template Lent DECODERS_NAMESPACE::few_rows_linear(Lent x, List<Lent> matrices, List<Lent> biases);
+
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
-    m.impl("few_rows_linear", TORCH_BOX(&few_rows_linear));
+    m.impl("few_rows_linear", TORCH_BOX(&few_rows_linear<Tensor>));
 }

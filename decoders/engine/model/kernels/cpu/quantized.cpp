@@ -5,7 +5,8 @@
 
 // x: [..., K]. levels: up to three matrices, either int8 [O, K] with scales float32 [O, groups]; or uint8 [O, K / 2] with scales float32 or
 // bfloat16 [O, 2, groups], both in the panels of `Fours`.
-Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, Tensors levels, Tensors scales, Tensors biases, int64_t digits) {
+template <class Tensor>
+Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, List<Tensor> levels, List<Tensor> scales, List<Tensor> biases, int64_t digits) {
     using torch::headeronly::ScalarType;
     constexpr size_t MOST = 3;
     int64_t count = levels.size(), inputs = x.size(x.dim() - 1), outputs = 0;
@@ -67,11 +68,13 @@ std::tuple<Tensor, Tensor> round_to_four_bits(Tensor matrix, int64_t group) {
 
 }  // namespace
 
+template Lent DECODERS_NAMESPACE::quantized_linear(Lent x, List<Lent> levels, List<Lent> scales, List<Lent> biases, int64_t digits);
+
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("quantized_linear(Tensor x, Tensor[] levels, Tensor[] scales, Tensor[] biases, int digits) -> Tensor");
     m.def("round_to_four_bits(Tensor matrix, int group) -> (Tensor, Tensor)");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
-    m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+    m.impl("quantized_linear", TORCH_BOX(&quantized_linear<Tensor>));
     m.impl("round_to_four_bits", TORCH_BOX(&round_to_four_bits));
 }
