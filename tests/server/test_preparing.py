@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -57,7 +58,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
         return done(self, task, check)
 
     monkeypatch.setattr(workshop.Workshop, "_done", wait)
-    monkeypatch.setattr(workshop, "_name", lambda wanted: f"{id(state)} {name(wanted)}")  # nothing is known
+    unknown = uuid.uuid4()  # an object's id could return, and with it a grammar of an earlier test
+    monkeypatch.setattr(workshop, "_name", lambda wanted: f"{unknown} {name(wanted)}")
     yield state
     state.free.set()
 
