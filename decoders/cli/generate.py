@@ -10,7 +10,21 @@ import typer
 from ..common import library
 from ..errors import SettingsError
 from .console import plain_console, waiting
-from .models import DTYPE, STRATEGY, Device, Dtype, ModelName, StrategyName, Temperature, Threads, TopK, TopP
+from .models import (
+    DTYPE,
+    STRATEGY,
+    Assistant,
+    AssistantTokenizer,
+    Device,
+    Dtype,
+    ModelName,
+    StrategyName,
+    StrategySettings,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,12 +40,7 @@ def generate(
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file.")
     ] = None,
     strategy: StrategyName = STRATEGY,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Setting of the strategy (for part a of a+b: a.KEY=VALUE). Repeatable."
-        ),
-    ] = None,
+    settings: StrategySettings = None,
     grammar: Annotated[
         str | None,
         typer.Option(
@@ -41,18 +50,8 @@ def generate(
             "(JSON schema), .regex or .lark file.",
         ),
     ] = None,
-    assistant: Annotated[
-        str | None,
-        typer.Option(
-            help='Draft model, for strategies that need one: folder or Hub name; "demo" is the one in this package.'
-        ),
-    ] = None,
-    assistant_tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."
-        ),
-    ] = None,
+    assistant: Assistant = None,
+    assistant_tokenizer: AssistantTokenizer = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of new tokens.")
     ] = 128,
