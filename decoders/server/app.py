@@ -98,7 +98,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
         owner = responses.owner_of(Arrival(request.scope.get(CLIENT, "")), cache_salt)
         try:
             if request.method != "DELETE":
-                return Response(kept.response(owner, name), media_type="application/json")
+                return Response(kept.find(owner, name).response, media_type="application/json")
             kept.delete(owner, name)
         except Refusal as error:
             return _refused(error)

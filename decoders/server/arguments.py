@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase, SequenceBiasL
 from ..enabling import TokenPenalties
 from ..scheduling import TextPieces
 from .bodies import Body
-from .refusals import Refusal
+from .refusals import wrong
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -92,8 +92,7 @@ def _bias(body: Body, size: int) -> dict[int, float]:
     bias = {}
     for token, value in (body.logit_bias or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < size):
-            message = f"logit_bias: {token!r} is no token id from 0 to {size - 1}"
-            raise Refusal(400, message, param="logit_bias", code="invalid_value")
+            raise wrong("logit_bias", f"{token!r} is no token id from 0 to {size - 1}")
         bias[int(token)] = value
     return bias
 

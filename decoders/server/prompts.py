@@ -14,7 +14,7 @@ from ..scheduling import special_tokens
 from .bodies import Message, Tool
 from .histories import JOINT, Links, answers_as_texts, call_of, one_by_one
 from .images import image_of
-from .refusals import Refusal, log
+from .refusals import Refusal, log, wrong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,9 +154,7 @@ class Conversations:
             try:
                 written = self.style.format.written(texts)
             except RecursionError as error:
-                param = f"messages.{place}.tool_calls"
-                refused = f"{param}: the arguments are nested too deeply"
-                raise Refusal(400, refused, param=param, code="invalid_value") from error
+                raise wrong(f"messages.{place}.tool_calls", "the arguments are nested too deeply") from error
             plain["content"] = f"{content}\n{written}".strip()
         if role == "assistant" and not content and not calls and self.messages.needs_text:
             plain["content"] = " "
@@ -230,8 +228,7 @@ def _text_of(
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
             read = "text" if images is None else "text and image_url"
             given = "no images" if part.get("type") == "image_url" else f"not {shortened(repr(part.get('type')))}"
-            message = f"{param}: only parts of type {read} are read here, {given}"
-            raise Refusal(400, message, param=param, code="unsupported_content")
+            raise wrong(param, f"only parts of type {read} are read here, {given}", "unsupported_content")
         parts.append({"type": "text", "text": part[part["type"]]})
     if any(part["type"] == "image" for part in parts):
         return parts

@@ -244,10 +244,10 @@ class Service:
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         seconds = self.seconds(body)
-        prepared = None
+        grammar = None
         if wanted is not None:
-            prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
-        grammar, to_judge = (prepared.grammar, prepared.judges) if prepared is not None else (None, False)
+            grammar = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
+        to_judge = grammar is not None and any(part.language.whole is not None for part in grammar.parts)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
         stops = Stops.of(body.stops, self.conversations.special)
         job = Job(f"{kind}{secrets.token_hex(12)}", [], stops, arrival, seconds)

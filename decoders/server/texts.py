@@ -93,7 +93,8 @@ class Job:
         """The object in ``usage``: OpenAI's figures, and this package's under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
-        lengths = _summed([report.accepted_lengths for report in reports])
+        histograms = (report.accepted_lengths for report in reports)
+        lengths = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
         drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
         steps = sum(lengths)
         return {
@@ -141,10 +142,6 @@ class Job:
     @property
     def _reports(self) -> list[Report]:
         return [each.generation.report for each in self.choices if each.generation.report is not None]
-
-
-def _summed(histograms: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 @dataclass(frozen=True)
