@@ -63,14 +63,6 @@ class Beginning(ABC):
             side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         """
 
-    def check(self, strategy: Strategy) -> None:
-        """Raises UnsupportedError if `strategy` must read every token of a prompt."""
-        if strategy.reads_prompt:
-            raise UnsupportedError(
-                f"strategy {strategy.name!r} learns from every token of the prompt and the model's output there, and {self.name} "
-                f"does not hold them: take another strategy, or pass the whole text as input_ids without {self.name}"
-            )
-
 
 def beginning_of(
     arguments: Mapping[str, Any], strategy: Strategy, model: PreTrainedModel, wrapper: Any
@@ -92,8 +84,11 @@ def beginning_of(
     beginning: Beginning | None = soft
     for name, value in given.items():
         beginning = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
-    if beginning is not None:
-        beginning.check(strategy)
+    if beginning is not None and strategy.reads_prompt:
+        raise UnsupportedError(
+            f"strategy {strategy.name!r} learns from every token of the prompt and the model's output there, and {beginning.name} "
+            f"does not hold them: take another strategy, or pass the whole text as input_ids without {beginning.name}"
+        )
     return beginning
 
 
