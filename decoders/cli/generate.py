@@ -28,7 +28,7 @@ from .models import (
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..report import Report
 
@@ -178,7 +178,13 @@ def generate(
         arguments["streamer"] = PrintedPieces(tokenizer)
     if chat and not tokenizer.chat_template:
         raise SettingsError(f"--chat: the tokenizer of {model} has no chat template")
-    inputs = encoded(tokenizer, prompt_text, chat).to(loaded.device)
+    if chat:
+        from ..prompts.templates import encode_messages
+
+        inputs = encode_messages(tokenizer, [{"role": "user", "content": prompt_text}], return_tensors="pt")
+    else:
+        inputs = tokenizer(prompt_text, return_tensors="pt")
+    inputs = inputs.to(loaded.device)
     result: Any = loaded.generate(  # type: ignore[operator]
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
@@ -200,17 +206,6 @@ def generate(
         typer.echo(completion)
     if report:
         show_report(result.report, console)
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:
-    """The token ids and mask of a prompt, ``[1, P]``. chat: whether `text` is a user's message for the tokenizer's chat template."""
-    if not chat:
-        return tokenizer(text, return_tensors="pt")
-    from ..prompts.templates import prompt_text
-
-    chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
-    # The template writes the special tokens itself.
-    return tokenizer(chat_text, add_special_tokens=False, return_tensors="pt")
 
 
 def show_report(report: Report, console: Console) -> None:
