@@ -9,18 +9,15 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..common.pieces import TextPieces, text_behind
+from ..enabling import PreparedCall
+from ..engine.decode.output import RequestOutput, TokenLogprobs
 from ..errors import CancelledError
 from ..report import Report
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..enabling import PreparedCall
-    from ..engine.decode.output import RequestOutput, TokenLogprobs
-
 
 log = logging.getLogger("decoders")
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+)
 
 from ..enabling import TokenPenalties
 from ..scheduling import TextPieces
 from .bodies import Body
 from .refusals import wrong
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
 
 #: Below this temperature decoding is greedy: sampling would draw the likeliest token anyway, and logits divided by a much lower
 #: temperature overflow float32.

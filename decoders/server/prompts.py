@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..constraints import ThinkingMarkers
 from ..errors import shortened
@@ -15,9 +17,6 @@ from .bodies import Message, Tool
 from .histories import JOINT, Links, answers_as_texts, call_of, one_by_one
 from .images import image_of
 from .refusals import Refusal, log, wrong
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Conversations:

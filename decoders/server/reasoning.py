@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..constraints import ThinkingMarkers
 from ..scheduling import unfinished
 from .bodies import EFFORTS, ChatBody
+from .prompts import Conversations
 from .refusals import wrong
-
-if TYPE_CHECKING:
-    from .prompts import Conversations
-    from .texts import Spelling
+from .texts import Spelling
 
 
 @dataclass(frozen=True)

@@ -214,20 +214,19 @@ class Response(Conversing):
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
         item, place = self.output[-1], {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
-        match piece.kind:
-            case "arguments":
-                item["arguments"] += piece.text
-                return content + (
-                    self._event("function_call_arguments.delta", **place, delta=piece.text) if piece.text else b""
-                )
-            case "thought":
-                item["content"][0]["text"] += piece.text
-                return content + self._event("reasoning_text.delta", **place, content_index=0, delta=piece.text)
-        entries = self._told(self.turn(growing), piece.number, ended)
-        item["content"][0]["text"] += piece.text
-        if not piece.text and not entries:
+        more: dict[str, Any] = {}
+        if piece.kind == "arguments":
+            name = "function_call_arguments"
+            item["arguments"] += piece.text
+        else:
+            part = item["content"][0]
+            part["text"] += piece.text
+            name, more["content_index"] = part["type"], 0
+        if piece.kind == "text":
+            more["logprobs"] = self._told(self.turn(growing), piece.number, ended)
+        if not piece.text and not more.get("logprobs"):
             return content
-        return content + self._event("output_text.delta", **place, content_index=0, delta=piece.text, logprobs=entries)
+        return content + self._event(f"{name}.delta", **place, delta=piece.text, **more)
 
     def _begin(self, piece: Piece, growing: Growing) -> bytes:
         self._open, part, own = (piece.kind, piece.number), dict[str, Any](), secrets.token_hex(12)
@@ -247,9 +246,9 @@ class Response(Conversing):
                 item = {
                     "id": f"msg_{own}",
                     "type": "message",
-                    "status": "in_progress",
                     "role": "assistant",
                     "content": [],
+                    "status": "in_progress",
                 }
         index = len(self.output)
         content = self._event("output_item.added", output_index=index, item=item)
@@ -279,9 +278,8 @@ class Response(Conversing):
             part, place = item["content"][0], place | {"content_index": 0}
             if kind == "text":
                 part["logprobs"] = self._logprobs
-                content += self._event("output_text.done", **place, text=part["text"], logprobs=self._logprobs)
-            else:
-                content += self._event("reasoning_text.done", **place, text=part["text"])
+            own = {name: part[name] for name in ("text", "logprobs") if name in part}
+            content += self._event(f"{part['type']}.done", **place, **own)
             content += self._event("content_part.done", **place, part=part)
         return content + self._event("output_item.done", output_index=index, item=item)
 

@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import config_value
 from ..constraints import Backend, Vocabulary, regex
@@ -32,9 +34,6 @@ from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
 from .workshop import Wanted, Workshop, judged
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Number of threads that parse bodies, render prompts and submit requests, which would take too long in the event loop.
 THREADS = 4

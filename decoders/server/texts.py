@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
@@ -20,9 +22,6 @@ from ..scheduling import TextPieces, special_tokens, unfinished
 from ..scheduling.generation import Generation
 from .arguments import Stops
 from .limits import Arrival
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
