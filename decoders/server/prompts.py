@@ -33,6 +33,7 @@ class Conversations:
         thinking: the markers of thoughts; None if they are not known.
         messages: which roles' messages the template renders, and in which form it takes their content.
         special: the special tokens by name.
+        reads_effort: whether the template uses the variable ``reasoning_effort``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Conversations:
         self.thinking = ThinkingMarkers(*thinking) if thinking is not None else ThinkingMarkers.of(tokenizer, template)
         self.special = special_tokens(tokenizer)
         source = str(template or tokenizer.chat_template or "")
+        self.reads_effort = "reasoning_effort" in source
         style = ChatStyle.of(self._render if self.has_template else None, [*self.special], source, tool_format)
         self.style, self.messages = style.calls, style.messages
         if "user" in self.messages.unread:
@@ -52,11 +54,6 @@ class Conversations:
                 "the chat template refuses a conversation of one user message, or leaves its text out, both as a string and as "
                 "parts: /v1/chat/completions may refuse requests, or answer without the text of user messages"
             )
-
-    @property
-    def reads_effort(self) -> bool:
-        """Whether the template uses the variable ``reasoning_effort``."""
-        return "reasoning_effort" in str(self.template or self.tokenizer.chat_template or "")
 
     @property
     def has_template(self) -> bool:

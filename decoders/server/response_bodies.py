@@ -168,13 +168,12 @@ class ResponseBody(Asked):
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
             raise wrong("input", "there is nothing to answer")
-        fields = {name: getattr(self, name) for name in Asked.model_fields}
-        same = ("parallel_tool_calls", "thinking_budget", "chat_template_kwargs")
+        same = (*Asked.model_fields, "parallel_tool_calls", "thinking_budget", "chat_template_kwargs", "top_logprobs")
         logprobs = self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
         return TurnBody(
-            **fields, **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
+            **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
             max_completion_tokens=self.max_output_tokens, tools=[_tool(each) for each in self.tools or ()] or None,
-            tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None, top_logprobs=self.top_logprobs,
+            tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None, asked=self, items=items, large=large,
         )  # fmt: skip
 

@@ -21,7 +21,6 @@ from ..constraints import Backend, Vocabulary, regex
 from ..enabling import OwnDefaults, compiles_grammars_with, enable
 from ..errors import QueueFull, UnsupportedError, amount, shortened
 from ..registry import resolve_strategy
-from ..scheduling.generation import Generation
 from .arguments import Stops, callbacks, sampling, wrapped
 from .bodies import Asked, Body
 from .client_settings import ClientSettings
@@ -256,7 +255,7 @@ class Service:
                 prompt, own = prompts[index // (body.n or 1)], wrapped(seed + index)
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
-                    body.strategy, body.strategy_config, prompt, self._ended, arrival.client if self.keys > 1 else job.id,
+                    body.strategy, body.strategy_config, prompt, self.metrics.ended, arrival.client if self.keys > 1 else job.id,
                     deadline=arrival.left(seconds), cache_salt=salt,
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared, **images,
                     **callbacks(body, self.tokenizer, len(prompt), stops),
@@ -269,12 +268,6 @@ class Service:
             job.cancel()
             raise
         return job
-
-    def _ended(self, generation: Generation) -> None:
-        try:
-            self.metrics.ended(generation)
-        except Exception as error:  # an error here must not reach the decoding thread, which makes this call
-            log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
         """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` is empty, or if `prompt` or this number exceeds
