@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,36 +23,24 @@ Provided = TypeVar("Provided", bound=ABC)
 
 
 @dataclass(frozen=True)
-class Kind(ABC, Generic[Provided]):
-    """A kind of class or object that plugins provide, such as strategies. Names are unique within a kind.
+class Kind(Generic[Provided]):
+    """A kind of class that plugins provide, such as strategies. Names of classes are unique within a kind.
 
     Attributes:
-        noun, plural: what one of the kind, and several of it, are called in errors.
-        hook: name of the hook that returns them.
+        noun, plural: what a class of the kind, and several classes, are called in errors.
+        base: base class of the provided classes.
+        hook: name of the hook that returns the classes.
+        check_more: function with further checks of a class; takes the class and its name for errors, raises PluginError.
     """
 
     noun: str
     plural: str
-    hook: str
-
-    @abstractmethod
-    def collect(self, provided: Any) -> dict[str, type[Provided]]:
-        """Checks what a plugin has returned from the hook, and returns the classes or objects by name. Raises PluginError."""
-
-
-@dataclass(frozen=True)
-class ClassKind(Kind[Provided]):
-    """A kind of class.
-
-    Attributes:
-        base: base class of the provided classes.
-        check_more: function with further checks of a class; takes the class and its name for errors, raises PluginError.
-    """
-
     base: type[Provided]
+    hook: str
     check_more: Callable[[type[Provided], str], None]
 
-    def collect(self, provided: Any) -> dict[str, type[Provided]]:
+    def collect(self, provided: Iterable[object]) -> dict[str, type[Provided]]:
+        """Checks the classes `provided` by a plugin; returns them by name. Raises PluginError for invalid classes or equal names."""
         if isinstance(provided, type):
             raise PluginError(f"{self.hook} must return an iterable of classes, not one class")
         if not isinstance(provided, Iterable):
@@ -62,7 +50,7 @@ class ClassKind(Kind[Provided]):
             name = self.check(cls)
             if name in classes:
                 raise PluginError(f"two of its {self.plural} are named {name!r}")
-            classes[name] = cls
+            classes[name] = cls  # type: ignore[assignment]  # checked
         return classes
 
     def check(self, cls: object) -> str:
@@ -96,55 +84,54 @@ def check_methods(cls: type, base: type) -> None:
             ) from error
 
 
-@dataclass(frozen=True)
-class ObjectKind(Kind[Any]):
-    """A kind of object that is no class. Plugins provide a dict of them.
-
-    Attributes:
-        content: what the dict holds, for errors.
-        name_of: checks a key and its object, and returns the object's name. Raises PluginError.
-    """
-
-    content: str
-    name_of: Callable[[Any, Any], str]
+class GrammarKind(Kind[Any]):
+    """Grammars: plugins provide objects by name instead of classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
-            raise PluginError(f"{self.hook} must return a dict of {self.content}, not {type(provided).__name__}")
-        return {self.name_of(key, value): value for key, value in provided.items()}
+            raise PluginError(f"{self.hook} must return a dict of grammars by name, not {type(provided).__name__}")
+        for name, value in provided.items():
+            _snake_case(name, "a grammar's name")
+            # Other values are checked when the grammar is first used.
+            if value is None or isinstance(value, (bool, int, float, bytes, str, list, tuple)):
+                raise PluginError(
+                    f"grammar {name!r} is {type(value).__name__}: give a value that grammar= takes, or a function that returns it"
+                )
+        return dict(provided)
 
 
-def _grammar_name(name: Any, value: Any) -> str:
-    # Other values are checked when the grammar is first used.
-    _snake_case(name, "a grammar's name")
-    if value is None or isinstance(value, (bool, int, float, bytes, str, list, tuple)):
-        raise PluginError(
-            f"grammar {name!r} is {type(value).__name__}: give a value that grammar= takes, or a function that returns it"
-        )
-    return str(name)
+class GrammarTypeKind(Kind[Any]):
+    """Types of objects that ``grammar=`` takes: plugins provide functions by the types' full names instead of classes."""
+
+    def collect(self, provided: Any) -> dict[str, Any]:
+        if not isinstance(provided, Mapping):
+            raise PluginError(f"{self.hook} must return a dict of functions by type, not {type(provided).__name__}")
+        named: dict[str, Any] = {}
+        for cls, function in provided.items():
+            if not isinstance(cls, (type, str)) or "." not in (
+                name := full_name(cls) if isinstance(cls, type) else cls
+            ):
+                raise PluginError(f"{self.hook}: {cls!r} should be a type or its full name, such as 'my_package.Form'")
+            if not callable(function):
+                raise PluginError(f"{self.hook}: what makes a grammar of {name} must be a function, not {function!r}")
+            named[name] = function
+        return named
 
 
-def _type_name(cls: Any, function: Any) -> str:
-    name = full_name(cls) if isinstance(cls, type) else cls
-    if not isinstance(name, str) or "." not in name:
-        raise PluginError(
-            f"decoders_grammar_types: {cls!r} should be a type or its full name, such as 'my_package.Form'"
-        )
-    if not callable(function):
-        raise PluginError(
-            f"decoders_grammar_types: what makes a grammar of {name} must be a function, not {function!r}"
-        )
-    return name
+class CommandKind(Kind[Any]):
+    """Commands: plugins provide functions by name instead of classes."""
 
-
-def _command_name(name: Any, function: Any) -> str:
-    if not isinstance(name, str) or not COMMAND_NAME.fullmatch(name):
-        raise PluginError(f"a command is called like 'weigh', or 'bench weigh' in a group, not {name!r}")
-    if not inspect.isroutine(function):
-        raise PluginError(f"command {name!r} must be a function, not {function!r}")
-    if not inspect.getdoc(function):
-        raise PluginError(f"command {name!r} has no docstring, which is its help")
-    return name
+    def collect(self, provided: Any) -> dict[str, Any]:
+        if not isinstance(provided, Mapping):
+            raise PluginError(f"{self.hook} must return a dict of functions by name, not {type(provided).__name__}")
+        for name, value in provided.items():
+            if not isinstance(name, str) or not COMMAND_NAME.fullmatch(name):
+                raise PluginError(f"a command is called like 'weigh', or 'bench weigh' in a group, not {name!r}")
+            if not inspect.isroutine(value):
+                raise PluginError(f"command {name!r} must be a function, not {value!r}")
+            if not inspect.getdoc(value):
+                raise PluginError(f"command {name!r} has no docstring, which is its help")
+        return dict(provided)
 
 
 def is_maker(value: object) -> bool:
@@ -198,13 +185,14 @@ def _check_made_by_name(cls: type[ABC], shown: str) -> None:
         raise PluginError(f"{shown} must be made without arguments: {error}") from error
 
 
-STRATEGY = ClassKind("strategy", "strategies", "decoders_strategies", Strategy, _check_settings)  # type: ignore[type-abstract]
-VERIFIER = ClassKind("verifier", "verifiers", "decoders_verifiers", Verifier, _check_made_by_name)  # type: ignore[type-abstract]
-BACKEND = ClassKind("grammar backend", "grammar backends", "decoders_grammar_backends", Backend, _check_made_by_name)  # type: ignore[type-abstract]
-OBSERVER = ClassKind("observer", "observers", "decoders_observers", Observer, _check_made_by_name)
-GRAMMAR = ObjectKind("grammar", "grammars", "decoders_grammars", "grammars by name", _grammar_name)
-GRAMMAR_TYPE = ObjectKind("grammar type", "grammar types", "decoders_grammar_types", "functions by type", _type_name)
-COMMAND = ObjectKind("command", "commands", "decoders_commands", "functions by name", _command_name)
+STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_settings)  # type: ignore[type-abstract]
+VERIFIER = Kind("verifier", "verifiers", Verifier, "decoders_verifiers", _check_made_by_name)  # type: ignore[type-abstract]
+BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", _check_made_by_name)  # type: ignore[type-abstract]
+
+GRAMMAR = GrammarKind("grammar", "grammars", ABC, "decoders_grammars", lambda cls, shown: None)
+OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", _check_made_by_name)
+GRAMMAR_TYPE = GrammarTypeKind("grammar type", "grammar types", ABC, "decoders_grammar_types", lambda cls, shown: None)
+COMMAND = CommandKind("command", "commands", ABC, "decoders_commands", lambda cls, shown: None)
 
 KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER, COMMAND, GRAMMAR_TYPE)
 
