@@ -148,25 +148,18 @@ def main() -> None:
 def _register() -> None:
     from . import bench, bench_load, demo, doctor, generate, listing, new_plugin, prepare, serve, train, train_drafters
 
-    app.command()(demo.demo)
-    app.command()(generate.generate)
-    app.command()(prepare.warmup)
-    app.command()(prepare.calibrate)
-    app.command()(prepare.advise)
-    app.command()(listing.strategies)
-    app.command()(listing.verifiers)
-    app.command()(listing.grammar_backends)
-    app.command()(listing.plugins)
-    app.command()(listing.grammars)
-    app.command()(listing.config)
-    app.command()(serve.serve)
-    app.command()(new_plugin.new_plugin)
-    app.command()(doctor.doctor)
-    train.app.command()(train_drafters.medusa)
-    train.app.command()(train_drafters.eagle3)
-    train.app.command()(train_drafters.dflash)
-    train.app.command()(train_drafters.draft)
-    bench.app.command()(bench_load.load)
+    groups = {
+        app: (
+            demo.demo, generate.generate, prepare.warmup, prepare.calibrate, prepare.advise, listing.strategies,
+            listing.verifiers, listing.grammar_backends, listing.plugins, listing.grammars, listing.config, serve.serve,
+            new_plugin.new_plugin, doctor.doctor,
+        ),
+        train.app: (train_drafters.medusa, train_drafters.eagle3, train_drafters.dflash, train_drafters.draft),
+        bench.app: (bench_load.load,),
+    }  # fmt: skip
+    for group, commands in groups.items():
+        for command in commands:
+            group.command()(command)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")
 

@@ -17,13 +17,13 @@ from .benches import (
     check_writable,
     consoles,
     footnote,
-    importing,
     numbers,
     with_options_of,
     write_json,
 )
 from .catalogue import OF_LAB, ExtensibleGroup
-from .models import Device, Temperature, Threads, TopK, TopP
+from .console import waiting
+from .models import AssistantTokenizer, Device, Temperature, Threads, TopK, TopP
 
 
 class BenchGroup(ExtensibleGroup):
@@ -65,12 +65,7 @@ def measure(
         str | None,
         typer.Option(help="Draft model: folder, Hub name, or a shape as in --shape. The demo model has its own."),
     ] = None,
-    assistant_tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."
-        ),
-    ] = None,
+    assistant_tokenizer: AssistantTokenizer = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
@@ -204,7 +199,7 @@ def measure(
     if (prompts if suite is not None else data) is not None:
         raise SettingsError("give either --suite with --data, or --prompts")
 
-    with importing(progress_console):
+    with waiting(progress_console, "importing torch and transformers"):
         from ..bench import Sampling
         from ..bench.methods import PLAIN
         from ..bench.plot import plot

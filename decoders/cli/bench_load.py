@@ -14,7 +14,7 @@ import typer
 from ..errors import SettingsError, UnknownNameError, amount
 from .benches import Acceptance, JsonFile, conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
-from .models import Device, Threads, known_strategies, set_aside
+from .models import Device, ModelName, Threads, known_strategies, set_aside
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
@@ -29,12 +29,7 @@ METHODS = ("scheduler", "batches", "transformers", CONTINUOUS)
 
 def measure_load(
     *,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help='Folder, Hub name or GGUF file of a causal language model; "demo" is the model in this package.'
-        ),
-    ] = "demo",
+    model: ModelName = "demo",
     strategies: Annotated[
         list[str] | None,
         typer.Option("--strategy", "-s", help="Strategies, comma-separated or repeated. Default: autoregressive."),

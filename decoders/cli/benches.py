@@ -20,7 +20,7 @@ import typer
 
 from ..common.files import write_whole
 from ..errors import SettingsError, amount, installing
-from .console import plain_console, waiting
+from .console import plain_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,11 +149,6 @@ def consoles(json_file: Path | None) -> tuple[Console, Console]:
     """
     check_writable("--json", json_file)
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
-
-
-def importing(console: Console) -> contextlib.AbstractContextManager:
-    """A spinner while libraries are imported, which takes ten seconds on some hosts."""
-    return waiting(console, "importing torch and transformers")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +12,13 @@ import typer
 
 from ..errors import SettingsError, UnknownNameError, UnsupportedError, amount
 from .console import plain_console, waiting
-from .models import Device, Threads
+from .models import Device, ModelName, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-    from ..bench import Competitor, Record, Workload
+    from ..bench import Competitor, Record
     from ..prompts.reading import Content
 
 #: Kinds of prompts for the demo model and for other models; by default a prompt of each of the first two kinds is shown.
@@ -33,12 +33,7 @@ STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
 
 def demo(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help='Folder, Hub name or GGUF file of a causal language model; "demo" is the model in this package.'
-        ),
-    ] = "demo",
+    model: ModelName = "demo",
     prompt: Annotated[str | None, typer.Option(help="Prompt to complete instead of the built-in ones.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="File with the prompt to complete.")
@@ -158,9 +153,10 @@ def demo(
     # Each method writes two texts per prompt, one to check and one for the table; on a terminal also a text to look at.
     left = max(0.0, deadline - time.monotonic())
     new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), left, max_new_tokens)
-    for entry, (name, _, content), workload in show_order(entries, texts, workloads) if lively else ():
-        if time.monotonic() < deadline:
-            show(console, entry.method, workload, tokenizer, name, bare(content), new_tokens)
+    for (name, _, content), workload in zip(texts, workloads, strict=True) if lively else ():
+        for entry in entries:
+            if entry.status == "ok" and time.monotonic() < deadline:
+                show(console, entry.method, workload, tokenizer, name, bare(content), new_tokens)
     runs = b.calls(len(methods), len(workloads), repeats)
     with progress_bar(progress, runs - len(methods)) as advance:
         rounds = b.take_turns(
@@ -256,16 +252,6 @@ def compilation(entries: list[Competitor]) -> str:
     if not graphs:
         return "nothing compiled"
     return f"compiled {amount(graphs, 'graph')} in {seconds:.1f} s, once for all calls; no figure below includes it"
-
-
-def show_order(
-    entries: list[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload]
-) -> Iterator[tuple[Competitor, tuple[str, str, Content], Workload]]:
-    """Yields, for every prompt, each method that can run, with the prompt and its workload."""
-    for text, workload in zip(texts, workloads, strict=True):
-        for entry in entries:
-            if entry.status == "ok":
-                yield entry, text, workload
 
 
 def others(shown: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import typer
 
 from .catalogue import taken
 from .console import plain_console
-from .models import Device, Dtype, Threads
+from .models import Device, Dtype, Json, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +42,7 @@ def doctor(
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check the installation, and a model if one is named; exit with 1 if something is broken."""
     findings: list[Finding] = []

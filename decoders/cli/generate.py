@@ -10,11 +10,25 @@ import typer
 from ..common import library
 from ..errors import SettingsError
 from .console import plain_console, waiting
-from .models import DTYPE, STRATEGY, Device, Dtype, ModelName, StrategyName, Temperature, Threads, TopK, TopP
+from .models import (
+    DTYPE,
+    STRATEGY,
+    Assistant,
+    AssistantTokenizer,
+    Device,
+    Dtype,
+    ModelName,
+    StrategyName,
+    StrategySettings,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..report import Report
 
@@ -26,12 +40,7 @@ def generate(
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file.")
     ] = None,
     strategy: StrategyName = STRATEGY,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Setting of the strategy (for part a of a+b: a.KEY=VALUE). Repeatable."
-        ),
-    ] = None,
+    settings: StrategySettings = None,
     grammar: Annotated[
         str | None,
         typer.Option(
@@ -41,18 +50,8 @@ def generate(
             "(JSON schema), .regex or .lark file.",
         ),
     ] = None,
-    assistant: Annotated[
-        str | None,
-        typer.Option(
-            help='Draft model, for strategies that need one: folder or Hub name; "demo" is the one in this package.'
-        ),
-    ] = None,
-    assistant_tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."
-        ),
-    ] = None,
+    assistant: Assistant = None,
+    assistant_tokenizer: AssistantTokenizer = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of new tokens.")
     ] = 128,
@@ -179,7 +178,13 @@ def generate(
         arguments["streamer"] = PrintedPieces(tokenizer)
     if chat and not tokenizer.chat_template:
         raise SettingsError(f"--chat: the tokenizer of {model} has no chat template")
-    inputs = encoded(tokenizer, prompt_text, chat).to(loaded.device)
+    if chat:
+        from ..prompts.templates import encode_messages
+
+        inputs = encode_messages(tokenizer, [{"role": "user", "content": prompt_text}], return_tensors="pt")
+    else:
+        inputs = tokenizer(prompt_text, return_tensors="pt")
+    inputs = inputs.to(loaded.device)
     result: Any = loaded.generate(  # type: ignore[operator]
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
@@ -201,17 +206,6 @@ def generate(
         typer.echo(completion)
     if report:
         show_report(result.report, console)
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchEncoding:
-    """The token ids and mask of a prompt, ``[1, P]``. chat: whether `text` is a user's message for the tokenizer's chat template."""
-    if not chat:
-        return tokenizer(text, return_tensors="pt")
-    from ..prompts.templates import prompt_text
-
-    chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
-    # The template writes the special tokens itself.
-    return tokenizer(chat_text, add_special_tokens=False, return_tensors="pt")
 
 
 def show_report(report: Report, console: Console) -> None:

@@ -14,8 +14,8 @@ from ..common import library
 from ..errors import UnknownNameError, amount, canonical
 from .catalogue import catalogue
 from .console import plain_console
+from .models import Json
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 STYLES = {"loaded": "green", "blocked": "dim", "failed": "red", "conflict": "yellow"}
 
 

@@ -188,7 +188,7 @@ def _prompt(
     """
     import json
 
-    from ..prompts.templates import prompt_text
+    from ..prompts.templates import encode_messages
     from ..scheduling.lines import parsed
 
     name = None
@@ -203,9 +203,7 @@ def _prompt(
         if messages is not None:
             if not tokenizer.chat_template:
                 raise SettingsError(f"{line.place}: messages need a chat template, and the tokenizer has none")
-            text = prompt_text(tokenizer, messages)
-            # The template writes the special tokens itself.
-            item["prompt"] = tokenizer(text, add_special_tokens=False).input_ids
+            item["prompt"] = encode_messages(tokenizer, messages).input_ids
         item = _sampling(item, given) | item
     except RecursionError:
         return SettingsError(f"{line.place}: nested too deeply"), None

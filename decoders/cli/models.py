@@ -108,6 +108,16 @@ TopP = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Sample from the smallest set of tokens with this total probability."),
 ]
+Assistant = Annotated[
+    str | None,
+    typer.Option(
+        help='Draft model, for strategies that need one: folder or Hub name; "demo" is the one in this package.'
+    ),
+]
+AssistantTokenizer = Annotated[
+    str | None,
+    typer.Option(help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."),
+]
 #: Defaults of the commands that generate texts: the strategy `auto`, and the checkpoint's dtype.
 STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[
@@ -119,6 +129,16 @@ StrategyName = Annotated[
         help="Decoding strategy (`decoders strategies` lists them); a+b merges the drafts of two.",
     ),
 ]
+StrategySettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Setting of the strategy (for part a of a+b: a.KEY=VALUE). Repeatable."
+    ),
+]
+CompiledSteps = Annotated[
+    bool, typer.Option("--compile/--no-compile", help="Compile the decoding step with torch.compile.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class ModelLoadError(DecodersError, OSError):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import amount
+from .benches import JsonFile, consoles, duration, write_json
 from .console import plain_console, waiting
-from .models import DTYPE, Device, Dtype, ModelName, Threads, known_strategies
+from .models import DTYPE, Assistant, Device, Dtype, Json, ModelName, Threads, known_strategies
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,12 +33,7 @@ def warmup(
             help="Strategy to compile for. Repeatable. Default: autoregressive and prompt_lookup.",
         ),
     ] = None,
-    assistant: Annotated[
-        str | None,
-        typer.Option(
-            help='Draft model, for strategies that need one: folder or Hub name; "demo" is the one in this package.'
-        ),
-    ] = None,
+    assistant: Assistant = None,
     rows: Annotated[
         list[int] | None, typer.Option(min=1, help="Batch size to compile for. Repeatable. Default: 1.")
     ] = None,
@@ -48,7 +43,7 @@ def warmup(
     dtype: Dtype = DTYPE,
     device: Device = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compile a model ahead of time into torch.compile's cache on disk, and print how long that took."""
     from . import models
@@ -99,7 +94,7 @@ def calibrate(
     dtype: Dtype = DTYPE,
     device: Device = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure the time of a verification step by its number of tokens, store it for strategy auto, and print it."""
     from . import models
@@ -182,17 +177,12 @@ def advise(
     dtype: Dtype = DTYPE,
     device: Device = None,
     threads: Threads = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all results to this file as JSON; - is standard output."),
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Recommend a strategy and its settings for a model, from measurements of two to three minutes.
 
     Speed depends on the prompts: give your own with --prompts. `decoders bench` measures more, and for longer.
     """
-    from .benches import consoles, write_json
-
     progress_console, console = consoles(json_file)
     with waiting(progress_console, f"loading {model}") as status:
         import decoders
@@ -200,7 +190,6 @@ def advise(
         from ..bench.shapes import SHAPES
         from ..prompts.reading import read_prompts
         from .bench_run import Subjects
-        from .benches import duration
 
         contents = None if prompts is None else [content for _, _, content in read_prompts(prompts, None)]
         number_format = "float32" if dtype == "auto" and model in SHAPES else dtype

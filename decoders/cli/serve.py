@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +15,21 @@ import typer
 
 from ..errors import DecodersError, SettingsError, installing
 from .console import plain_console, waiting
-from .models import DTYPE, STRATEGY, Device, Dtype, ModelName, Threads, known_strategy, set_aside
+from .models import (
+    DTYPE,
+    STRATEGY,
+    CompiledSteps,
+    Device,
+    Dtype,
+    ModelName,
+    StrategySettings,
+    Threads,
+    known_strategy,
+    set_aside,
+)
 
 if TYPE_CHECKING:
     from ..prompts.reading import Content
-    from ..server.limits import Limits
-
 
 #: Environment variable that holds the API keys if ``--api-key`` is not given.
 VARIABLE = "DECODERS_API_KEY"
@@ -53,10 +61,7 @@ def serve(
             help="Decoding strategy of requests that name none; a+b merges the drafts of two.",
         ),
     ] = STRATEGY,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Setting of the strategy (for part a of a+b: a.KEY=VALUE). Repeatable."),
-    ] = None,
+    settings: StrategySettings = None,
     assistant: Annotated[
         str | None,
         typer.Option(help='Draft model, for strategies that use one: folder or Hub name; "demo" is the one in this package.'),
@@ -87,7 +92,7 @@ def serve(
         ),
     ] = None,
     dtype: Dtype = DTYPE,
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the decoding step with torch.compile.")] = True,
+    compile: CompiledSteps = True,
     device: Device = None,
     threads: Threads = None,
     rows: Annotated[
@@ -171,25 +176,26 @@ def serve(
             f"warning: anybody who reaches {host} can use this server; --api-key asks for a key", style="yellow"
         )
     with waiting(console, f"loading {model}") as status:
-        service = _service(
-            model,
-            name,
-            strategy,
-            config,
-            assistant,
-            template,
-            markers,
-            tool_format,
-            corpus,
-            dtype,
-            device,
-            compile,
-            limits,
-            status.update,
-        )
-    from ..server.app import make_app
-    from ..server.running import Server
+        from ..server.app import make_app
+        from ..server.running import Server
+        from ..server.service import Service
+        from . import models
 
+        needs_draft = models.needs_assistant([strategy], assistant, model, config)
+        loaded, tokenizer = models.load(model, dtype, device)
+        service = Service(
+            loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
+            assistant=models.load_assistant(assistant, model, dtype, needs_draft, device), limits=limits,
+            chat_template=template, thinking=markers, tool_format=tool_format, config=None if compile else {"compile": False},
+            processor=models.load_processor(model),
+        )  # fmt: skip
+        status.update("writing a first token, and one with every strategy that needs heads or layers")
+        service.warm_up()
+        if corpus:
+            from ..enabling import remember
+            from ..prompts.reading import encode
+
+            remember(loaded, texts=[encode(tokenizer, content) for content in corpus])
     server = Server(
         make_app(service, keys, hosts_of(host, allow_host or [])), service, host=host, port=port, grace=grace, log_level=log_level,
     )  # fmt: skip
@@ -254,33 +260,6 @@ def check_installed() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ServerExtraError(f"{error.name} is not installed: {installing('serve')}") from error
-
-
-def _service(
-    model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
-    thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, device: str | None,
-    compile: bool, limits: Limits, told: Callable[[str], None],
-) -> Any:  # fmt: skip
-    """Loads the model, decodes a first token, and returns the :class:`~decoders.server.service.Service`. told: called with progress."""
-    from ..server.service import Service
-    from . import models
-
-    needs_draft = models.needs_assistant([strategy], assistant, model, config)
-    loaded, tokenizer = models.load(model, dtype, device)
-    service = Service(
-        loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
-        assistant=models.load_assistant(assistant, model, dtype, needs_draft, device), limits=limits,
-        chat_template=chat_template, thinking=thinking, tool_format=tool_format, config=None if compile else {"compile": False},
-        processor=models.load_processor(model),
-    )  # fmt: skip
-    told("writing a first token, and one with every strategy that needs heads or layers")
-    service.warm_up()
-    if corpus:
-        from ..enabling import remember
-        from ..prompts.reading import encode
-
-        remember(loaded, texts=[encode(tokenizer, content) for content in corpus])
-    return service
 
 
 def _corpus(path: Path) -> list[Content]:

@@ -12,7 +12,8 @@ from ..errors import SettingsError, amount
 from .benches import check_writable
 from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
-from .models import Device, Dtype, Threads
+from .models import CompiledSteps, Device, Dtype, Threads
+from .training_options import AsJson
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,10 +47,8 @@ def ngram(
     dtype: Dtype = "float32",
     device: Device = None,
     threads: Threads = None,
-    compile: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile the decoding step with torch.compile.")
-    ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, without progress.")] = False,
+    compile: CompiledSteps = True,
+    as_json: AsJson = False,
 ) -> None:
     """Count the n-grams of texts that a model samples, for strategy ngram. Without --prompts, texts begin with the BOS token alone."""
     import json

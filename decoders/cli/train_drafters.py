@@ -275,14 +275,7 @@ def draft(
     ] = None,
     tokens: Tokens = DRAFT.tokens,
     length: Length = DRAFT.length,
-    own_share: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Fraction of the training sequences that the target writes itself, after their first quarter.",
-        ),
-    ] = DRAFT.own_share,
+    own_share: OwnShare = DRAFT.own_share,
     epochs: Epochs = DRAFT.epochs,
     rows: RowsPerStep = DRAFT.rows,
     rate: Rate = DRAFT.rate,

@@ -132,11 +132,10 @@ def file_content(file: Path) -> str:
 
 def file_schema(file: Path) -> Any:
     """The JSON value in `file`. Raises GrammarError if it cannot be read, or is not JSON."""
+    content = file_content(file)
     try:
-        return json.loads(file_content(file))
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, GrammarError):
-            raise
         raise GrammarError(f"{file} is not JSON: {error}", "path") from error
 
 

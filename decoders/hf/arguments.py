@@ -23,6 +23,29 @@ from ..engine.model.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError, amount
 from ..settings import RuntimeSettings
 
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, (bool, Tensor)):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _are(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(fits, value))
+
+
 #: Keywords of ``generate`` that this package adds.
 OWN = (
     "strategy", "strategy_config", "decoders_config", "grammar", "thinking", "verifier", "verifier_config", "seed", "generator",
@@ -32,40 +55,37 @@ OWN = (
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
     "num_beam_groups": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
-    "constraints": (lambda v: v is not None, "constrained beam search; take grammar=, or drop strategy="),
-    "force_words_ids": (lambda v: v is not None, "constrained beam search; take grammar=, or drop strategy="),
+    "constraints": (_is_given, "constrained beam search; take grammar=, or drop strategy="),
+    "force_words_ids": (_is_given, "constrained beam search; take grammar=, or drop strategy="),
     "penalty_alpha": (lambda v: (v or 0) > 0, "contrastive search re-ranks; drop strategy="),
-    "dola_layers": (lambda v: v is not None, "DoLa changes the logits by layer; drop strategy="),
+    "dola_layers": (_is_given, "DoLa changes the logits by layer; drop strategy="),
     "use_cache": (lambda v: v is False, "strategies need the key-value cache; leave use_cache out"),
-    "is_assistant": (lambda v: bool(v), "transformers sets it while a model drafts in its own assisted generation; leave it out"),
-    "use_mtp": (lambda v: bool(v), "it selects transformers' own multi-token prediction; give either use_mtp= or strategy="),
-    "speculation_type": (
-        lambda v: v is not None, "it selects transformers' own speculation; give either speculation_type= or strategy="),
+    "is_assistant": (bool, "transformers sets it while a model drafts in its own assisted generation; leave it out"),
+    "use_mtp": (bool, "it selects transformers' own multi-token prediction; give either use_mtp= or strategy="),
+    "speculation_type": (_is_given, "it selects transformers' own speculation; give either speculation_type= or strategy="),
     "assistant_lookbehind": (
-        lambda v: v is not None, "it belongs to transformers' own drafting with another tokenizer; leave it out, or drop strategy="),
+        _is_given, "it belongs to transformers' own drafting with another tokenizer; leave it out, or drop strategy="),
     "target_lookbehind": (
-        lambda v: v is not None, "it belongs to transformers' own drafting with another tokenizer; leave it out, or drop strategy="),
-    "assistant_ensemble_weight": (lambda v: v is not None, "mixing in the draft changes the text; drop strategy="),
+        _is_given, "it belongs to transformers' own drafting with another tokenizer; leave it out, or drop strategy="),
+    "assistant_ensemble_weight": (_is_given, "mixing in the draft changes the text; drop strategy="),
     "guidance_scale": (lambda v: v not in (None, 1, 1.0), "classifier-free guidance runs the model twice; drop strategy="),
-    "output_attentions": (lambda v: bool(v), "fused attention has no weights to return; drop strategy="),
-    "output_hidden_states": (lambda v: bool(v), "run model(sequences, output_hidden_states=True) on the result"),
+    "output_attentions": (bool, "fused attention has no weights to return; drop strategy="),
+    "output_hidden_states": (bool, "run model(sequences, output_hidden_states=True) on the result"),
     "cache_implementation": (
         lambda v: v not in (None, "static", "dynamic", "hybrid"), "the loop always uses its own static cache"),
-    "cache_config": (lambda v: v is not None, "the loop always uses its own static cache"),
-    "max_cache_len": (lambda v: v is not None, 'set decoders_config={"slots": …}'),
-    "compile_config": (lambda v: v is not None, 'the loop compiles in its own way; see decoders_config={"compile": …}'),
-    "continuous_batching_config": (lambda v: v is not None, "it belongs to generate_batch; leave it out"),
-    "low_memory": (lambda v: bool(v), "it belongs to contrastive search; leave it out"),
-    "custom_generate": (lambda v: v is not None, "choose either strategy= or custom_generate="),
-    "synced_gpus": (lambda v: bool(v), "the loop cannot run models sharded by FSDP or DeepSpeed ZeRO-3; drop strategy="),
-    "token_healing": (lambda v: bool(v), "it rewrites the prompt; heal it before the call"),
+    "cache_config": (_is_given, "the loop always uses its own static cache"),
+    "max_cache_len": (_is_given, 'set decoders_config={"slots": …}'),
+    "compile_config": (_is_given, 'the loop compiles in its own way; see decoders_config={"compile": …}'),
+    "continuous_batching_config": (_is_given, "it belongs to generate_batch; leave it out"),
+    "low_memory": (bool, "it belongs to contrastive search; leave it out"),
+    "custom_generate": (_is_given, "choose either strategy= or custom_generate="),
+    "synced_gpus": (bool, "the loop cannot run models sharded by FSDP or DeepSpeed ZeRO-3; drop strategy="),
+    "token_healing": (bool, "it rewrites the prompt; heal it before the call"),
     "adapter_names": (
-        lambda v: v is not None,
-        "one adapter serves all rows here: model.set_adapter(name) and a call for each adapter, or drop strategy="),
-    "position_ids": (lambda v: v is not None, "the loop counts positions itself; drop strategy="),
-    "negative_prompt_ids": (lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
-    "negative_prompt_attention_mask": (
-        lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
+        _is_given, "one adapter serves all rows here: model.set_adapter(name) and a call for each adapter, or drop strategy="),
+    "position_ids": (_is_given, "the loop counts positions itself; drop strategy="),
+    "negative_prompt_ids": (_is_given, "classifier-free guidance is not supported; drop strategy="),
+    "negative_prompt_attention_mask": (_is_given, "classifier-free guidance is not supported; drop strategy="),
 }  # fmt: skip
 
 #: transformers' arguments about drafting, which a strategy maps to its settings (``Strategy.hints``).
@@ -135,12 +155,12 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logits_processor": (lambda v: _are(v, callable), "a list of LogitsProcessor objects"),
     "stopping_criteria": (lambda v: _are(v, callable), "a list of StoppingCriteria objects"),
     "assistant_tokenizer": (lambda v: isinstance(v, PreTrainedTokenizerBase), "a tokenizer of transformers"),
-    "temperature": (lambda v: _is_number(v), "a number above 0"),
+    "temperature": (_is_number, "a number above 0"),
     "top_p": (lambda v: _is_number(v) and v <= 1, "a number from 0 to 1"),  # transformers ignores values above 1
-    "min_p": (lambda v: _is_number(v), "a number from 0 to 1"),
-    "typical_p": (lambda v: _is_number(v), "a number from 0 to 1"),
-    "repetition_penalty": (lambda v: _is_number(v), "a number above 0"),
-    "max_time": (lambda v: _is_number(v), "a number of seconds"),
+    "min_p": (_is_number, "a number from 0 to 1"),
+    "typical_p": (_is_number, "a number from 0 to 1"),
+    "repetition_penalty": (_is_number, "a number above 0"),
+    "max_time": (_is_number, "a number of seconds"),
     "suppress_tokens": (lambda v: isinstance(v, Tensor) or _are(v, _is_whole), "a list of token ids"),
     "begin_suppress_tokens": (lambda v: isinstance(v, Tensor) or _are(v, _is_whole), "a list of token ids"),
 }  # fmt: skip
@@ -243,24 +263,6 @@ def shown(value: Any) -> str:
         return f"a tensor {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"a {type(value).__name__}"
-
-
-def _is_whole(value: Any) -> bool:
-    if isinstance(value, (bool, Tensor)):
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _are(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(fits, value))
 
 
 def _are_ids(value: Any, several: bool) -> bool:

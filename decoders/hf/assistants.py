@@ -20,7 +20,7 @@ from ..engine.model.weights.state import values_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
 from .tokenizers import PADDED_PART, PADDING, check_tokenizer
-from .translation import TokenMap, tokens_of, translated
+from .translation import TokenMap, token_map, translated
 
 log = logging.getLogger("decoders")
 
@@ -55,18 +55,13 @@ class Assistants:
         for engine in list(self._engines.values()):
             engine.forget()
 
-    def engine(
-        self, model: PreTrainedModel, attention: Attention, weights: Scheme | None, exact_products: bool = True
-    ) -> Engine:
+    def engine(self, model: PreTrainedModel, attention: Attention, precision: Precision) -> Engine:
         """The engine of a draft model, created once, and again after the model or these settings have changed.
-
-        Args:
-            weights: number format of the draft model's matrices; None: as in the checkpoint.
 
         Raises:
             UnsupportedError: the loop does not support the draft model's architecture.
         """
-        known, precision = self._engines.get(model), Precision(weights, exact_products=exact_products)
+        known = self._engines.get(model)
         if known is None or not known.refresh(model, attention, precision):
             refuse_unfit(model)
             precision.check(model.device, weights="draft_weights")
@@ -84,7 +79,7 @@ class Assistants:
         kept = self._maps.get(model)
         if kept is None or kept[0] is not tokenizer or kept[1] is not other:
             begin = time.perf_counter()
-            kept = self._maps[model] = tokenizer, other, tokens_of(model, target, tokenizer, other)
+            kept = self._maps[model] = tokenizer, other, token_map(model, target, tokenizer, other)
             if (seconds := time.perf_counter() - begin) > SLOW:
                 log.info(
                     "comparing %d tokens of the target with %d of the draft model took %.1f s, once for a draft model: %.0f %% of the "
@@ -176,7 +171,8 @@ class CallAssistants:
             raise UnsupportedError(
                 f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
             )
-        known = self.kept.engine(model, engine.attention, draft_scheme(self.runtime), engine.precision.exact_products)
+        precision = Precision(draft_scheme(self.runtime), exact_products=engine.precision.exact_products)
+        known = self.kept.engine(model, engine.attention, precision)
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
             raise UnsupportedError(
                 f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "

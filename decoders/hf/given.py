@@ -33,6 +33,7 @@ class Beginning(ABC):
 
     name: str
 
+    @abstractmethod
     def prompts(
         self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
     ) -> list[Tensor]:
@@ -43,11 +44,6 @@ class Beginning(ABC):
             given_mask: the caller's mask.
             inferred_from: see :func:`~decoders.hf.arguments.unpad`.
         """
-        return unpad(self.whole(input_ids, given_mask), mask, inferred_from)
-
-    def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The token ids ``[B, …]`` at all positions that the caller's `mask` covers; -1 at positions without a token id."""
-        return input_ids
 
     @abstractmethod
     def read(
@@ -62,14 +58,6 @@ class Beginning(ABC):
             copies: number of rows per prompt (``num_return_sequences``).
             side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         """
-
-    def check(self, strategy: Strategy) -> None:
-        """Raises UnsupportedError if `strategy` must read every token of a prompt."""
-        if strategy.reads_prompt:
-            raise UnsupportedError(
-                f"strategy {strategy.name!r} learns from every token of the prompt and the model's output there, and {self.name} "
-                f"does not hold them: take another strategy, or pass the whole text as input_ids without {self.name}"
-            )
 
 
 def beginning_of(
@@ -92,8 +80,11 @@ def beginning_of(
     beginning: Beginning | None = soft
     for name, value in given.items():
         beginning = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
-    if beginning is not None:
-        beginning.check(strategy)
+    if beginning is not None and strategy.reads_prompt:
+        raise UnsupportedError(
+            f"strategy {strategy.name!r} learns from every token of the prompt and the model's output there, and {beginning.name} "
+            f"does not hold them: take another strategy, or pass the whole text as input_ids without {beginning.name}"
+        )
     return beginning
 
 
@@ -121,16 +112,17 @@ class CallCache(Beginning):
         length = cached_tokens(cache)
         return CallCache(name, cache, length) if length else None
 
-    def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """The ids of cached and new tokens: `input_ids`; or, if `mask` is longer, -1 for each cached token, followed by `input_ids`."""
-        if mask is not None and mask.shape[1] > input_ids.shape[1]:
-            return torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
-        if input_ids.shape[1] <= self.length:
+    def prompts(
+        self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
+    ) -> list[Tensor]:
+        if given_mask is not None and given_mask.shape[1] > input_ids.shape[1]:  # `input_ids` are the new tokens alone
+            input_ids = torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
+        elif input_ids.shape[1] <= self.length:
             raise ContextLengthError(
                 f"input_ids have {amount(input_ids.shape[1], 'token')} and {self.name} holds {self.length}: give the whole text, "
                 "cached part and at least one token more; or the new tokens alone, with an attention_mask over cached and new ones"
             )
-        return input_ids
+        return unpad(input_ids, mask, inferred_from)
 
     def read(
         self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
@@ -170,15 +162,11 @@ class Embeddings(Beginning):
             )
         return Embeddings(value.to(model.device, model.dtype))
 
-    def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """An id for each vector ``[B, P]``: `input_ids` at the last positions, -1 before them."""
-        places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
-        return torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]
-
     def prompts(
         self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
     ) -> list[Tensor]:
-        text = self.whole(input_ids, given_mask)
+        places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
+        text = torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]  # an id for each vector
         return unpad(text, mask if mask is not None and mask.shape == text.shape else None)
 
     def read(

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints import MISSPELT, Compilation, CompiledGrammar, Spec, Thinking, Vocabulary, as_specs, compiled
 from ..engine.model.layout import vocabulary_of as logits_of
@@ -15,10 +18,6 @@ from ..errors import GrammarError, UnsupportedError
 from ..registry.resolve import resolve_backend, resolve_grammar
 from ..report import GrammarUse
 from ..settings import RuntimeSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Number of cached vocabularies. When tokens are added to a tokenizer, another vocabulary is cached for it.
 KEPT = 8

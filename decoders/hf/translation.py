@@ -46,15 +46,14 @@ class TokenMap:
 
 
 def token_map(
-    tokenizer: PreTrainedTokenizerBase, size: int, draft_tokenizer: PreTrainedTokenizerBase, draft_size: int
-) -> TokenMap:
-    """The map from the target's to the draft model's tokens. size, draft_size: numbers of logits of the two models.
-
-    Raises:
-        UnsupportedError: the bytes of a vocabulary's tokens are unknown.
-    """
-    own = Vocabulary.of(tokenizer, size, [])
-    other = Vocabulary.of(draft_tokenizer, draft_size, [])
+    draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+) -> TokenMap:  # fmt: skip
+    """The map from the target's to the draft model's tokens. Raises UnsupportedError if the bytes of tokens are unknown."""
+    size, draft_size = vocabulary_of(target), vocabulary_of(draft)
+    try:
+        own, other = Vocabulary.of(tokenizer, size, []), Vocabulary.of(draft_tokenizer, draft_size, [])
+    except UnsupportedError as error:
+        raise UnsupportedError(f"the tokens of the two vocabularies cannot be compared: {error}") from error
     written = [other.ids.get(text, -1) if text is not None else -1 for text in own.tokens]
     texts = sum(text is not None for text in own.tokens)
     shared = sum(token >= 0 for token in written)
@@ -78,17 +77,6 @@ def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) ->
         name = tokenizer.convert_ids_to_tokens(token)
         return name if isinstance(name, str) else ""
     return text.decode("utf-8", errors="ignore")
-
-
-def tokens_of(
-    draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
-) -> TokenMap:  # fmt: skip
-    """:func:`token_map` of two models. Raises UnsupportedError if the bytes of a vocabulary's tokens are unknown."""
-    sizes = [vocabulary_of(model) for model in (target, draft)]
-    try:
-        return token_map(tokenizer, sizes[0], draft_tokenizer, sizes[1])
-    except UnsupportedError as error:
-        raise UnsupportedError(f"the tokens of the two vocabularies cannot be compared: {error}") from error
 
 
 def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError, installing, shortened, suggest
-from .templates import prompt_text
+from .templates import encode_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,18 +43,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
     Raises:
         SettingsError: `content` is neither a text nor messages, or has no tokens.
     """
-    tokens = _encode(tokenizer, _checked(content))
+    content = _checked(content)
+    if isinstance(content, str) or not tokenizer.chat_template:
+        encoding = tokenizer(bare(content))
+    else:
+        encoding = encode_messages(tokenizer, content)
+    tokens = list(encoding["input_ids"])
     if not tokens:
         raise SettingsError("a prompt is empty: give every prompt at least one token")
     return tokens
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    if isinstance(content, str) or not tokenizer.chat_template:
-        return list(tokenizer(bare(content))["input_ids"])
-    # The template writes the special tokens itself.
-    text = prompt_text(tokenizer, content)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def bare(content: Content) -> str:

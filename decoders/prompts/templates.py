@@ -18,7 +18,7 @@ from ..constraints import FORMATS, CallFormat
 from ..errors import SettingsError, UnknownNameError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 
 def read_template(path: Path) -> str:
@@ -167,9 +167,11 @@ def message_style(render: Render) -> MessageStyle:
     return replace(style, needs_text=taken and not taken_empty)
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Renders `messages` with the tokenizer's own template and generation prompt. String contents become parts where the template
-    needs them.
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> BatchEncoding:
+    """Renders `messages` with the tokenizer's own template and generation prompt, and encodes the text. String contents become parts
+    where the template needs them. options: arguments of the tokenizer.
     """
 
     def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool) -> str:
@@ -179,7 +181,8 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     for message in given:
         if isinstance(message.get("content"), str):
             message["content"] = style.content(message.get("role", ""), message["content"])
-    return render(given, None, True)
+    # The template writes the special tokens itself.
+    return tokenizer(render(given, None, True), add_special_tokens=False, **options)
 
 
 #: Forms of messages with calls that are tried on a template.

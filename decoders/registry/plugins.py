@@ -254,12 +254,8 @@ class Registry:
         self._observers |= {cls: cls() for cls in classes[OBSERVER].values()}
         self.manager.register(plugin, info.key)
         self._classes[info.key] = classes
-        self._plugins[info.key] = replace(
-            info, hooks=hooks, strategies=tuple(classes[STRATEGY]), verifiers=tuple(classes[VERIFIER]),
-            grammar_backends=tuple(classes[BACKEND]), grammars=tuple(classes[GRAMMAR]),
-            grammar_types=tuple(classes[GRAMMAR_TYPE]), observers=tuple(classes[OBSERVER]),
-            commands=tuple(classes[COMMAND]),
-        )  # fmt: skip
+        claimed: dict[str, Any] = {kind.plural.replace(" ", "_"): tuple(names) for kind, names in classes.items()}
+        self._plugins[info.key] = replace(info, hooks=hooks, **claimed)
 
     def _settle(self) -> None:
         """Decides again which plugin gets each name, and adds the lost names to the plugins' errors."""

@@ -9,18 +9,15 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..common.pieces import TextPieces, text_behind
+from ..enabling import PreparedCall
+from ..engine.decode.output import RequestOutput, TokenLogprobs
 from ..errors import CancelledError
 from ..report import Report
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..enabling import PreparedCall
-    from ..engine.decode.output import RequestOutput, TokenLogprobs
-
 
 log = logging.getLogger("decoders")
 
@@ -66,11 +63,8 @@ class Generation:
             CancelledError, DeadlineError: the request was cancelled, or its deadline passed. Errors of ``generate`` are raised as
                 they are. The ``partial`` of every error except TimeoutError is the output so far.
         """
-        with self._over:
-            self._wait_for_end(timeout)
-        self._judge()
-        if self._error is not None:
-            raise self._error
+        if (error := self.exception(timeout)) is not None:
+            raise error
         return self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -80,13 +74,10 @@ class Generation:
             TimeoutError: see :meth:`result`.
         """
         with self._over:
-            self._wait_for_end(timeout)
+            if not self._over.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"not done after {timeout} s")
         self._judge()
         return self._error
-
-    def _wait_for_end(self, timeout: float | None) -> None:
-        if not self._over.wait_for(lambda: self._done, timeout):
-            raise TimeoutError(f"not done after {timeout} s")
 
     def done(self) -> bool:
         """Whether the request has ended: completed, failed or cancelled."""

@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
 
 from ..scheduling import TokenLogprobs
 from .arguments import Stops
@@ -22,9 +23,6 @@ from .limits import Receive, Scope, Send
 from .refusals import Refusal, client_gone
 from .service import Service
 from .texts import Choice, ChoiceText, Job, Span, Spelling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

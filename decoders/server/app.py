@@ -23,7 +23,7 @@ from ..errors import suggest
 from . import chat, completions, responses
 from .answers import Answer, EventStream, gone, settled
 from .bodies import Asked, Body, ChatBody, CompletionBody
-from .limits import CLIENT, SPENT, TOKENS, App, Arrival, Gate, Receive, Scope
+from .limits import CLIENT, SPENT, TOKENS, App, Arrival, Gate, Scope
 from .refusals import Refusal, client_gone, parsed
 from .response_bodies import ResponseBody
 from .service import LARGE, Service
@@ -98,7 +98,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
         owner = responses.owner_of(Arrival(request.scope.get(CLIENT, "")), cache_salt)
         try:
             if request.method != "DELETE":
-                return Response(kept.response(owner, name), media_type="application/json")
+                return Response(kept.find(owner, name).response, media_type="application/json")
             kept.delete(owner, name)
         except Refusal as error:
             return _refused(error)
@@ -157,16 +157,7 @@ async def _answered(
         service.metrics.requests.labels(endpoint, "completed").inc()
         return None
 
-    async def prepared(pool: ThreadPoolExecutor, seconds: float, work: Callable[[], Any]) -> Any:
-        def timed() -> Any:
-            started = time.thread_time()
-            try:
-                return work()
-            finally:
-                request.scope[SPENT] = request.scope.get(SPENT, 0.0) + time.thread_time() - started
-
-        return await _prepared(service, pool, arrival, seconds, request.receive, timed)
-
+    prepared = functools.partial(_prepared, service, request, arrival)
     try:
         content = await request.body()
         if len(content) > LARGE:
@@ -197,9 +188,9 @@ async def _answered(
 
 
 async def _prepared(
-    service: Service, pool: ThreadPoolExecutor, arrival: Arrival, seconds: float, receive: Receive, work: Callable[[], Any]
+    service: Service, request: Request, arrival: Arrival, pool: ThreadPoolExecutor, seconds: float, work: Callable[[], Any]
 ) -> Any:  # fmt: skip
-    """Runs `work` in a thread of `pool` and returns its result.
+    """Runs `work` in a thread of `pool` and returns its result. Adds the thread's seconds to :data:`SPENT` of `request`.
 
     Raises:
         Refusal: before `work` ended, the client disconnected, or the server cancelled its requests to shut down. DeadlineError: the
@@ -210,7 +201,11 @@ async def _prepared(
 
     def unless_given_up() -> Any:
         arrival.check(seconds)
-        return todo.pop()()
+        started = time.thread_time()
+        try:
+            return todo.pop()()
+        finally:
+            request.scope[SPENT] = request.scope.get(SPENT, 0.0) + time.thread_time() - started
 
     def dropped(late: asyncio.Future[Any]) -> None:
         """Cancels the choices of the answer (the result of `late`) if `work` returns one after the wait has ended."""
@@ -218,7 +213,7 @@ async def _prepared(
             answer.job.cancel()
 
     working = asyncio.ensure_future(service.run(pool, unless_given_up))
-    watch, ending = asyncio.ensure_future(gone(receive)), asyncio.ensure_future(service.ending.wait())
+    watch, ending = asyncio.ensure_future(gone(request.receive)), asyncio.ensure_future(service.ending.wait())
     left = max(arrival.left(seconds), 0)
     try:
         await asyncio.wait({working, watch, ending}, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+)
 
 from ..enabling import TokenPenalties
 from ..scheduling import TextPieces
 from .bodies import Body
-from .refusals import Refusal
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
+from .refusals import wrong
 
 #: Below this temperature decoding is greedy: sampling would draw the likeliest token anyway, and logits divided by a much lower
 #: temperature overflow float32.
@@ -92,8 +95,7 @@ def _bias(body: Body, size: int) -> dict[int, float]:
     bias = {}
     for token, value in (body.logit_bias or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < size):
-            message = f"logit_bias: {token!r} is no token id from 0 to {size - 1}"
-            raise Refusal(400, message, param="logit_bias", code="invalid_value")
+            raise wrong("logit_bias", f"{token!r} is no token id from 0 to {size - 1}")
         bias[int(token)] = value
     return bias
 

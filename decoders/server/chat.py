@@ -19,11 +19,7 @@ from .turns import Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
-    """Submits a request's choices to the scheduler and returns the answer.
-
-    Raises:
-        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
-    """
+    """Submits a request's choices and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
     return Chat(service, body, *submitted(service, body, arrival, "chatcmpl-"))
 
 

@@ -15,7 +15,7 @@ from ..registry import registry
 from ..settings import Settings
 from ..strategies.merged import Merged
 from ..strategy import Strategy
-from .refusals import Refusal
+from .refusals import Refusal, wrong
 
 #: Settings that name files or models, which only the operator may set.
 OPERATORS = ("draft_model", "heads", "head", "table")
@@ -66,8 +66,8 @@ class ClientSettings:
         if not self._allows(cls, name):
             able = self._open(cls)
             listed = f"may set {', '.join(able)}" if able else "may set nothing"
-            message = f"{place}: only the server's operator may set this; for {cls.name!r} clients {listed} (--client-settings)"
-            raise Refusal(400, message, param=place, code="operators_setting")
+            message = f"only the server's operator may set this; for {cls.name!r} clients {listed} (--client-settings)"
+            raise wrong(place, message, "operators_setting")
         limits = self.named.get((cls.name, name))
         if limits is not None and not (isinstance(value, int | float) and limits[0] <= value <= limits[1]):
             message = f"{place} must be a number from {limits[0]:g} to {limits[1]:g} (--client-settings)"
@@ -90,8 +90,8 @@ def refuse_files(config: Any, place: str = "strategy_config") -> None:
         for number, value in enumerate(config):
             refuse_files(value, f"{place}.{number}")
     elif isinstance(config, str) and any(mark in config for mark in "/\\~"):
-        message = f"{place}: {config!r} looks like a path, and the server reads no files that clients name"
-        raise Refusal(400, message, param=place, code="operators_setting")
+        message = f"{config!r} looks like a path, and the server reads no files that clients name"
+        raise wrong(place, message, "operators_setting")
 
 
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:

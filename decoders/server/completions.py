@@ -9,7 +9,7 @@ from .answers import ChoicesAnswer, Growing, TextToken, joined
 from .bodies import CompletionBody
 from .grammars import wanted_of
 from .limits import Arrival
-from .refusals import Refusal
+from .refusals import Refusal, wrong
 from .service import Service
 from .texts import Choice, named
 
@@ -20,12 +20,8 @@ DEFAULT_TOKENS = 16
 def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completion:
     """Submits a request's choices and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
     if body.echo and body.logprobs is not None:
-        raise Refusal(
-            400,
-            "echo with logprobs is not supported: there are no log probabilities of prompts",
-            param="echo",
-            code="invalid_value",
-        )
+        message = "echo with logprobs is not supported: there are no log probabilities of prompts"
+        raise Refusal(400, message, param="echo", code="invalid_value")
     service.check_count(body, len(body.prompts))  # checked before any prompt is prepared
     prompts = [_ids(service, prompt) for prompt in body.prompts]
     job = service.start("cmpl-", body, prompts, arrival, wanted_of(body, service.conversations.style), DEFAULT_TOKENS)
@@ -38,9 +34,9 @@ def _ids(service: Service, prompt: str | list[int]) -> list[int]:
         tokens: list[int] = service.tokenizer(prompt).input_ids
         return tokens
     size = len(service.tokenizer)
-    wrong = next((token for token in prompt if not 0 <= token < size), None)
-    if wrong is not None:
-        raise Refusal(400, f"prompt: {wrong} is no token id from 0 to {size - 1}", param="prompt", code="invalid_value")
+    unknown = next((token for token in prompt if not 0 <= token < size), None)
+    if unknown is not None:
+        raise wrong("prompt", f"{unknown} is no token id from 0 to {size - 1}")
     return prompt
 
 

@@ -134,8 +134,8 @@ def _answer(client: Connection, task: int, others: list[Any], vocabulary: Vocabu
     for each in others:
         each.close()
     with open(task, "rb") as file:
-        function = unpickled(file.read(), vocabulary)
-    _limit(math.ceil(getattr(function, "seconds", 1) + SPARE_SECONDS))
+        function, seconds = unpickled(file.read(), vocabulary)
+    _limit(math.ceil(seconds + SPARE_SECONDS))
     try:
         content = pickled(function(vocabulary))
     except MemoryError:

@@ -36,7 +36,7 @@ from .bodies import (
     Tool,
     ToolChoice,
 )
-from .refusals import Refusal, refusal
+from .refusals import Refusal, refusal, wrong
 
 
 def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
@@ -64,8 +64,9 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
         return choice(wanted.choices)
     if isinstance(wanted, GrammarFormat):
         if (wanted.grammar is None) == (wanted.name is None):
-            message = "response_format: give one: grammar, in Lark's notation, or name, of a grammar in the library"
-            raise Refusal(400, message, param="response_format", code="invalid_value")
+            raise wrong(
+                "response_format", "give one: grammar, in Lark's notation, or name, of a grammar in the library"
+            )
         if wanted.grammar is not None:
             return Lark(wanted.grammar)
         assert wanted.name is not None
@@ -173,8 +174,7 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
         raise Refusal(400, f"{param} is missing", param=param, code="missing_parameter")
     unknown = next((name for name in chosen if name not in names), None)
     if unknown is not None:
-        message = f"tool_choice: no tool is called {unknown!r}. Choose from: {', '.join(names)}"
-        raise Refusal(400, message, param="tool_choice", code="invalid_value")
+        raise wrong("tool_choice", f"no tool is called {unknown!r}. Choose from: {', '.join(names)}")
     return mode, chosen
 
 

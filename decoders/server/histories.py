@@ -9,7 +9,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from ..prompts.templates import CallStyle
-from .refusals import Refusal
+from .refusals import wrong
 
 #: Separates thoughts that are joined to one thought, and texts that are joined to one text.
 JOINT = "\n\n"
@@ -35,8 +35,9 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
         return name, _encodable(arguments), text, call.get("id")
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         param = f"messages.{place}.tool_calls.{number}"
-        message = f'{param}: {{"function": {{"name": …, "arguments": "{{…}}"}}}} is needed, the arguments an object'
-        raise Refusal(400, message, param=param, code="invalid_value") from error
+        raise wrong(
+            param, '{"function": {"name": …, "arguments": "{…}"}} is needed, the arguments an object'
+        ) from error
 
 
 def _read(text: str) -> tuple[Any, str]:

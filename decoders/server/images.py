@@ -7,13 +7,15 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .refusals import Refusal
+from .refusals import Refusal, wrong
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 #: Limits of a request: number of images, and pixels of all images together, since a small file may hold very many pixels.
 MOST, PIXELS = 16, 1 << 24
+#: The code of the refusals.
+INVALID = "invalid_image"
 #: Formats that are decoded.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
@@ -29,19 +31,21 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
         Refusal: the value is no data URL or no image, or the images are too many or too large.
     """
     if len(others) == MOST:
-        raise _refusal(param, f"there are more than {MOST} images, which is the limit")
+        raise wrong(param, f"there are more than {MOST} images, which is the limit", INVALID)
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str) or not url.startswith("data:"):
         shown = f"not {url[:40]!r}" if isinstance(url, str) else 'in {"image_url": {"url": …}}'
-        raise _refusal(param, f"an image is a data URL (data:image/png;base64,…), since nothing is fetched, {shown}")
+        raise wrong(
+            param, f"an image is a data URL (data:image/png;base64,…), since nothing is fetched, {shown}", INVALID
+        )
     head, _, content = url.partition(",")
     try:
         if not head.endswith(";base64"):
             raise ValueError(head)
         data = base64.b64decode("".join(content.split()), validate=True)
     except ValueError as error:
-        raise _refusal(param, "the data URL is not in base64: give data:image/png;base64,…") from error
+        raise wrong(param, "the data URL is not in base64: give data:image/png;base64,…", INVALID) from error
     return _decoded(data, param, PIXELS - sum(image.width * image.height for image in others))
 
 
@@ -53,16 +57,11 @@ def _decoded(data: bytes, param: str, most: int) -> Image:
         image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the file's header only
         width, height = image.size
         if width * height > most:
-            raise _refusal(
-                param, f"the image has {width} x {height} pixels; the limit is {PIXELS} in all images of a request"
-            )
+            message = f"the image has {width} x {height} pixels; the limit is {PIXELS} in all images of a request"
+            raise wrong(param, message, INVALID)
         return load_image(image)  # rotated upright and converted to RGB, as in other programs
     except Refusal:
         raise
     except Exception as error:  # Pillow's image readers raise exceptions of any class
         reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
-        raise _refusal(param, f"the image cannot be read ({reason}): formats are {', '.join(FORMATS)}") from error
-
-
-def _refusal(param: str, message: str) -> Refusal:
-    return Refusal(400, f"{param}: {message}", param=param, code="invalid_image")
+        raise wrong(param, f"the image cannot be read ({reason}): formats are {', '.join(FORMATS)}", INVALID) from error

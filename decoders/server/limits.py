@@ -222,24 +222,41 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        begun, status, size = time.monotonic(), 0, 0
+        begun, status, size, kept = time.monotonic(), 0, 0, 0  # kept: the part of `size` that counts in `_bytes`
 
         async def counted() -> Message:
-            nonlocal size
+            nonlocal size, kept
             message = await receive()
-            size += len(message.get("body", b""))
+            count = len(message.get("body", b""))
+            size += count
+            if message["type"] == "http.request" and not status:
+                kept, self._bytes = kept + count, self._bytes + count
+                if kept > self.body:
+                    raise self._too_large()
+                if self._bytes > BODIES * self.body:
+                    reason = "too many large bodies arrive at a time: try again later"
+                    raise Refusal(429, reason, code="too_many_bodies", headers={"Retry-After": "2", **CLOSE})
             return message
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, kept
             if message["type"] == "http.response.start":
                 status = message["status"]
+                self._bytes, kept = self._bytes - kept, 0
                 await self._hold(scope, status, scope.get(SPENT, 0.0) + HANDLING + BYTE * size)
             await send(message)
 
         try:
-            await self._pass(scope, counted, noted)
+            if (problem := self._problem(scope)) is not None:
+                await self._refuse(problem, scope, noted)
+            else:
+                await self.app(scope, counted, noted)
+        except Refusal as error:
+            if status:
+                raise
+            await self._refuse(error, scope, noted)
         finally:
+            self._bytes -= kept
             if log.isEnabledFor(logging.INFO):
                 read, written = scope[TOKENS]() if TOKENS in scope else (0, 0)
                 path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:200]
@@ -256,42 +273,8 @@ class Gate:
         if delay and self.busy():
             await asyncio.sleep(delay)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _problem(self, scope: Scope) -> Refusal | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
-        problem = self._problem(scope, headers)
-        if problem is not None:
-            return await self._refuse(problem, scope, send)
-        begun, size = False, 0
-
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            if message["type"] == "http.request" and not begun:
-                count = len(message.get("body", b""))
-                size, self._bytes = size + count, self._bytes + count
-                if size > self.body:
-                    raise self._too_large()
-                if self._bytes > BODIES * self.body:
-                    reason = "too many large bodies arrive at a time: try again later"
-                    raise Refusal(429, reason, code="too_many_bodies", headers={"Retry-After": "2", **CLOSE})
-            return message
-
-        async def noted(message: Message) -> None:
-            nonlocal begun, size
-            begun = True
-            self._bytes, size = self._bytes - size, 0
-            await send(message)
-
-        try:
-            await self.app(scope, counted, noted)
-        except Refusal as error:
-            if begun:
-                raise
-            await self._refuse(error, scope, noted)
-        finally:
-            self._bytes -= size
-
-    def _problem(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
         host = _name_of(headers.get(b"host", b"").decode("latin-1"))
         if self.hosts is not None and host not in self.hosts:
             known = ", ".join(sorted(self.hosts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -30,46 +31,35 @@ class Metrics:
     def __init__(self, pool: SchedulerPool, rows: int, model: str) -> None:
         self.model = model
         registry = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "decoders_requests", "Requests by their end", ["endpoint", "outcome"], registry=registry
-        )
-        self.prompt_tokens = Counter("decoders_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.reused_tokens = Counter(
-            "decoders_reused_prompt_tokens", "Prompt tokens that were reused from the cache", registry=registry
-        )
-        named = ["strategy"]
-        self.tokens = Counter("decoders_generated_tokens", "New tokens", named, registry=registry)
-        self.drafted = Counter("decoders_draft_tokens", "Draft tokens that were verified", named, registry=registry)
-        self.accepted = Counter("decoders_accepted_tokens", "Draft tokens that were accepted", named, registry=registry)
-        self.steps = Counter("decoders_row_steps", "Steps times the rows in them", named, registry=registry)
-        served = ["model_name"]
+        counter, named = partial(Counter, registry=registry), ["strategy"]
+        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.requests = counter("decoders_requests", "Requests by their end", ["endpoint", "outcome"])
+        self.prompt_tokens = counter("decoders_prompt_tokens", "Tokens of prompts")
+        self.reused_tokens = counter("decoders_reused_prompt_tokens", "Prompt tokens that were reused from the cache")
+        self.tokens = counter("decoders_generated_tokens", "New tokens", named)
+        self.drafted = counter("decoders_draft_tokens", "Draft tokens that were verified", named)
+        self.accepted = counter("decoders_accepted_tokens", "Draft tokens that were accepted", named)
+        self.steps = counter("decoders_row_steps", "Steps times the rows in them", named)
         #: Metrics with vLLM's names, which dashboards and AIPerf read.
         self.speculation = {
-            name: Counter(f"vllm:spec_decode_num_{name}", text, served, registry=registry).labels(model)
+            name: counter(f"vllm:spec_decode_num_{name}", text, ["model_name"]).labels(model)
             for name, text in {
                 "drafts": "Row-steps of requests with drafts",
                 "draft_tokens": "Draft tokens that were verified",
                 "accepted_tokens": "Draft tokens that were accepted",
             }.items()
         }
-        self.positions = Counter(
+        self.positions = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by their place in a draft",
-            ["model_name", "position"], registry=registry,
+            ["model_name", "position"],
         )  # fmt: skip
-        self.first = Histogram(
-            "decoders_time_to_first_token_seconds",
-            "Seconds from arrival to the first token",
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self.first = seconds("decoders_time_to_first_token_seconds", "Seconds from arrival to the first token")
         self.between = Histogram(
             "decoders_time_between_tokens_seconds", "Seconds of a step, divided by a request's new tokens in the step",
             buckets=_STEPS, registry=registry,
         )  # fmt: skip
-        self.queued = Histogram("decoders_queue_seconds", "From arrival to a row", buckets=_SECONDS, registry=registry)
-        self.whole = Histogram(
-            "decoders_request_seconds", "Seconds from arrival to the end", buckets=_SECONDS, registry=registry
-        )
+        self.queued = seconds("decoders_queue_seconds", "From arrival to a row")
+        self.whole = seconds("decoders_request_seconds", "Seconds from arrival to the end")
         gauges = {
             "decoders_queue_length": ("Requests that wait for a row", lambda: pool.waiting),
             "decoders_rows_in_use": ("Requests that are decoded", lambda: pool.running),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..errors import UnknownNameError, shortened, suggest
 from ..registry import registry
@@ -14,9 +15,6 @@ from ..strategy import Strategy
 from .client_settings import refuse_files
 from .pool import SchedulerPool
 from .refusals import Refusal
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Offered:

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import SettingsError, amount
 from ..registry import resolve_strategy
@@ -17,9 +19,6 @@ from ..scheduling.generation import Generation
 from ..scheduling.scheduler import Scheduler
 from .client_settings import ClientSettings
 from .refusals import Refusal
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass

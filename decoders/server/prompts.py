@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..constraints import ThinkingMarkers
 from ..errors import shortened
@@ -14,10 +16,7 @@ from ..scheduling import special_tokens
 from .bodies import Message, Tool
 from .histories import JOINT, Links, answers_as_texts, call_of, one_by_one
 from .images import image_of
-from .refusals import Refusal, log
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from .refusals import Refusal, log, wrong
 
 
 class Conversations:
@@ -34,6 +33,7 @@ class Conversations:
         thinking: the markers of thoughts; None if they are not known.
         messages: which roles' messages the template renders, and in which form it takes their content.
         special: the special tokens by name.
+        reads_effort: whether the template uses the variable ``reasoning_effort``.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Conversations:
         self.thinking = ThinkingMarkers(*thinking) if thinking is not None else ThinkingMarkers.of(tokenizer, template)
         self.special = special_tokens(tokenizer)
         source = str(template or tokenizer.chat_template or "")
+        self.reads_effort = "reasoning_effort" in source
         style = ChatStyle.of(self._render if self.has_template else None, [*self.special], source, tool_format)
         self.style, self.messages = style.calls, style.messages
         if "user" in self.messages.unread:
@@ -53,11 +54,6 @@ class Conversations:
                 "the chat template refuses a conversation of one user message, or leaves its text out, both as a string and as "
                 "parts: /v1/chat/completions may refuse requests, or answer without the text of user messages"
             )
-
-    @property
-    def reads_effort(self) -> bool:
-        """Whether the template uses the variable ``reasoning_effort``."""
-        return "reasoning_effort" in str(self.template or self.tokenizer.chat_template or "")
 
     @property
     def has_template(self) -> bool:
@@ -154,9 +150,7 @@ class Conversations:
             try:
                 written = self.style.format.written(texts)
             except RecursionError as error:
-                param = f"messages.{place}.tool_calls"
-                refused = f"{param}: the arguments are nested too deeply"
-                raise Refusal(400, refused, param=param, code="invalid_value") from error
+                raise wrong(f"messages.{place}.tool_calls", "the arguments are nested too deeply") from error
             plain["content"] = f"{content}\n{written}".strip()
         if role == "assistant" and not content and not calls and self.messages.needs_text:
             plain["content"] = " "
@@ -230,8 +224,7 @@ def _text_of(
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
             read = "text" if images is None else "text and image_url"
             given = "no images" if part.get("type") == "image_url" else f"not {shortened(repr(part.get('type')))}"
-            message = f"{param}: only parts of type {read} are read here, {given}"
-            raise Refusal(400, message, param=param, code="unsupported_content")
+            raise wrong(param, f"only parts of type {read} are read here, {given}", "unsupported_content")
         parts.append({"type": "text", "text": part[part["type"]]})
     if any(part["type"] == "image" for part in parts):
         return parts

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..constraints import ThinkingMarkers
 from ..scheduling import unfinished
 from .bodies import EFFORTS, ChatBody
-from .refusals import Refusal
-
-if TYPE_CHECKING:
-    from .prompts import Conversations
-    from .texts import Spelling
+from .prompts import Conversations
+from .refusals import wrong
+from .texts import Spelling
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class Reasoning:
         markers = conversations.thinking
         if markers is None:
             if body.thinking_budget is not None:
-                message = "thinking_budget: neither the tokens nor the chat template of this model have known markers of thoughts"
-                raise Refusal(400, message, param="thinking_budget", code="unsupported_value")
+                message = "neither the tokens nor the chat template of this model have known markers of thoughts"
+                raise wrong("thinking_budget", message, "unsupported_value")
             return None
         open = markers.begun(prompt, spelling.vocabulary) if spelling.vocabulary is not None else None
         if open is False:

@@ -75,6 +75,11 @@ class Refusal(Exception):
         return named.get(self.status, "failed" if self.status >= 500 else "refused")
 
 
+def wrong(param: str, message: str, code: str = "invalid_value") -> Refusal:
+    """The refusal of a wrong field. The whole message begins with the field."""
+    return Refusal(400, f"{param}: {message}", param=param, code=code)
+
+
 def client_gone() -> Refusal:
     """The refusal of a request whose client has disconnected: nobody reads it, but metrics count it."""
     return Refusal(499, "the client closed the connection", code="client_gone")

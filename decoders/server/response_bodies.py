@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..errors import shortened, suggest
@@ -19,6 +19,7 @@ from .bodies import (
     Function,
     GrammarFormat,
     JsonObjectFormat,
+    NamedSchema,
     NamedTool,
     Part,
     RegexFormat,
@@ -27,19 +28,13 @@ from .bodies import (
     Tool,
     ToolName,
 )
-from .refusals import Refusal
+from .refusals import wrong
 
 
-class FlatSchemaFormat(Part):
+class FlatSchemaFormat(NamedSchema):
     """JSON that conforms to a JSON schema. Unlike in chat requests, the schema's fields stand beside ``type``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-
     type: Literal["json_schema"]
-    name: str = "schema"
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 FlatFormat = Annotated[
@@ -166,20 +161,19 @@ class ResponseBody(Asked):
             try:  # the response repeats the request's fields, so JSON has to be able to hold them
                 json.dumps(value, allow_nan=False)
             except (ValueError, RecursionError) as error:
-                raise _wrong(name, "a number is out of range, or something is nested too deeply") from error
+                raise wrong(name, "a number is out of range, or something is nested too deeply") from error
         items = [*earlier, *self.items]
         messages = messages_of(items, len(earlier))
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
-            raise _wrong("input", "there is nothing to answer")
-        fields = {name: getattr(self, name) for name in Asked.model_fields}
-        same = ("parallel_tool_calls", "thinking_budget", "chat_template_kwargs")
+            raise wrong("input", "there is nothing to answer")
+        same = (*Asked.model_fields, "parallel_tool_calls", "thinking_budget", "chat_template_kwargs", "top_logprobs")
         logprobs = self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
         return TurnBody(
-            **fields, **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
+            **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
             max_completion_tokens=self.max_output_tokens, tools=[_tool(each) for each in self.tools or ()] or None,
-            tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None, top_logprobs=self.top_logprobs,
+            tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None, asked=self, items=items, large=large,
         )  # fmt: skip
 
@@ -260,7 +254,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
             content = (_parts if role == "user" else _text)(item.get("content"), f"{place}.content")
             if role not in ("system", "developer", "user", "assistant"):
                 given = shortened(repr(role))
-                raise _wrong(f"{place}.role", f"{given} is no role. Choose from: assistant, developer, system, user")
+                raise wrong(f"{place}.role", f"{given} is no role. Choose from: assistant, developer, system, user")
             own = {"reasoning_content": thought} if thought and of_assistant(item) else {}
             messages.append({"role": role, "content": content} | own)
         elif kind == "function_call":
@@ -275,7 +269,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
             messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
         else:
             given = shortened(str(kind))
-            raise _wrong(f"{place}.type", f"items of type {given!r} are not supported. {suggest(given, KINDS)}")
+            raise wrong(f"{place}.type", f"items of type {given!r} are not supported. {suggest(given, KINDS)}")
         thought = ""
     return messages
 
@@ -283,7 +277,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
 def _string(item: dict[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _wrong(f"{place}.{name}", "a text is needed")
+        raise wrong(f"{place}.{name}", "a text is needed")
     return value
 
 
@@ -302,7 +296,7 @@ def _parts(content: Any, place: str) -> str | list[dict[str, Any]]:
             message = (
                 f"an image is a data URL (data:image/png;base64,…) in image_url, since nothing is fetched, not {given}"
             )
-            raise _wrong(f"{place}.{number}", message, "invalid_image")
+            raise wrong(f"{place}.{number}", message, "invalid_image")
         parts.append({"type": "image_url", "image_url": {"url": url}})
     return parts
 
@@ -321,17 +315,13 @@ def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(place, "a text is needed, or a list of parts")
+        raise wrong(place, "a text is needed, or a list of parts")
     texts = []
     for number, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if (kind not in _TEXTS and kind != "refusal") or not isinstance(text, str):
             given = shortened(repr(kind))
-            raise _wrong(f"{place}.{number}", f"only parts of {read} are read, not {given}", "unsupported_content")
+            raise wrong(f"{place}.{number}", f"only parts of {read} are read, not {given}", "unsupported_content")
         texts.append(text)
     return "".join(texts)
-
-
-def _wrong(param: str, message: str, code: str = "invalid_value") -> Refusal:
-    return Refusal(400, f"{param}: {message}", param=param, code=code)

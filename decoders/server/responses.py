@@ -16,7 +16,7 @@ from ..errors import shortened
 from .answers import Growing, TextToken, event
 from .chat import Conversing, submitted
 from .limits import Arrival, values
-from .refusals import Refusal
+from .refusals import Refusal, wrong
 from .response_bodies import ResponseBody, TurnBody, of_assistant
 from .service import LARGE, Service
 from .texts import Span
@@ -34,7 +34,7 @@ def owner_of(arrival: Arrival, cache_salt: str | None) -> Owner:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class KeptResponse:
     """A response, and all items of its conversation including the response's output, both as JSON."""
 
     response: bytes
@@ -57,7 +57,7 @@ class Kept:
     def __init__(self, most: int = KEPT_BYTES) -> None:
         self.most = most
         self._lock = threading.Lock()
-        self._kept: defaultdict[str, OrderedDict[tuple[str, str], _Kept]] = defaultdict(OrderedDict)  # by client
+        self._kept: defaultdict[str, OrderedDict[tuple[str, str], KeptResponse]] = defaultdict(OrderedDict)  # by client
         self._sizes = Counter[str]()
 
     @property
@@ -67,7 +67,7 @@ class Kept:
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Stores a response of `owner` and the items of its conversation, unless they alone exceed the greatest total size."""
-        kept = _Kept(json.dumps(response).encode(), json.dumps(_read(items)).encode())
+        kept = KeptResponse(json.dumps(response).encode(), json.dumps(_read(items)).encode())
         if kept.size > self.most:
             return
         client, salt = owner
@@ -78,35 +78,16 @@ class Kept:
                 ((largest, _),) = self._sizes.most_common(1)
                 self._sizes[largest] -= self._kept[largest].popitem(last=False)[1].size
 
-    def response(self, owner: Owner, id: str) -> bytes:
-        """The response of `owner` with this id, as JSON.
-
-        Raises:
-            Refusal: the response was not found.
-        """
-        return self._found(owner, id).response
-
-    def items(self, owner: Owner, id: str) -> bytes:
-        """All items of a response's conversation, the response's output included, as JSON.
-
-        Raises:
-            Refusal: the response was not found.
-        """
-        return self._found(owner, id, "previous_response_id", "previous_response_not_found").items
-
     def delete(self, owner: Owner, id: str) -> None:
-        """Deletes a response.
-
-        Raises:
-            Refusal: the response was not found.
-        """
-        self._found(owner, id)
+        """Deletes a response; raises the error of :meth:`find`."""
+        self.find(owner, id)
         client, salt = owner
         with self._lock:
             if (kept := self._kept[client].pop((salt, id), None)) is not None:
                 self._sizes[client] -= kept.size
 
-    def _found(self, owner: Owner, id: str, param: str | None = None, code: str = "response_not_found") -> _Kept:
+    def find(self, owner: Owner, id: str, param: str | None = None, code: str = "response_not_found") -> KeptResponse:
+        """The response of `owner` with this id. Raises Refusal, with `param` and `code`, if it was not found."""
         client, salt = owner
         with self._lock:
             kept = self._kept[client].get((salt, id))
@@ -142,22 +123,19 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
     previous = body.previous_response_id
     if previous is None:
         return body.chat([])
-    content = kept.items(owner_of(arrival, body.cache_salt), previous)
+    owner = owner_of(arrival, body.cache_salt)
+    content = kept.find(owner, previous, "previous_response_id", "previous_response_not_found").items
     if len(content) > service.limits.body or values(content) > service.limits.most_values:
         message = (
-            "previous_response_id: its conversation is larger than the body of a request may be "
-            f"({len(content):,} bytes; the limit is {service.limits.body:,}): send the items that matter as input"
+            f"its conversation is larger than the body of a request may be ({len(content):,} bytes; the limit is "
+            f"{service.limits.body:,}): send the items that matter as input"
         )
-        raise Refusal(400, message, param="previous_response_id", code="context_length_exceeded")
+        raise wrong("previous_response_id", message, "context_length_exceeded")
     return body.chat(json.loads(content), large=len(content) > LARGE)
 
 
 def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Response:
-    """Submits a request's choice to the scheduler and returns the answer.
-
-    Raises:
-        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
-    """
+    """Submits a request's choice and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
     return Response(kept, service, body, *submitted(service, body, arrival, "resp_"))
 
 
@@ -236,20 +214,19 @@ class Response(Conversing):
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
         item, place = self.output[-1], {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
-        match piece.kind:
-            case "arguments":
-                item["arguments"] += piece.text
-                return content + (
-                    self._event("function_call_arguments.delta", **place, delta=piece.text) if piece.text else b""
-                )
-            case "thought":
-                item["content"][0]["text"] += piece.text
-                return content + self._event("reasoning_text.delta", **place, content_index=0, delta=piece.text)
-        entries = self._told(self.turn(growing), piece.number, ended)
-        item["content"][0]["text"] += piece.text
-        if not piece.text and not entries:
+        more: dict[str, Any] = {}
+        if piece.kind == "arguments":
+            name = "function_call_arguments"
+            item["arguments"] += piece.text
+        else:
+            part = item["content"][0]
+            part["text"] += piece.text
+            name, more["content_index"] = part["type"], 0
+        if piece.kind == "text":
+            more["logprobs"] = self._told(self.turn(growing), piece.number, ended)
+        if not piece.text and not more.get("logprobs"):
             return content
-        return content + self._event("output_text.delta", **place, content_index=0, delta=piece.text, logprobs=entries)
+        return content + self._event(f"{name}.delta", **place, delta=piece.text, **more)
 
     def _begin(self, piece: Piece, growing: Growing) -> bytes:
         self._open, part, own = (piece.kind, piece.number), dict[str, Any](), secrets.token_hex(12)
@@ -269,9 +246,9 @@ class Response(Conversing):
                 item = {
                     "id": f"msg_{own}",
                     "type": "message",
-                    "status": "in_progress",
                     "role": "assistant",
                     "content": [],
+                    "status": "in_progress",
                 }
         index = len(self.output)
         content = self._event("output_item.added", output_index=index, item=item)
@@ -301,9 +278,8 @@ class Response(Conversing):
             part, place = item["content"][0], place | {"content_index": 0}
             if kind == "text":
                 part["logprobs"] = self._logprobs
-                content += self._event("output_text.done", **place, text=part["text"], logprobs=self._logprobs)
-            else:
-                content += self._event("reasoning_text.done", **place, text=part["text"])
+            own = {name: part[name] for name in ("text", "logprobs") if name in part}
+            content += self._event(f"{part['type']}.done", **place, **own)
             content += self._event("content_part.done", **place, part=part)
         return content + self._event("output_item.done", output_index=index, item=item)
 

@@ -18,19 +18,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import App
+from .limits import App, Limits
 from .service import Service
-
-if TYPE_CHECKING:
-    from .limits import Limits
-
 
 #: Greatest size in bytes of a request's line and headers.
 HEAD_BYTES = 32 << 10

@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import config_value
 from ..constraints import Backend, Vocabulary, regex
 from ..enabling import OwnDefaults, compiles_grammars_with, enable
 from ..errors import QueueFull, UnsupportedError, amount, shortened
 from ..registry import resolve_strategy
-from ..scheduling.generation import Generation
 from .arguments import Stops, callbacks, sampling, wrapped
 from .bodies import Asked, Body
 from .client_settings import ClientSettings
@@ -32,9 +33,6 @@ from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
 from .workshop import Wanted, Workshop, judged
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Number of threads that parse bodies, render prompts and submit requests, which would take too long in the event loop.
 THREADS = 4
@@ -244,10 +242,10 @@ class Service:
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         seconds = self.seconds(body)
-        prepared = None
+        grammar = None
         if wanted is not None:
-            prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
-        grammar, to_judge = (prepared.grammar, prepared.judges) if prepared is not None else (None, False)
+            grammar = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
+        to_judge = grammar is not None and any(part.language.whole is not None for part in grammar.parts)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
         stops = Stops.of(body.stops, self.conversations.special)
         job = Job(f"{kind}{secrets.token_hex(12)}", [], stops, arrival, seconds)
@@ -257,7 +255,7 @@ class Service:
                 prompt, own = prompts[index // (body.n or 1)], wrapped(seed + index)
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
-                    body.strategy, body.strategy_config, prompt, self._ended, arrival.client if self.keys > 1 else job.id,
+                    body.strategy, body.strategy_config, prompt, self.metrics.ended, arrival.client if self.keys > 1 else job.id,
                     deadline=arrival.left(seconds), cache_salt=salt,
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared, **images,
                     **callbacks(body, self.tokenizer, len(prompt), stops),
@@ -270,12 +268,6 @@ class Service:
             job.cancel()
             raise
         return job
-
-    def _ended(self, generation: Generation) -> None:
-        try:
-            self.metrics.ended(generation)
-        except Exception as error:  # an error here must not reach the decoding thread, which makes this call
-            log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
         """The number of tokens to generate after `prompt`. Raises Refusal if `prompt` is empty, or if `prompt` or this number exceeds

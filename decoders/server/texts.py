@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
@@ -20,9 +22,6 @@ from ..scheduling import TextPieces, special_tokens, unfinished
 from ..scheduling.generation import Generation
 from .arguments import Stops
 from .limits import Arrival
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -93,7 +92,8 @@ class Job:
         """The object in ``usage``: OpenAI's figures, and this package's under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
-        lengths = _summed([report.accepted_lengths for report in reports])
+        histograms = (report.accepted_lengths for report in reports)
+        lengths = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
         drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
         steps = sum(lengths)
         return {
@@ -141,10 +141,6 @@ class Job:
     @property
     def _reports(self) -> list[Report]:
         return [each.generation.report for each in self.choices if each.generation.report is not None]
-
-
-def _summed(histograms: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 @dataclass(frozen=True)

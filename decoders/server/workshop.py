@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,27 +41,14 @@ KEPT, KEPT_BYTES = 64, 128 << 20
 Wanted = Calling | Part
 
 
-@dataclass(frozen=True)
-class Compiling:
-    """A task of the workshop: compiles a request's grammar.
-
-    Attributes:
-        seconds: greatest processor time, in seconds.
-    """
-
-    wanted: Wanted
-    backend: Backend
-    seconds: float
-
-    def __call__(self, vocabulary: Vocabulary) -> CompiledGrammar:
-        spec = self.wanted.spec if isinstance(self.wanted, Calling) else spec_of(self.wanted)
-        assert isinstance(spec, Spec), "free text was requested, which has no grammar"
-        grammar = spec.compiled(
-            vocabulary, lambda part: compiled(part, vocabulary, self.backend, seconds=self.seconds).grammar
-        )
-        if isinstance(spec, Lark):
-            _try(grammar)
-        return grammar
+def _compile(wanted: Wanted, backend: Backend, seconds: float, vocabulary: Vocabulary) -> CompiledGrammar:
+    """Compiles a request's grammar. seconds: greatest processor time, in seconds."""
+    spec = wanted.spec if isinstance(wanted, Calling) else spec_of(wanted)
+    assert isinstance(spec, Spec), "free text was requested, which has no grammar"
+    grammar = spec.compiled(vocabulary, lambda part: compiled(part, vocabulary, backend, seconds=seconds).grammar)
+    if isinstance(spec, Lark):
+        _try(grammar)
+    return grammar
 
 
 #: Greatest number of tokens in each text that is generated to try a grammar.
@@ -85,32 +73,13 @@ def _try(grammar: CompiledGrammar) -> None:
             matcher.advance([chance.choice(going_on)])
 
 
-@dataclass(frozen=True)
-class Judging:
-    """A task of the workshop: validates a finished text with `whole`. Returns the error that `whole` raised, as text, or None."""
-
-    whole: Callable[[str], None]
-    text: str
-
-    def __call__(self, vocabulary: Vocabulary) -> str | None:
-        try:
-            self.whole(self.text)
-        except GrammarError as error:
-            return str(error)
-        return None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A compiled grammar for requests.
-
-    Attributes:
-        grammar: the grammar; only :func:`judged` validates its finished texts.
-        judges: whether finished texts have to be validated, because the grammar accepts more than the requested format.
-    """
-
-    grammar: CompiledGrammar
-    judges: bool
+def validate(whole: Callable[[str], None], text: str, vocabulary: Vocabulary) -> str | None:
+    """Validates a finished text with `whole`. Returns the error that `whole` raised, as text, or None."""
+    try:
+        whole(text)
+    except GrammarError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -153,7 +122,7 @@ class Workshop:
     def __init__(self, vocabulary: Vocabulary, backend: Backend, seconds: float) -> None:
         self.vocabulary, self.backend, self.seconds = vocabulary, backend, seconds
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Prepared] = OrderedDict()
+        self._known: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -161,8 +130,9 @@ class Workshop:
         """Whether the grammar is cached, so that :meth:`prepared` need not compile."""
         return _name(wanted) in self._known
 
-    def prepared(self, wanted: Wanted, check: Check) -> Prepared:
-        """The grammar compiled from a description (function calls or a response format), or the cached one.
+    def prepared(self, wanted: Wanted, check: Check) -> CompiledGrammar:
+        """The grammar compiled from a description (function calls or a response format), or the cached one. Only :func:`judged`
+        validates its finished texts.
 
         Args:
             check: called while the grammar is compiled; an error that it raises ends the compilation.
@@ -175,22 +145,22 @@ class Workshop:
             if name in self._known:
                 self._known.move_to_end(name)
                 return self._known[name]
-        grammar = self._done(Compiling(wanted, self.backend, self.seconds), check)
-        prepared = Prepared(grammar, any(part.language.whole is not None for part in grammar.parts))
+        task = partial(_compile, wanted, self.backend, self.seconds)
+        grammar: CompiledGrammar = self._done(task, check, self.seconds)
         for part in grammar.parts:
             if (whole := part.language.whole) is not None:
                 part.language = replace(part.language, whole=_Remote(whole, self))
         with self._lock:
-            self._known[name] = prepared
-            size = sum(each.grammar.nbytes for each in self._known.values())
+            self._known[name] = grammar
+            size = sum(each.nbytes for each in self._known.values())
             while len(self._known) > KEPT or (len(self._known) > 1 and size > KEPT_BYTES):
-                size -= self._known.popitem(last=False)[1].grammar.nbytes
-        return prepared
+                size -= self._known.popitem(last=False)[1].nbytes
+        return grammar
 
     def _judged(self, whole: Callable[[str], None], text: str, check: Check) -> str | None:
         """Why a finished text is invalid; None if it is valid."""
         try:
-            answer: str | None = self._done(Judging(whole, text), check)
+            answer: str | None = self._done(partial(validate, whole, text), check)
         except GrammarError:
             return "the text cannot be judged: validating it takes too much time or memory"
         return answer
@@ -209,14 +179,8 @@ class Workshop:
             paths = [path or os.getcwd() for path in sys.path]
             threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
             with theirs, tempfile.TemporaryFile() as file:
-                given = (
-                    self.vocabulary.tokens,
-                    self.vocabulary.stops,
-                    None,
-                    self.vocabulary.rules,
-                    self.vocabulary.special,
-                )
-                pickle.dump((given, self.backend), file)
+                own = self.vocabulary
+                pickle.dump(((own.tokens, own.stops, None, own.rules, own.special), self.backend), file)
                 file.seek(0)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", f"from {work.__module__} import work; work({theirs.fileno()})"],
@@ -226,11 +190,13 @@ class Workshop:
             self._control = mine
             weakref.finalize(self, mine.close)  # the process ends when this socket closes
 
-    def _done(self, task: Callable[[Vocabulary], Any], check: Check) -> Any:
-        """Runs `task` in a fork, and returns its result or raises its error."""
+    def _done(self, task: Callable[[Vocabulary], Any], check: Check, seconds: float = 1.0) -> Any:
+        """Runs `task` in a fork, and returns its result or raises its error. seconds: its processor time, in addition to
+        :data:`SPARE_SECONDS`.
+        """
         if not hasattr(os, "fork"):
             return task(self.vocabulary)
-        content = pickled(task)
+        content = pickled((task, seconds))
         answer = self._asked(content, check) or self._asked(content, check, again=True)
         if answer is None:
             bounds = f"{self.seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
+from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.hf import assistants
 from decoders.hf.assistants import PADDING, Assistants, check_vocabulary
@@ -225,4 +226,4 @@ def test_a_device_without_kernels_is_told_by_the_setting_of_drafts(monkeypatch: 
     draft = tiny_draft("llama")
     monkeypatch.setattr(type(draft), "device", torch.device("cuda"))
     with pytest.raises(UnsupportedError, match="^draft_weights='int8' works on the CPU so far"):
-        Assistants().engine(draft, "auto", "int8")
+        Assistants().engine(draft, "auto", Precision("int8"))

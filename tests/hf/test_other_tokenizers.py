@@ -32,8 +32,8 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel, Any, Any]:
 
 
 def test_tokens_with_the_same_bytes_are_mapped_and_the_others_are_read_by_their_end():
-    _, _, own, other = pair()
-    tokens = token_map(own, len(own), other, len(other))
+    target, draft, own, other = pair()
+    tokens = token_map(draft, target, own, other)
     assert 0.5 < tokens.shared < 1
     for token, draft_token in enumerate(tokens.written.tolist()):
         if draft_token >= 0:
@@ -45,7 +45,7 @@ def test_tokens_with_the_same_bytes_are_mapped_and_the_others_are_read_by_their_
 
 def test_the_draft_says_in_the_targets_ids_what_it_says_in_its_own():
     target, draft, own, other = pair()
-    tokens = token_map(own, len(own), other, len(other))
+    tokens = token_map(draft, target, own, other)
     twin = translated(draft, target, tokens)
     ids = torch.tensor([own(TEXT)["input_ids"][:20]])
     with torch.no_grad():

@@ -23,6 +23,7 @@ from decoders.engine.decode import places
 from decoders.engine.decode.lane import Lane, in_place, share_steps
 from decoders.engine.decode.session import Session
 from decoders.engine.model.compiled.tiers import PassKind, Tiers
+from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import (
     CancelledError,
     ContextLengthError,
@@ -1052,7 +1053,7 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
         other = scheduler.submit(text_of(2, 9), strategy=Threshold(), decoders_config={"compile": "auto"})
         one.result(60), other.result(60)
     assert set(modes) == {(False, "speculative"), ("auto", "threshold")}
-    passes = vars(llama)["generate"]._assistants.engine(draft, "auto", None).forward_pass.tiers
+    passes = vars(llama)["generate"]._assistants.engine(draft, "auto", Precision()).forward_pass.tiers
     assert passes.mode is False and passes.report.strategy == ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,8 +114,9 @@ def test_a_corpus_is_drafted_from_for_all_clients(
     monkeypatch: pytest.MonkeyPatch,
     served: Any,
 ) -> None:
-    from decoders.cli import models, serve
-    from decoders.server.limits import Limits
+    from typer.testing import CliRunner
+
+    from decoders.cli import app, models, serve
 
     written = tokenizer.decode(write_alone("one two", max_new_tokens=24, do_sample=False))
     path = tmp_path / "answers.jsonl"
@@ -122,11 +124,26 @@ def test_a_corpus_is_drafted_from_for_all_clients(
     monkeypatch.setattr(models, "load", lambda *_: (copy.deepcopy(llama), tokenizer))
     # Steps of a scheduler go without drafts where clocks say that they do not pay.
     monkeypatch.setenv("DECODERS_PRUNE", "false")
-    limits = Limits(slots=400, prompt_tokens=300, new_tokens=200, sharing=False)
-    service = serve._service(
-        "x", None, "suffix", {}, None, None, None, None, serve._corpus(path), "auto", None, False, limits,
-        lambda _: None,
-    )  # fmt: skip
+    services = list[Any]()
+    options = {
+        "strategy": "suffix",
+        "suffix-corpus": path,
+        "slots": 400,
+        "max-prompt-tokens": 300,
+        "max-tokens": 200,
+        "port": 0,
+    }
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "decoders.server.running.Server",
+            lambda _, service, **options: SimpleNamespace(startup=None, run=lambda: services.append(service)),
+        )
+        patched.setattr(serve, "set_aside", lambda: None)
+        patched.setattr(serve.signal, "signal", lambda *_: None)
+        done = CliRunner().invoke(app, ["serve", "demo", "--no-compile", "--no-sharing", *arguments])
+    assert done.exit_code == 0, done.output
+    (service,) = services
     (kept,) = (kept for key, kept in decoders.memories(service.model).items() if key[0] == "")
     assert kept.texts == 1 and kept.index.tokens.tolist()[:-1] == tokenizer("one two" + written)["input_ids"]
     body = {"prompt": "one two", "max_tokens": 24, "temperature": 0}

@@ -205,13 +205,11 @@ def test_every_text_reaches_the_template(tokenizer: Any, template: str, expected
 
 
 def test_the_commands_show_a_template_of_parts_the_text(tokenizer: Any) -> None:
-    from decoders.cli.generate import encoded
     from decoders.prompts.reading import encode
 
     own = copy.copy(tokenizer)
     own.chat_template = PARTS + ASKS
     expected = own("<user>A<assistant>").input_ids
-    assert encoded(own, "A", chat=True).input_ids[0].tolist() == expected
     assert encode(own, [{"role": "user", "content": "A"}]) == expected
 
 

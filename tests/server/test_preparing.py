@@ -45,7 +45,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
     state, done, name = Held(), workshop.Workshop._done, workshop._name
 
-    def wait(self: Any, task: Any, check: Any) -> Any:
+    def wait(self: Any, task: Any, check: Any, *seconds: Any) -> Any:
         state.running += 1
         try:
             while not state.free.wait(0.02):
@@ -55,7 +55,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
             raise
         finally:
             state.running -= 1
-        return done(self, task, check)
+        return done(self, task, check, *seconds)
 
     monkeypatch.setattr(workshop.Workshop, "_done", wait)
     unknown = uuid.uuid4()  # an object's id could return, and with it a grammar of an earlier test

@@ -165,13 +165,13 @@ def test_what_is_kept_is_bounded_in_bytes() -> None:
     kept.keep(other, {"id": "resp_0"}, [{"role": "user", "content": "x" * 600}])
     for number in range(9):
         kept.keep(me, {"id": f"resp_{number}"}, [{"role": "user", "content": "x" * 600}])
-        assert kept.items(me, "resp_0" if number < 3 else f"resp_{number}")
+        assert kept.find(me, "resp_0" if number < 3 else f"resp_{number}")
     kept.keep(me, {"id": "large"}, [{"content": "x" * 5000}])
     assert 2000 < kept.size <= 3000
-    assert kept.items(me, "resp_8") and kept.items(other, "resp_0")  # a client makes room for its own
+    assert kept.find(me, "resp_8") and kept.find(other, "resp_0")  # a client makes room for its own
     for owner, id in ((me, "resp_1"), (me, "large"), (("me", "b"), "resp_8")):
         with pytest.raises(Refusal, match="not found"):
-            kept.items(owner, id)
+            kept.find(owner, id)
     kept.delete(me, "resp_8")
     kept.delete(other, "resp_0")
     assert kept.size < 2000
@@ -194,7 +194,7 @@ def test_thoughts_belong_to_what_the_assistant_says_next() -> None:
     assert messages == [user, said | {"reasoning_content": "hm"}]
     kept = Kept()
     kept.keep(("", ""), {"id": "a"}, [thought, user, thought, thought, said, thought])
-    assert json.loads(kept.items(("", ""), "a")) == [user, thought, said]
+    assert json.loads(kept.find(("", ""), "a").items) == [user, thought, said]
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": [WALK]}])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from decoders.errors import DeadlineError, GrammarError
 from decoders.server.bodies import CompletionBody
 from decoders.server.forks import exchanged
 from decoders.server.refusals import Refusal
-from decoders.server.workshop import Judging, Workshop, judged
+from decoders.server.workshop import Workshop, judged, validate
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="work is done in threads there")
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [None], [256])
@@ -87,11 +88,11 @@ def test_an_answer_that_is_cut_off_is_none(sent: bytes) -> None:
 )
 def test_grammars_come_back_whole(workshop: Workshop, asked: Any, backend: str, text: bytes) -> None:
     assert not workshop.known(asked)
-    grammar = workshop.prepared(asked, patient).grammar
+    grammar = workshop.prepared(asked, patient)
     assert grammar.backend == backend and grammar.vocabulary is VOCABULARY
     matcher = grammar.start()
     assert matcher.advance([*text]) == len(text) and matcher.accepting
-    assert workshop.known(asked) and workshop.prepared(asked, patient).grammar is grammar
+    assert workshop.known(asked) and workshop.prepared(asked, patient) is grammar
 
 
 def test_what_is_wrong_is_said_as_ever(workshop: Workshop) -> None:
@@ -105,13 +106,11 @@ def test_what_is_wrong_is_said_as_ever(workshop: Workshop) -> None:
 
 def test_texts_are_judged(workshop: Workshop) -> None:
     """Backtracking would take years for this pattern."""
-    prepared = workshop.prepared(
-        schema({"const": "a" * 40 + "!", "not": {"pattern": "^(a+)+$"}}, strict=False), patient
-    )
+    grammar = workshop.prepared(schema({"const": "a" * 40 + "!", "not": {"pattern": "^(a+)+$"}}, strict=False), patient)
     text = [*json.dumps("a" * 40 + "!").encode()]
-    assert prepared.judges and judged(prepared.grammar, text, patient) is None
-    assert "breaks const" in (judged(prepared.grammar, [*b'"a"'], patient) or "")
-    prepared.grammar.judge([*b'"a"'])  # a thread that decodes does not wait for it
+    assert judged(grammar, text, patient) is None
+    assert "breaks const" in (judged(grammar, [*b'"a"'], patient) or "")
+    grammar.judge([*b'"a"'])  # a thread that decodes does not wait for it
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
@@ -146,7 +145,7 @@ def test_what_it_started_is_killed_with_it(workshop: Workshop, wait_until: Any) 
             raise DeadlineError("over")
 
     with pytest.raises(DeadlineError):
-        workshop._done(Judging(os.system, "sleep 61.25; true"), check)  # type: ignore[arg-type]
+        workshop._done(partial(validate, os.system, "sleep 61.25; true"), check)  # type: ignore[arg-type]
     wait_until(lambda: not running(), 10)
 
 
@@ -156,7 +155,7 @@ def test_another_process_is_begun_where_one_was_killed(workshop: Workshop, caplo
     assert workshop._process is not None
     os.kill(workshop._process.pid, signal.SIGKILL)
     workshop._process.wait(20)
-    assert workshop.prepared(wanted({"type": "regex", "regex": "again"}), patient).grammar.backend == "table"
+    assert workshop.prepared(wanted({"type": "regex", "regex": "again"}), patient).backend == "table"
     assert "has ended with -9" in caplog.text
 
 

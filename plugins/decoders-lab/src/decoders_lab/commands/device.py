@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from decoders.cli.benches import JsonFile, consoles, footnote, importing, interrupted_by_sigterm, numbers, write_json
+from decoders.cli.benches import JsonFile, consoles, footnote, interrupted_by_sigterm, numbers, write_json
 from decoders.cli.console import waiting
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def device(
     progress_console, console = consoles(json_file)
     counts = None if nodes is None else numbers(nodes, "--nodes takes nodes of a block such as 4,16")
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,512")
-    with importing(progress_console):
+    with waiting(progress_console, "importing torch and transformers"):
         import torch
 
         from decoders import bench
