@@ -113,7 +113,8 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
         if best.random_weights:
             text = f"{best.method}: {_times(best)}. With random weights nobody knows whether drafts pay."
         elif others.method != BASELINE and near * _median(others) > _median(best):
-            text = f"Fastest is transformers' own {others.method}: {_times(others)}. Of ours {best.method}: {_times(best)}."
+            whose = "" if others.engine else "transformers' own "
+            text = f"Fastest is {whose}{others.method}: {_times(others)}. Of ours {best.method}: {_times(best)}."
         elif _median(best) < GAIN:
             text = f"Nothing is gained: the fastest is {best.method}, with {_times(best)}. Leave strategy= out."
         else:

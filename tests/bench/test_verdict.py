@@ -15,7 +15,7 @@ from decoders.bench.verdict import pooled, verdicts
 def record(method: str, speed: float, kind: str = "code", **values: Any) -> Record:
     samples = [Measurement(f"{kind}-01", repeat, 0, 100 / speed, 0.0, 0, 100, None) for repeat in range(2)]
     return Record(
-        method, values.pop("dtype", "float32"), values.pop("batch", 1), kind, ours=not method.startswith("transformers"),
+        method, values.pop("dtype", "float32"), values.pop("batch", 1), kind, ours=values.pop("ours", not method.startswith("transformers")),
         samples=samples, tokens_per_second=Spread.of([speed]), ratio=Spread.of([speed / 10]), **{"identical": True, **values},
     )  # fmt: skip
 
@@ -39,6 +39,12 @@ def test_the_fastest_is_advised_and_auto_where_it_is_about_as_fast(
     (verdict,) = verdicts([record("transformers", 10), *(record(name, speed) for name, speed in speeds.items())])
     assert verdict.method == method and said in verdict.text, verdict.text
     assert verdict.arguments == ({"strategy": method} if method else {})
+
+
+def test_another_engine_is_not_called_transformers() -> None:
+    others = record("llama.cpp[q4_0]", 40, ours=False, engine="llama.cpp")
+    (verdict,) = verdicts([record("transformers", 10), others, record("auto", 30)])
+    assert verdict.text.startswith("Fastest is llama.cpp[q4_0]: ")
 
 
 def test_prompts_of_all_kinds_count_by_their_time() -> None:
