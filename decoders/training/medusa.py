@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.transformers_compat import stop_tokens
 from ..errors import TrainingError, amount
 from ..heads.medusa import DEFAULT_TREE, HeadsConfig, MedusaHeads, accepted_length, check_fit, save_heads, search_tree
 from .cards import medusa_card
 from .progress import progress_bar
 from .recipes import HeadsTraining
-from .texts import Progress, Texts, TextStore, digest, evaluating, held_out_rows, hold_out, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer, warmup_cosine
+from .texts import Progress, Texts, TextStore, digest, evaluating, held_out_rows, hold_out, workplace
+from .trainer import EpochLearner, Trainer, warmup_cosine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -217,17 +219,14 @@ class HiddenStates:
         model, seen = self.model, list[Tensor]()
         # The input of the output head is recorded, because models differ in the names and norms of their hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        try:
-            with evaluating(model):
-                while self.done < len(self.texts.ids):
-                    rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
-                    model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
-                    self.values[rows] = seen.pop().to("cpu", self.values.dtype)
-                    self.done = rows.stop
-                    self._note.write_text(json.dumps(self._identity | {"done": self.done}))
-                    progress(rows.stop - rows.start)
-        finally:
-            hook.remove()
+        with hook, evaluating(model):
+            while self.done < len(self.texts.ids):
+                rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
+                model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
+                self.values[rows] = seen.pop().to("cpu", self.values.dtype)
+                self.done = rows.stop
+                self._note.write_text(json.dumps(self._identity | {"done": self.done}))
+                progress(rows.stop - rows.start)
 
 
 @dataclass(frozen=True)
@@ -282,6 +281,8 @@ class HeadsLearner(EpochLearner):
     """
 
     model: MedusaHeads
+    schedule = staticmethod(partial(warmup_cosine, warmup_share=WARMUP_SHARE))
+    clip = None
 
     def __init__(self, training: HeadsTraining, head: Head, train: Examples, held_out: Examples) -> None:
         super().__init__(training, len(train.known), training.batch)
@@ -294,10 +295,6 @@ class HeadsLearner(EpochLearner):
         self.positions = training.batch
         watched = _some(held_out.known, WATCHED, training.seed)
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
-
-    def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of these heads. identity: fingerprints of text and target; a run is resumed only if they are equal."""
-        return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:
         """As :meth:`Learner.learn`, one head at a time, because the logits of all heads together are large."""

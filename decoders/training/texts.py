@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -231,12 +231,6 @@ def digest(model: torch.nn.Module) -> str:
     """A digest of the names and sums of the model's weight tensors."""
     sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
-
-
-def stop_tokens(model: PreTrainedModel) -> list[int]:
-    """The end-of-sequence ids in the model's generation config."""
-    stops: Any = model.generation_config.eos_token_id
-    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
 
 
 def held_out_rows(rows: int) -> int:
