@@ -29,7 +29,7 @@ from ..heads.medusa import DEFAULT_TREE, HeadsConfig, MedusaHeads, accepted_leng
 from .cards import medusa_card
 from .progress import progress_bar
 from .recipes import HeadsTraining
-from .texts import Progress, Texts, TextStore, digest, evaluating, held_out_rows, hold_out, workplace
+from .texts import Progress, Texts, TextStore, evaluating, held_out_rows, hold_out, workplace
 from .trainer import EpochLearner, Trainer, warmup_cosine
 
 if TYPE_CHECKING:
@@ -93,13 +93,11 @@ def train_medusa(
     texts_and_rows = {"held": (held_texts, held_rows)} | ({"test": (list(test), held_rows)} if test else {})
     if given is None:
         texts_and_rows["train"] = (train_texts, rows)
-    sets = {
-        name: _TextSet(model, tokenizer, set_texts, count, run, work / name, console, name)
-        for name, (set_texts, count) in texts_and_rows.items()
-    }
+    store = TextStore(model, tokenizer, run, work, console)
+    sets = {name: _TextSet(store, name, set_texts, count, run) for name, (set_texts, count) in texts_and_rows.items()}
     if given is None:
         learner = HeadsLearner(run, head, sets["train"].examples(), sets["held"].examples())
-        trainer = Trainer(learner, learner.run({"text": sets["train"].texts.digest(), "model": digest(model)}))
+        trainer = Trainer(learner, learner.run({"text": sets["train"].texts.digest(), "model": store.model_digest}))
         checkpoint = work / "checkpoint.pt"
         trainer.train("heads", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
         heads, steps, seconds = learner.model, trainer.step, trainer.seconds
@@ -132,13 +130,9 @@ def train_medusa(
 
 
 class _TextSet:
-    """Text for training or for measuring, and the target's hidden states for it, in files whose names begin with `file`."""
+    """Text for training or for measuring, and the target's hidden states for it, in files of `store` whose names begin with `name`."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
-        file: Path, console: Console | None, name: str,
-    ) -> None:  # fmt: skip
-        store = TextStore(model, tokenizer, training, file.parent, console)
+    def __init__(self, store: TextStore, name: str, texts: Sequence[str], rows: int, training: HeadsTraining) -> None:
         self.texts = store.rows(name, texts, rows)
         ids = self.texts.ids
         if len(ids) < 2 and name == "held":
@@ -147,10 +141,10 @@ class _TextSet:
                 "give more text, or shorter rows"
             )
         dtype = torch.bfloat16 if training.bf16 else torch.float32
-        states = HiddenStates(file.with_suffix(".states"), self.texts, model, dtype)
-        with progress_bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
+        states = HiddenStates(store, name, self.texts, dtype)
+        with progress_bar(store.console, f"{name}: hidden states", len(ids), states.done) as advance:
             states.fill(advance)
-        self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(model))
+        self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(store.model))
 
     def examples(self, rows: Tensor | None = None) -> Examples:
         """The examples at all positions, or at the positions of some rows. rows: ``[W]`` bool."""
@@ -195,16 +189,16 @@ class HiddenStates:
     Interrupted work continues with the next batch. The file holds ``W·T·H`` numbers of `dtype`.
     """
 
-    def __init__(self, file: Path, texts: Texts, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        self.texts, self.file, self.model = texts, file, model
-        hidden = model.get_output_embeddings().weight.shape[1]
-        self._note = file.with_suffix(".json")
+    def __init__(self, store: TextStore, name: str, texts: Texts, dtype: torch.dtype) -> None:
+        self.texts, self.file, self.model = texts, store.folder / f"{name}.states", store.model
+        hidden = self.model.get_output_embeddings().weight.shape[1]
+        self._note = self.file.with_suffix(".json")
         w, t = texts.ids.shape
-        self._identity = {"texts": texts.digest(), "model": digest(model), "dtype": str(dtype)}
+        self._identity = {"texts": texts.digest(), "model": store.model_digest, "dtype": str(dtype)}
         self.done = self._done()
         if self.done == 0:
-            file.unlink(missing_ok=True)
-        self.values = torch.from_file(str(file), shared=True, size=w * t * hidden, dtype=dtype).view(w, t, hidden)
+            self.file.unlink(missing_ok=True)
+        self.values = torch.from_file(str(self.file), shared=True, size=w * t * hidden, dtype=dtype).view(w, t, hidden)
 
     def _done(self) -> int:
         try:
