@@ -6,12 +6,22 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from .workloads import Workload
 
-if TYPE_CHECKING:
-    from .measurement import Competitor
+
+class Competitor(Protocol):
+    """The attributes of a measured method that the estimate reads."""
+
+    @property
+    def status(self) -> str:
+        """ "ok" while it is measured."""
+
+    @property
+    def warmup(self) -> Any:
+        """The times of the method's first two calls (:class:`~decoders.bench.measurement.WarmupCost`); None before these calls."""
+
 
 #: Assumed share of a call's time until its first token, used until a call has been timed.
 FIRST_TOKEN = 0.25
