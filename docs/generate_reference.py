@@ -151,7 +151,7 @@ def api() -> Iterator[str]:
         "Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced", "OpensDraft", "OpensModule",
     )  # fmt: skip
     yield from section("decoders.drafters", {n: getattr(drafters, n) for n in (*names, "cache_keyword")})
-    names = ("config_value", "decoder_layers", "set_attention", "cache_of", "compiled_on_any_device")
+    names = ("config_value", "decoder_layers", "set_attention", "cache_of", "compiled_on_any_device", "stop_tokens")
     yield from section("decoders.common.transformers_compat", {n: getattr(transformers_compat, n) for n in names})
     yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
     names = (

@@ -19,7 +19,7 @@ from ..report import Report, Stage
 from .machine import PeakMemory, resident
 from .methods import Method
 from .pace import FIRST_TOKEN, Pace, expected
-from .timed_call import Decode, PutCounter, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
+from .timed_call import Decode, Stamps, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .workloads import Workload
 
 T = TypeVar("T")
@@ -31,7 +31,10 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timed call; times in seconds. Values of our :class:`~decoders.report.Report` are None, empty or 0 for transformers.
+    """One timed call; times in seconds.
+
+    Attributes that are not listed here are those of our :class:`~decoders.report.Report` and of its timings; they are None, empty or 0
+    for transformers.
 
     Attributes:
         workload: the workload's name.
@@ -42,18 +45,6 @@ class Measurement:
         compilations: number of graphs compiled.
         new_tokens: number of new tokens in all rows.
         first_token: seconds from the start of a call to its first token, measured in a separate call that ends with this token.
-        steps: ``report.steps``.
-        prefill_steps: ``report.prefill_steps``.
-        overhead: ``report.overhead``.
-        accepted_lengths: ``report.accepted_lengths``.
-        stages: ``report.stages``.
-        waiting: ``report.waiting``.
-        prefill: ``report.timings.prefill``.
-        propose: ``report.timings.propose``.
-        core: ``report.timings.core``.
-        observe: ``report.timings.observe``.
-        mask: ``report.timings.mask``.
-        host: ``report.timings.host``.
         draft_passes: number of forward passes of the draft models that the strategy itself calls; None without draft models.
         prompt_tokens: number of prompt tokens in the longest row.
         compiled_share: share of the steps that ran compiled.
@@ -386,14 +377,14 @@ def _call(
     if workload.name in entry.checks:
         call = decode(method, workload, new_tokens)
         return call, written(method, workload, call.sequences)
-    counter = None if method.ours else PutCounter()
+    stamps = None if method.ours else Stamps()
     with forwards(method.assistant) as drafted:
-        call = decode(method, workload, new_tokens, counter)
+        call = decode(method, workload, new_tokens, stamps)
     tokens = written(method, workload, call.sequences)
     if (report := call.report) is not None:
         entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
     else:
-        steps = call.steps or (counter.puts if counter is not None and counter.puts else max(map(len, tokens)))
+        steps = call.steps or (len(stamps.times) if stamps is not None and stamps.times else max(map(len, tokens)))
         length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
         entry.checks[workload.name] = Check(tokens, steps, length, drafted[0] or None)
     return call, tokens

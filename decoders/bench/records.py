@@ -64,14 +64,9 @@ class Record:
         overhead: share of the step outside the forward passes of target and draft models.
         stages: one entry per draft model, see :class:`StageFigures`.
         step_ms: times of the parts of a step.
-        first_call: seconds of the first call, on one prompt of the run.
-        second_call: seconds of the second call, on the same prompt.
-        compile_seconds: seconds spent on compiling in the first call.
-        compilations: number of graphs compiled in the first call.
+        first_call, second_call, compile_seconds, compilations: as in :class:`.WarmupCost`.
         recompilations: number of graphs compiled in all later calls.
-        peak_memory: peak memory in bytes.
-        memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
-        cache_bytes: size of the loop's KV cache; None for transformers, and if `memory_kind` is "device".
+        peak_memory, memory_kind, cache_bytes: as in :class:`.WarmupCost`.
         weight_bytes: bytes of the target's weights that one step reads.
         samples: the timed calls.
         model: the measured model, as the user named it.

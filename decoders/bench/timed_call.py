@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from ..common.transformers_compat import stop_tokens
 from ..enabling import graphs_compiled
 from .machine import synchronize
 from .methods import PLAIN, Method
@@ -182,12 +183,6 @@ def pad_token(model: PreTrainedModel) -> int:
     return pad if pad is not None else stops[0] if stops else 0
 
 
-def stop_tokens(model: PreTrainedModel) -> list[int]:
-    """End-of-sequence ids of the model's generation config."""
-    stops = model.generation_config.eos_token_id
-    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-
-
 def vocabulary_size(model: PreTrainedModel) -> int:
     """The number of rows of the input embedding; for a cost-scaled model, the number of rows before it was scaled."""
     if own := getattr(model.config, "cost_scaled_vocabulary", None):
@@ -199,18 +194,31 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 Decode = Callable[..., TimedCall]
 
 
-class PutCounter(BaseStreamer):
-    """Counts transformers' forward passes of the target: one `put` for each pass, however many tokens it commits.
+class _FirstToken(Exception):
+    """Raised by a streamer, to end a call at its first token."""
 
-    In assisted generation, the first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token
-    or the last requested token. So tokens per `put` are comparable with our tokens per step.
+
+class Stamps(BaseStreamer):
+    """A streamer that notes the time of every `put` after the prompt's.
+
+    transformers calls `put` once for each forward pass of the target, however many tokens the pass commits. In assisted generation, the
+    first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token or the last requested token.
+    So tokens per `put` are comparable with our tokens per step.
+
+    Args:
+        first_only: whether to end the call at its first token, by raising an exception.
     """
 
-    def __init__(self) -> None:
-        self.puts = -1  # the prompt comes first
+    def __init__(self, first_only: bool = False) -> None:
+        self.times: list[float] = []
+        self._first_only, self._prompt_seen = first_only, False
 
     def put(self, value: Tensor) -> None:
-        self.puts += 1
+        if self._prompt_seen:
+            self.times.append(time.perf_counter())
+            if self._first_only:
+                raise _FirstToken
+        self._prompt_seen = True
 
     def end(self) -> None:
         """Nothing to close."""
@@ -227,28 +235,8 @@ def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
     def counted(*_: Any) -> None:
         count[0] += 1
 
-    hook = model.register_forward_hook(counted)
-    try:
+    with model.register_forward_hook(counted):
         yield count
-    finally:
-        hook.remove()
-
-
-class _FirstToken(Exception):
-    """Raised by a streamer, to end a call at its first token."""
-
-
-class _UntilFirstToken(BaseStreamer):
-    def __init__(self) -> None:
-        self.prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if self.prompt_seen:
-            raise _FirstToken
-        self.prompt_seen = True
-
-    def end(self) -> None:
-        """Called at the end of a call that wrote no token."""
 
 
 def first_token(method: Method, workload: Workload, new_tokens: int, decode: Decode = decode) -> float | None:
@@ -260,7 +248,7 @@ def first_token(method: Method, workload: Workload, new_tokens: int, decode: Dec
     synchronize(device)
     started = time.perf_counter()
     try:
-        decode(method, workload, new_tokens, _UntilFirstToken())
+        decode(method, workload, new_tokens, Stamps(first_only=True))
     except _FirstToken:
         return time.perf_counter() - started
     finally:
@@ -276,22 +264,6 @@ def written(method: Method, workload: Workload, sequences: Tensor) -> list[list[
         end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
         rows.append(row[:end])
     return rows
-
-
-class Stamps(BaseStreamer):
-    """A streamer that notes the time of every `put` after the prompt's."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            self.times.append(time.perf_counter())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        """Nothing to close."""
 
 
 def stamped(

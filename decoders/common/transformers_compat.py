@@ -6,7 +6,7 @@ The module is outside the engine, because drafting networks read configs, too, a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -65,6 +65,12 @@ def pad_token_of(config: GenerationConfig) -> int:
     """
     pad, stops = getattr(config, "_pad_token_tensor", None), getattr(config, "_eos_token_tensor", None)
     return int(pad) if pad is not None else int(stops[0]) if stops is not None else 0
+
+
+def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """The end-of-sequence ids in the model's generation config."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    return tuple(map(int, given if isinstance(given, Iterable) else () if given is None else (given,)))
 
 
 def compiled_on_any_device() -> CompileConfig:

@@ -116,15 +116,24 @@ class Tabulated(CompiledGrammar):
 
     Attributes:
         first: the state of the empty text.
+        accepting: for every state, whether the text may end there, or has ended.
         mask_rows: for every state the row of its mask in ``tables().masks``.
     """
 
     first: int
+    accepting: Sequence[bool]
     mask_rows: Sequence[int]
+
+    def start(self) -> Matcher:
+        return StateMatcher(self)
 
     @abstractmethod
     def step(self, state: int, token: int) -> int:
         """The state after `token`; 0 if `token` is illegal. After a stop token, every token is illegal."""
+
+    @abstractmethod
+    def fill(self, state: int, out: Tensor) -> None:
+        """Fills ``out``, ``[W]`` int32 on the CPU, with the mask of `state`."""
 
     @abstractmethod
     def forced_bytes(self, state: int) -> bytes:
@@ -189,6 +198,38 @@ class Matcher(ABC):
         None in text where :meth:`fill_mask` restricts the draw.
         """
         return None
+
+
+class StateMatcher(Matcher):
+    """A stack of states: the first state, then the state after each token. Rolling back pops states."""
+
+    def __init__(self, grammar: Tabulated) -> None:
+        self.grammar: Tabulated = grammar
+        self._states = [grammar.first]
+
+    @property
+    def accepting(self) -> bool:
+        return self.grammar.accepting[self._states[-1]]
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        states, step = self._states, self.grammar.step
+        for count, token in enumerate(tokens):
+            after = step(states[-1], token)
+            if not after:
+                return count
+            states.append(after)
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        if not 0 <= count < len(self._states):
+            raise ValueError(f"cannot roll back {count} tokens: {len(self._states) - 1} have been taken")
+        del self._states[len(self._states) - count :]
+
+    def fill_mask(self, out: Tensor) -> None:
+        self.grammar.fill(self._states[-1], out)
+
+    def forced_bytes(self) -> bytes:
+        return self.grammar.forced_bytes(self._states[-1])
 
 
 class Backend(ABC):

@@ -127,8 +127,6 @@ class CallSpec(Spec):
     """Answers that are calls or other text. If `alone`, the text of a single call.
 
     Attributes:
-        functions: the functions that may be called.
-        format: how calls are written.
         alone: whether the text is a single call without its mark (:attr:`CallFormat.mark`) and without the text after its
             arguments.
         several: whether there may be more than one call.
@@ -221,7 +219,8 @@ class CallSpec(Spec):
         judge_text = None if text is None else text.whole
         if not judges and judge_text is None:
             return None
-        return _Answers({each.name: each.kinds for each in self.functions}, judges, judge_text, self.format, self.alone)
+        kinds = {each.name: each.kinds for each in self.functions}
+        return partial(_judge, kinds, judges, judge_text, self.format, self.alone)
 
     def _lark(self, inner: list[Language], text: Language | None) -> str:
         closing, between, begin, end = (slashed(part) if part else "" for part in self._around)
@@ -241,25 +240,17 @@ class CallSpec(Spec):
         return "\n".join(rules)
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """The validating function of :meth:`CallSpec._whole`."""
-
-    functions: Mapping[str, Kinds]
-    judges: Mapping[str, Callable[[str], None]]
-    judge_text: Callable[[str], None] | None
-    format: CallFormat
-    alone: bool
-
-    def __call__(self, answer: str) -> None:
-        format = self.format
-        whole = f"{format.begin}{format.mark}{answer}{format.closing}" if self.alone else answer
-        written = format.read(whole, self.functions)
-        if not written.calls and self.judge_text is not None:
-            self.judge_text(answer)
-        for call in written.calls:
-            if call.name in self.judges:
-                self.judges[call.name](call.arguments)
+def _judge(
+    functions: Mapping[str, Kinds], judges: Mapping[str, Callable[[str], None]], judge_text: Callable[[str], None] | None,
+    format: CallFormat, alone: bool, answer: str,
+) -> None:  # fmt: skip
+    """Validates a finished answer, see :meth:`CallSpec._whole`."""
+    written = format.read(f"{format.begin}{format.mark}{answer}{format.closing}" if alone else answer, functions)
+    if not written.calls and judge_text is not None:
+        judge_text(answer)
+    for call in written.calls:
+        if call.name in judges:
+            judges[call.name](call.arguments)
 
 
 #: In the Lark grammar of a schema, matches regexes and strings, which stay, and the names of rules, which are replaced.

@@ -61,9 +61,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     Args:
         text: llguidance's dialect of Lark, or the path of a file with it; a single line that names an existing file is
             taken for its path.
-        backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
-            write for it are legal.
+        backend, policy: as in :func:`regex`.
 
     Raises:
         GrammarError: the file cannot be read, or there is no rule ``start``.
@@ -91,9 +89,7 @@ def choice(
     Args:
         options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
             Repeated options are merged.
-        backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
-            write for it are legal.
+        backend, policy: as in :func:`regex`.
 
     Raises:
         GrammarError: there are no options, too many, or an option of another type.
@@ -121,9 +117,7 @@ def json_schema(
         strict: whether to refuse every keyword that cannot be honoured; if not, the finished text is validated instead.
         closed: whether objects that declare properties allow no other properties unless the schema mentions them. The default is True
             for Python's types and False for schemas, as in the standard.
-        backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
-            write for it are legal.
+        backend, policy: as in :func:`regex`.
 
     Raises:
         GrammarError: `schema` is no schema; or, at compilation, a keyword cannot be honoured: the error names the keyword, its

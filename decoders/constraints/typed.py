@@ -6,9 +6,9 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -90,32 +90,25 @@ class OfType(JsonSchema):
 
     def language(self) -> Language:
         base = super().language()
-        judge = _Checker(base, self.kind)
-        return replace(base, warnings=(*base.warnings, _WARNING), whole=judge)
+        # The language keeps the type alive, because keys of caches contain its id.
+        return replace(base, warnings=(*base.warnings, _WARNING), whole=partial(_judge, base.whole, self.kind))
 
 
-@dataclass(frozen=True)
-class _Checker:
-    """Called with a text, raises GrammarError if the type refuses it. Keeps the type alive, because keys of caches contain its id."""
-
-    base: Language
-    kind: Any
-
-    def __call__(self, text: str) -> None:
-        if self.base.whole is not None:
-            self.base.whole(text)
-        try:
-            schema = TypeAdapter(readable(self.kind)).core_schema
-            SchemaValidator(_uncalled(schema)).validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            path = "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-            why = f"{path}: {first['msg']}"
-        except Exception as error:  # a validator may raise anything
-            why, path = f"{type(error).__name__}: {error}", "$"
-        else:
-            return
-        raise GrammarError(f"the text is no {_called(self.kind)}: {why}", path=path)
+def _judge(whole: Callable[[str], None] | None, kind: Any, text: str) -> None:
+    """Raises GrammarError if `whole`, the validation by the schema, or the type `kind` refuses `text`."""
+    if whole is not None:
+        whole(text)
+    try:
+        schema = TypeAdapter(readable(kind)).core_schema
+        SchemaValidator(_uncalled(schema)).validate_json(text)
+        return
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        why = f"{path}: {first['msg']}"
+    except Exception as error:  # a validator may raise anything
+        why, path = f"{type(error).__name__}: {error}", "$"
+    raise GrammarError(f"the text is no {_called(kind)}: {why}", path=path)
 
 
 def asks_more(kind: Any) -> bool:

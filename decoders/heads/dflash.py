@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
 
 from ..common.transformers_compat import attention_of
 from .block_heads import HeadFields
@@ -167,20 +173,12 @@ class _BlockConvolution(nn.Module):
         return mixed
 
 
-class _Attention(nn.Module):
+class _Attention(LlamaAttention):
     """Attention that can also store keys and values of the context, without queries. Queries and keys are normed per head."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__()
-        self.config, self.layer_idx, self.is_causal = config, index, False
-        assert config.head_dim is not None and config.num_key_value_heads is not None
-        self.head_dim = config.head_dim
-        width, queries, keys = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self.num_key_value_groups = queries // keys
-        self.q_proj = nn.Linear(width, queries * self.head_dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, keys * self.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, keys * self.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries * self.head_dim, width, bias=config.attention_bias)
+        super().__init__(config, index)
+        self.is_causal = False
         self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
@@ -193,7 +191,7 @@ class _Attention(nn.Module):
         queries = _turned(self.q_norm(self._heads(self.q_proj(states))), rotary)
         keys, values = self.remember(states, rotary, cache)
         attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
-        attended, _ = attend(self, queries, keys, values, mask, scaling=self.head_dim**-0.5, dropout=0.0)
+        attended, _ = attend(self, queries, keys, values, mask, scaling=self.scaling, dropout=0.0)
         return self.o_proj(attended.flatten(2))
 
     def _heads(self, states: Tensor) -> Tensor:

@@ -216,7 +216,9 @@ class EagleHead(nn.Module):
         self.head_config = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size) if embeds else None
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=config.bias)
-        self.midlayer = EagleLayer(c)
+        self.midlayer = LlamaDecoderLayer(c, 0)
+        self.midlayer.input_layernorm = nn.Identity()  # type: ignore[assignment]  # EAGLE has no norm here
+        self.cache_keyword = cache_keyword(self.midlayer.self_attn)
         self.rotary_emb = LlamaRotaryEmbedding(c)
 
     def forward(
@@ -232,24 +234,8 @@ class EagleHead(nn.Module):
             fuse: has no effect; the method has the arguments of :meth:`Eagle3Head.forward`.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))
-        states = self.midlayer(states, self.rotary_emb(states, position_ids), attention_mask, cache)
+        rotary = self.rotary_emb(states, position_ids)
+        states = self.midlayer(
+            states, position_embeddings=rotary, attention_mask=attention_mask, **{self.cache_keyword: cache}
+        )
         return states, states[:, -logits:]
-
-
-class EagleLayer(nn.Module):
-    """A Llama decoder layer without the first norm."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn = LlamaAttention(config, layer_idx=0)
-        self.cache_keyword = cache_keyword(self.self_attn)
-        self.mlp = LlamaMLP(config)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, states: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor, cache: Any) -> Tensor:
-        attended, _ = self.self_attn(
-            hidden_states=states, position_embeddings=rotary, attention_mask=attention_mask,
-            **{self.cache_keyword: cache},
-        )  # fmt: skip
-        states = states + attended
-        return states + self.mlp(self.post_attention_layernorm(states))

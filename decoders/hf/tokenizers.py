@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.transformers_compat import stop_tokens
 from ..engine.model.layout import embeddings_of
 from ..errors import SettingsError
 
@@ -47,7 +47,7 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokeniz
             f"{wrong} has {size:,} tokens, and {design} has embeddings for {rows:,}. {advice}"
             + (", or model.resize_token_embeddings(len(tokenizer)) if you have added tokens" if size > rows else "")
         )
-    own, stops = tokenizer.eos_token_id, _stops_of(model)
+    own, stops = tokenizer.eos_token_id, stop_tokens(model)
     if own is None or not stops or any(stop in added or stop in tokenizer.all_special_ids for stop in stops):
         return
     texts = " and ".join(
@@ -58,9 +58,3 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokeniz
         f"{wrong} ends texts with token {own} ({tokenizer.eos_token!r}), and {design} with {texts}. {advice}, "
         "or set model.generation_config.eos_token_id if it was trained with this one"
     )
-
-
-def _stops_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """The stop tokens in the model's generation config."""
-    given = getattr(model.generation_config, "eos_token_id", None)
-    return tuple(map(int, given if isinstance(given, Iterable) else () if given is None else (given,)))

@@ -70,7 +70,6 @@ class _State:
     """The state of a call.
 
     Attributes:
-        drafter: the draft model.
         tree: the shape of drafts; None for chains.
         lengths: ``[B]`` int64, number of tokens to draft in each row, with the heuristic schedule.
         own_nodes: number of nodes in the last draft, root included.
@@ -115,13 +114,11 @@ class Speculative(DraftModelStrategy):
 
     def start(self, context: Context) -> _State:
         s: ShapeSettings = self.settings
-        other = self.other_vocabulary(context)
-        if other is not None and self._alignment(other) == "strings":
-            most = s.length if s.schedule == "constant" else max(s.length, s.max_length)
-            lengths = torch.full((context.rows,), s.length, device=context.device)
-            return _State(TextDrafter(context, other, most), None, lengths, other=other)
-        tree: DraftTree | None = None
+        other, lengths = self.other_vocabulary(context), torch.full((context.rows,), s.length, device=context.device)
         ahead, children = s.length if s.schedule == "constant" else max(s.length, s.max_length), 1
+        if other is not None and self._alignment(other) == "strings":
+            return _State(TextDrafter(context, other, ahead), None, lengths, other=other)
+        tree: DraftTree | None = None
         if s.template is not None:
             tree = StaticTree(s.template, context.rows, context.device)
         elif s.tree != "none":
@@ -136,7 +133,6 @@ class Speculative(DraftModelStrategy):
                 f"the template needs the {tree.children} best continuations of a node, and the vocabulary has {drafter.vocab_size} "
                 "tokens"
             )
-        lengths = torch.full((context.rows,), s.length, device=context.device)
         return _State(drafter, tree, lengths, other=other, mask=mask)
 
     def other_vocabulary(self, context: Context) -> OtherVocabulary | None:

@@ -115,18 +115,17 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
     with conditions.enabled(name) as model, torch.no_grad():
         alone = [
             reference(
-                model, dict(input_ids=text, attention_mask=torch.ones_like(text)), "autoregressive", max_new_tokens=new,
-                do_sample=True, seed=number, decoders_config={"compile": False},
+                model, text, "autoregressive", max_new_tokens=new, do_sample=True, seed=number,
+                decoders_config={"compile": False},
             ).sequences
             for number, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))
         ]  # fmt: skip
         together = _come_and_go(strategy, model, needs(model, name, strategy), texts, do_sample=True)
         for number, (text, own, shared) in enumerate(zip(texts, alone, together, strict=True)):
-            inputs = dict(input_ids=text, attention_mask=torch.ones_like(text))
             what = (
                 f"request {number} beside requests that join and leave, compared with the request alone (see rebatch)"
             )
-            assert_same_tokens(model, inputs, own, shared, what)
+            assert_same_tokens(model, text, own, shared, what)
 
 
 def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -143,14 +142,7 @@ def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditio
     texts, alone = _rows_of(inputs), dict[tuple[int, ...], frozenset[tuple[int, ...]]]()
     with conditions.enabled(name) as model, torch.no_grad():
         for text in texts:
-            run(
-                model,
-                name,
-                spy,
-                dict(input_ids=text, attention_mask=torch.ones_like(text)),
-                eager,
-                max_new_tokens=longest,
-            )
+            run(model, name, spy, text, eager, max_new_tokens=longest)
             alone |= _drafts(spy)
         run(model, name, spy, inputs, eager, max_new_tokens=longest)
         _compare(alone, _drafts(spy), "in a batch")
@@ -159,19 +151,26 @@ def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditio
             _compare(alone, _drafts(spy), "beside rows that join and leave (see rebatch)")
 
 
-def _rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
-    """The rows of a padded batch, ``[1, P]`` each."""
-    return [ids[mask.bool()][None] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+def _rows_of(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The rows of a padded batch, each as a batch of its own."""
+    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [{"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]} for ids, mask in pairs]
 
 
 def _come_and_go(
-    strategy: Strategy, model: PreTrainedModel, options: dict[str, Any], texts: Sequence[Tensor], do_sample: bool
+    strategy: Strategy,
+    model: PreTrainedModel,
+    options: dict[str, Any],
+    texts: Sequence[dict[str, Tensor]],
+    do_sample: bool,
 ) -> list[Tensor]:
     """The outputs for `texts`, which are decoded two at a time up to :data:`NEW_TOKENS`. options: the result of :func:`needs`."""
     loop = {"compile": False, "prune": False, "memory": False}
     with Scheduler(model, strategy=strategy, rows=2, decoders_config=loop, **options) as scheduler:
         requests = [
-            scheduler.submit(text[0], max_new_tokens=new, do_sample=do_sample, seed=number if do_sample else None)
+            scheduler.submit(
+                text["input_ids"][0], max_new_tokens=new, do_sample=do_sample, seed=number if do_sample else None
+            )
             for number, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))
         ]
         return [request.result(120) for request in requests]

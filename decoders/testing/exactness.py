@@ -104,7 +104,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, Matched):
         return Matched, _frozen(value.inner)
     if isinstance(value, TokenAutomaton):
-        return TokenAutomaton, repr((value.following, sorted(value.accepting), value.vocabulary.stops))
+        return TokenAutomaton, repr((value.following, value.accepting, value.vocabulary.stops))
     raise _NotComparable
 
 

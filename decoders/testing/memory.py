@@ -161,29 +161,8 @@ def _array(value: Tensor | np.ndarray) -> tuple:
     return tuple(value.shape), str(value.dtype), data.numpy().tobytes()
 
 
-def _set_rng(state: bytes) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _numpy_state() -> tuple:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return name, np.asarray(keys).tobytes(), *rest
-
-
-def _set_numpy_state(state: tuple) -> None:
-    name, keys, *rest = state
-    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-
-
-def _cuda_states() -> list[bytes]:
-    if not torch.cuda.is_initialized():
-        return []
-    return [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
-
-
-def _set_cuda_states(states: list[bytes]) -> None:
-    for index, state in enumerate(states):
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), index)
+def _cuda_states() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def _float32() -> tuple[str | None, str, str]:
@@ -204,10 +183,10 @@ def _set_float32(precision: tuple[str | None, str, str]) -> None:
 
 #: For each state of the process its name in messages, and the functions that read it and restore it.
 STATES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch's global random state": (lambda: torch.get_rng_state().numpy().tobytes(), _set_rng),
-    "CUDA's global random state": (_cuda_states, _set_cuda_states),
+    "torch's global random state": (torch.get_rng_state, torch.set_rng_state),
+    "CUDA's global random state": (_cuda_states, torch.cuda.set_rng_state_all),
     "Python's global random state": (random.getstate, random.setstate),
-    "NumPy's global random state": (_numpy_state, _set_numpy_state),
+    "NumPy's global random state": (np.random.get_state, np.random.set_state),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, lambda d: torch.set_default_device(None if d.type == "cpu" else d)),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -228,10 +207,17 @@ def surroundings() -> dict[str, Any]:
 
 def restore(before: Mapping[str, Any]) -> list[str]:
     """Restores all states that differ from `before`, and returns their names."""
-    changed = [name for name, (look, _) in STATES.items() if look() != before[name]]
+    changed = [name for name, (look, _) in STATES.items() if not _same(look(), before[name])]
     for name in changed:
         STATES[name][1](before[name])
     return changed
+
+
+def _same(state: Any, other: Any) -> bool:
+    """Whether two states are equal, arrays and tensors inside them included."""
+    if isinstance(state, list | tuple):
+        return len(state) == len(other) and all(map(_same, state, other))
+    return bool(np.array_equal(state, other)) if isinstance(state, Tensor | np.ndarray) else bool(state == other)
 
 
 @contextmanager

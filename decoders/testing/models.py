@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnknownNameError
 
@@ -59,15 +59,19 @@ class Architecture:
         options = (
             dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=0) | dict(self.options) | others
         )
-        config = AutoConfig.for_model(self.model_type, **options)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            auto = AutoModelForSeq2SeqLM if self.seq2seq else AutoModelForCausalLM
-            model = auto.from_config(config, dtype=torch.float32)
-            _spread(model, self.embedding)
-        # There is no end-of-sequence token by default, so that texts are as long as a test needs.
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-        return model.eval()
+        auto = AutoModelForSeq2SeqLM if self.seq2seq else AutoModelForCausalLM
+        return created(auto, AutoConfig.for_model(self.model_type, **options), self.embedding, seed)
+
+
+def created(auto: Any, config: PreTrainedConfig, embedding: float, seed: int) -> PreTrainedModel:
+    """A model of `config`, in evaluation mode. auto: the auto class that creates it. embedding: see :class:`Architecture`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+        _spread(model, embedding)
+    # There is no end-of-sequence token by default, so that texts are as long as a test needs.
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval()
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .models import VOCAB, WINDOW, _spread
+from .models import VOCAB, WINDOW, created
 
 #: IMAGE is the placeholder token of a part of an image, or of a sound in models that read sounds. VIDEO and OTHER are further
 #: placeholders. BEGIN and END are the text tokens around placeholders.
@@ -59,13 +59,8 @@ class SeeingArchitecture:
     def __call__(self, seed: int = 0) -> PreTrainedModel:
         """Creates the model, in evaluation mode. Equal seeds give equal weights. The global random generator is not changed."""
         config = AutoConfig.for_model(self.model_type, **self.options)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            kind = next(auto for auto, designs in _MODELS if type(config) in designs)
-            model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
-            _spread(model, self.embedding)
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-        return model.eval()
+        auto = next(auto for auto, designs in _MODELS if type(config) in designs)
+        return created(auto, config, self.embedding, seed)
 
 
 #: Sizes of layers, in image towers, in sound towers and in text models.

@@ -35,12 +35,12 @@ class TokenAutomaton(Tabulated):
         self.language = Language("toy", regex="toy")
         self.vocabulary = Vocabulary(names, stops)
         self.following = [{}, {}, *following]
-        self.accepting = accepting
+        self.accepting = [state == ENDED or state in accepting for state in range(len(self.following))]
         self.mask_rows = range(len(self.following))
         allowed = torch.zeros(len(self.following), vocabulary, dtype=torch.bool)
         for state, successors in enumerate(self.following):
             allowed[state, list(successors)] = True
-            if state == ENDED or state in accepting:
+            if self.accepting[state]:
                 allowed[state, list(self.vocabulary.stops)] = True
         self.masks = pack(allowed)
 
@@ -63,12 +63,12 @@ class TokenAutomaton(Tabulated):
 
     def step(self, state: int, token: int) -> int:
         if token in self.vocabulary.stops:
-            return ENDED if state in self.accepting else 0
+            return ENDED if self.accepting[state] and state != ENDED else 0
         return self.following[state].get(token, 0)
 
     def forced_bytes(self, state: int) -> bytes:
         run: list[int] = []  # limited, because some automata force endless text
-        while len(run) < 64 and len(self.following[state]) == 1 and state not in self.accepting:
+        while len(run) < 64 and len(self.following[state]) == 1 and not self.accepting[state]:
             token, state = next(iter(self.following[state].items()))
             run.append(token)
         return self.vocabulary.spell(run)
@@ -90,8 +90,8 @@ class TokenAutomaton(Tabulated):
     def nbytes(self) -> int:
         return self.tables().nbytes
 
-    def start(self) -> Matcher:
-        return _Walker(self, [self.first])
+    def fill(self, state: int, out: Tensor) -> None:
+        out.copy_(self.masks[state])
 
 
 class Matched(CompiledGrammar):
@@ -107,32 +107,3 @@ class Matched(CompiledGrammar):
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
-
-
-class _Walker(Matcher):
-    def __init__(self, grammar: TokenAutomaton, states: list[int]) -> None:
-        self.grammar: TokenAutomaton = grammar
-        self.states = states
-
-    @property
-    def accepting(self) -> bool:
-        return self.states[-1] == ENDED or self.states[-1] in self.grammar.accepting
-
-    def advance(self, tokens: Sequence[int]) -> int:
-        for count, token in enumerate(tokens):
-            state = self.grammar.step(self.states[-1], token)
-            if not state:
-                return count
-            self.states.append(state)
-        return len(tokens)
-
-    def rollback(self, count: int) -> None:
-        if count >= len(self.states):
-            raise ValueError(f"{len(self.states) - 1} tokens have been taken, so {count} cannot be rolled back")
-        del self.states[len(self.states) - count :]
-
-    def fill_mask(self, out: Tensor) -> None:
-        out.copy_(self.grammar.masks[self.states[-1]])
-
-    def forced_bytes(self) -> bytes:
-        return self.grammar.forced_bytes(self.states[-1])

@@ -106,11 +106,7 @@ not its output.
 ## Training
 Training-time test (Li et al. 2025, arXiv 2503.01840) with the model frozen: {run.depth} tokens are drafted at every position, each from
 the head's output for the token before; cross entropy against the model's distribution, weighted {run.decay:g}^k.
-{figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the rows continued by the model itself (greedily);
-{figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
-acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps.
-{_command_lines(command)}
-{_chains(figures, run.depth)}"""
+{_trained(run, figures, command, run.depth)}"""
 
 
 def dflash_card(
@@ -135,16 +131,17 @@ tokens: {figures["parameters"]:,} parameters. It reads the outputs of the model'
 ## Training
 The model stays frozen. Blocks begin at {run.blocks:.1%} of the positions; cross entropy against the model's distribution, weighted
 {run.decay:g}^k.
+{_trained(run, figures, command, config.places)}"""
+
+
+def _trained(run: HeadTraining | BlockTraining, figures: Mapping[str, Any], command: str | None, depth: int) -> str:
+    """The end of a card: the text and steps of the training, and tables of the acceptance of chains of `depth` draft tokens."""
+    return f"""\
 {figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the rows continued by the model itself (greedily);
 {figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
 acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps.
 {_command_lines(command)}
-{_chains(figures, config.places)}"""
-
-
-def _chains(figures: Mapping[str, Any], depth: int) -> str:
-    """Markdown tables with the acceptance of chains. depth: number of draft tokens in a chain."""
-    return f"""## Held-out figures
+## Held-out figures
 Chains are drafted at positions all over the text. The share of chains whose tokens are all accepted up to token k, in greedy decoding:
 
 {_shares(figures, depth, "reached", sums=True)}

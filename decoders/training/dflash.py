@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.transformers_compat import decoder_layers, set_attention
+from ..common.transformers_compat import decoder_layers, set_attention, stop_tokens
 from ..errors import SettingsError
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
 from ..heads.dflash import DFlashConfig, DFlashNetwork, embedding_of
@@ -40,7 +41,7 @@ from .feature_heads import (
     train_head,
 )
 from .recipes import BlockTraining
-from .texts import Job, Texts, stop_tokens
+from .texts import Job, Texts
 from .trainer import soft_cross_entropy
 
 #: Number of text rows from which :func:`fit_context` fits the keys and values of a new draft model.
@@ -186,20 +187,18 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
         outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
         gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
         hooked = {given for _, given in (*pairs, *norms)}
-        hooks = [given.register_forward_hook(lambda of, _, out: outputs.update({of: out})) for given in hooked]
-        try:
+        with ExitStack() as hooks:
+            for given in hooked:
+                hooks.enter_context(given.register_forward_hook(lambda of, _, out: outputs.update({of: out})))
             for first in range(0, len(texts.ids), rows):
                 states = read(teacher.features(texts.part(first, first + rows))).flatten(0, 1).cpu().double()
-                given = {of: out.flatten(0, 1).cpu().double() for of, out in outputs.items()}
+                results = {of: out.flatten(0, 1).cpu().double() for of, out in outputs.items()}
                 gram = gram + states.T @ states
-                products = [sum_ + states.T @ given[of] for sum_, (_, of) in zip(products, pairs, strict=True)]
+                products = [sum_ + states.T @ results[of] for sum_, (_, of) in zip(products, pairs, strict=True)]
                 share = len(states) / texts.ids.numel()
                 squares = {
-                    of: squares.get(of, gram.new_zeros(())) + share * out.square().mean() for of, out in given.items()
+                    of: squares.get(of, gram.new_zeros(())) + share * out.square().mean() for of, out in results.items()
                 }
-        finally:
-            for hook in hooks:
-                hook.remove()
         # The ridge keeps the matrix invertible if there are few texts, or if features are nearly equal.
         return gram + 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype), products, squares
 

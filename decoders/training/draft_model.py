@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.transformers_compat import config_value, decoder_layers
+from ..common.transformers_compat import config_value, decoder_layers, stop_tokens
 from ..enabling import disable, enable
 from ..errors import SettingsError, TrainingError
 from .cards import draft_card
 from .recipes import DraftTraining, Measurement
-from .texts import PROMPT_SHARE, Job, Texts, TextStore, counted, held_out_rows, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, soft_cross_entropy, warmup_stable_decay
+from .texts import PROMPT_SHARE, Job, Texts, TextStore, counted, held_out_rows, workplace
+from .trainer import EpochLearner, Trainer, muon_and_adamw, soft_cross_entropy
 
-WARMUP_STEPS = 20
-DECAY_SHARE = 0.5
 #: Greatest number of held-out rows on which agreement is measured between steps.
 WATCHED = 16
 
@@ -211,7 +209,6 @@ class DraftLearner(EpochLearner):
 
     Args:
         target: the frozen target, whose logits are computed in every step.
-        train: training text.
         held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
     """
 
@@ -226,10 +223,6 @@ class DraftLearner(EpochLearner):
         self._watched = held_out.part(0, WATCHED)
         outer = (draft.get_input_embeddings(), draft.get_output_embeddings())
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
-
-    def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this draft model. identity: fingerprints of text and target; a run is resumed only if they are equal."""
-        return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
         texts = self.train.chosen(self.examples_of(step))

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from ..common.transformers_compat import stop_tokens
 from ..errors import SettingsError
 from ..heads.eagle3 import DecoderLayer, Eagle3Config, Eagle3Head
 from ..heads.eagle3_files import Eagle3Files, Format, load_head, save_head
@@ -39,7 +40,7 @@ from .feature_heads import (
     train_head,
 )
 from .recipes import HeadTraining
-from .texts import Job, Texts, stop_tokens
+from .texts import Job, Texts
 from .trainer import soft_cross_entropy
 
 Keys = tuple[Tensor, Tensor]

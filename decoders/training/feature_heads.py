@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,14 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.transformers_compat import config_value, decoder_layers
+from ..common.transformers_compat import config_value, decoder_layers, stop_tokens
 from ..errors import SettingsError, TrainingError
 from .recipes import Recipe
-from .texts import Job, Texts, TextStore, counted, digest, held_out_rows, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, warmup_stable_decay
+from .texts import Job, Texts, TextStore, counted, digest, held_out_rows, workplace
+from .trainer import EpochLearner, Trainer, muon_and_adamw
 
-WARMUP_STEPS = 20
-DECAY_SHARE = 0.5
 #: Greatest number of held-out rows on which acceptance is measured between steps.
 WATCHED = 32
 #: Greatest number of bytes of the target's results that stay in memory for the next epoch.
@@ -147,12 +145,8 @@ class Teacher:
             scores.append(given)
             return 64 * given  # exact in every dtype, and large enough to exceed any bound
 
-        hook = output.register_forward_hook(enlarge)
-        try:
-            with self._noting() as noted, self.precision():
-                logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
-        finally:
-            hook.remove()
+        with output.register_forward_hook(enlarge), self._noting() as noted, self.precision():
+            logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
         if not torch.equal(logits.float(), 64 * scores[-1].float()):
             return False
         with self.precision():
@@ -173,13 +167,11 @@ class Teacher:
         def note_read(output: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
             noted[output] = given[0]
 
-        hooks = [layer.register_forward_hook(note) for layer in dict.fromkeys(self.layers)]
-        hooks.append(self.model.get_output_embeddings().register_forward_pre_hook(note_read))
-        try:
+        with ExitStack() as hooks:
+            for layer in dict.fromkeys(self.layers):
+                hooks.enter_context(layer.register_forward_hook(note))
+            hooks.enter_context(self.model.get_output_embeddings().register_forward_pre_hook(note_read))
             yield noted
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class FeatureLearner(EpochLearner):
@@ -187,7 +179,6 @@ class FeatureLearner(EpochLearner):
 
     Args:
         ids: ``[D]`` int64, the tokens that the network can propose.
-        train: training text.
         held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
         outer: output matrices and embeddings of the network.
     """
@@ -203,10 +194,6 @@ class FeatureLearner(EpochLearner):
         self.optimizers = muon_and_adamw(network, recipe.rate, outer)
         if recipe.epochs > 1:
             teacher.keep(train, ids)
-
-    def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this network. identity: fingerprints of text and target; a run is resumed only if they are equal."""
-        return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
         """Initializes a new network from the training text. Not called for a network from files or from a checkpoint."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.transformers_compat import stop_tokens
 from ..errors import TrainingError, amount
 from ..heads.medusa import DEFAULT_TREE, HeadsConfig, MedusaHeads, accepted_length, check_fit, save_heads, search_tree
 from .cards import medusa_card
 from .progress import progress_bar
 from .recipes import HeadsTraining
-from .texts import Progress, Texts, TextStore, digest, evaluating, held_out_rows, hold_out, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer, warmup_cosine
+from .texts import Progress, Texts, TextStore, evaluating, held_out_rows, hold_out, workplace
+from .trainer import EpochLearner, Trainer, warmup_cosine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,13 +93,11 @@ def train_medusa(
     texts_and_rows = {"held": (held_texts, held_rows)} | ({"test": (list(test), held_rows)} if test else {})
     if given is None:
         texts_and_rows["train"] = (train_texts, rows)
-    sets = {
-        name: _TextSet(model, tokenizer, set_texts, count, run, work / name, console, name)
-        for name, (set_texts, count) in texts_and_rows.items()
-    }
+    store = TextStore(model, tokenizer, run, work, console)
+    sets = {name: _TextSet(store, name, set_texts, count, run) for name, (set_texts, count) in texts_and_rows.items()}
     if given is None:
         learner = HeadsLearner(run, head, sets["train"].examples(), sets["held"].examples())
-        trainer = Trainer(learner, learner.run({"text": sets["train"].texts.digest(), "model": digest(model)}))
+        trainer = Trainer(learner, learner.run({"text": sets["train"].texts.digest(), "model": store.model_digest}))
         checkpoint = work / "checkpoint.pt"
         trainer.train("heads", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
         heads, steps, seconds = learner.model, trainer.step, trainer.seconds
@@ -130,13 +130,9 @@ def train_medusa(
 
 
 class _TextSet:
-    """Text for training or for measuring, and the target's hidden states for it, in files whose names begin with `file`."""
+    """Text for training or for measuring, and the target's hidden states for it, in files of `store` whose names begin with `name`."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
-        file: Path, console: Console | None, name: str,
-    ) -> None:  # fmt: skip
-        store = TextStore(model, tokenizer, training, file.parent, console)
+    def __init__(self, store: TextStore, name: str, texts: Sequence[str], rows: int, training: HeadsTraining) -> None:
         self.texts = store.rows(name, texts, rows)
         ids = self.texts.ids
         if len(ids) < 2 and name == "held":
@@ -145,10 +141,10 @@ class _TextSet:
                 "give more text, or shorter rows"
             )
         dtype = torch.bfloat16 if training.bf16 else torch.float32
-        states = HiddenStates(file.with_suffix(".states"), self.texts, model, dtype)
-        with progress_bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
+        states = HiddenStates(store, name, self.texts, dtype)
+        with progress_bar(store.console, f"{name}: hidden states", len(ids), states.done) as advance:
             states.fill(advance)
-        self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(model))
+        self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(store.model))
 
     def examples(self, rows: Tensor | None = None) -> Examples:
         """The examples at all positions, or at the positions of some rows. rows: ``[W]`` bool."""
@@ -193,16 +189,16 @@ class HiddenStates:
     Interrupted work continues with the next batch. The file holds ``W·T·H`` numbers of `dtype`.
     """
 
-    def __init__(self, file: Path, texts: Texts, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        self.texts, self.file, self.model = texts, file, model
-        hidden = model.get_output_embeddings().weight.shape[1]
-        self._note = file.with_suffix(".json")
+    def __init__(self, store: TextStore, name: str, texts: Texts, dtype: torch.dtype) -> None:
+        self.texts, self.file, self.model = texts, store.folder / f"{name}.states", store.model
+        hidden = self.model.get_output_embeddings().weight.shape[1]
+        self._note = self.file.with_suffix(".json")
         w, t = texts.ids.shape
-        self._identity = {"texts": texts.digest(), "model": digest(model), "dtype": str(dtype)}
+        self._identity = {"texts": texts.digest(), "model": store.model_digest, "dtype": str(dtype)}
         self.done = self._done()
         if self.done == 0:
-            file.unlink(missing_ok=True)
-        self.values = torch.from_file(str(file), shared=True, size=w * t * hidden, dtype=dtype).view(w, t, hidden)
+            self.file.unlink(missing_ok=True)
+        self.values = torch.from_file(str(self.file), shared=True, size=w * t * hidden, dtype=dtype).view(w, t, hidden)
 
     def _done(self) -> int:
         try:
@@ -217,17 +213,14 @@ class HiddenStates:
         model, seen = self.model, list[Tensor]()
         # The input of the output head is recorded, because models differ in the names and norms of their hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        try:
-            with evaluating(model):
-                while self.done < len(self.texts.ids):
-                    rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
-                    model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
-                    self.values[rows] = seen.pop().to("cpu", self.values.dtype)
-                    self.done = rows.stop
-                    self._note.write_text(json.dumps(self._identity | {"done": self.done}))
-                    progress(rows.stop - rows.start)
-        finally:
-            hook.remove()
+        with hook, evaluating(model):
+            while self.done < len(self.texts.ids):
+                rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
+                model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
+                self.values[rows] = seen.pop().to("cpu", self.values.dtype)
+                self.done = rows.stop
+                self._note.write_text(json.dumps(self._identity | {"done": self.done}))
+                progress(rows.stop - rows.start)
 
 
 @dataclass(frozen=True)
@@ -277,11 +270,12 @@ class HeadsLearner(EpochLearner):
 
     Args:
         head: the target's output head.
-        train: training positions.
         held_out: held-out positions; scores are computed on at most :data:`WATCHED` of them.
     """
 
     model: MedusaHeads
+    schedule = staticmethod(partial(warmup_cosine, warmup_share=WARMUP_SHARE))
+    clip = None
 
     def __init__(self, training: HeadsTraining, head: Head, train: Examples, held_out: Examples) -> None:
         super().__init__(training, len(train.known), training.batch)
@@ -294,10 +288,6 @@ class HeadsLearner(EpochLearner):
         self.positions = training.batch
         watched = _some(held_out.known, WATCHED, training.seed)
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
-
-    def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of these heads. identity: fingerprints of text and target; a run is resumed only if they are equal."""
-        return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:
         """As :meth:`Learner.learn`, one head at a time, because the logits of all heads together are large."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -233,12 +233,6 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
-def stop_tokens(model: PreTrainedModel) -> list[int]:
-    """The end-of-sequence ids in the model's generation config."""
-    stops: Any = model.generation_config.eos_token_id
-    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-
-
 def held_out_rows(rows: int) -> int:
     """The number of rows that are held out beside `rows` training rows."""
     return max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
@@ -250,10 +244,8 @@ class TextStore:
 
     Attributes:
         model: the target, which continues rows.
-        tokenizer: the target's tokenizer.
         recipe: defines the length of rows, the share of rows that the target continues, and the seed for the order of the texts.
         folder: where rows are stored.
-        console: where progress is shown.
     """
 
     model: PreTrainedModel

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+#: Of the default schedule: number of steps in which the rate rises, and share of the steps in which it falls.
+WARMUP_STEPS, DECAY_SHARE = 20, 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The length, the learning rate and the checks of a training run.
@@ -51,7 +55,6 @@ class Learner(ABC):
     """A model in training.
 
     Attributes:
-        model: the model whose weights are trained.
         optimizers: each makes one update per step; together they update all parameters of the model.
         positions: number of tokens or positions that a step learns from, for the speed that is shown.
     """
@@ -82,7 +85,17 @@ class EpochLearner(Learner):
     Args:
         examples: number of examples.
         per_step: number of examples per step; examples at the end of an epoch that do not fill a step are left out.
+
+    Attributes:
+        schedule: the learning rate, by step, number of steps and peak rate.
+        clip: greatest norm of the gradients; None: no clipping.
     """
+
+    clip: float | None = 1.0
+
+    @staticmethod
+    def schedule(step: int, steps: int, peak: float) -> float:
+        return warmup_stable_decay(step, steps, peak, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def __init__(self, recipe: Recipe, examples: int, per_step: int) -> None:
         self._recipe, self._examples, self._per_step = recipe, examples, per_step
@@ -100,23 +113,14 @@ class EpochLearner(Learner):
             self._epoch, self._order = epoch, torch.randperm(self._examples, generator=generator)
         return self._order[place * self._per_step : (place + 1) * self._per_step]
 
-    def run_at(
-        self, schedule: Callable[..., float], identity: Mapping[str, Any], clip: float | None = None, **shape: Any
-    ) -> Run:
-        """The :class:`Run` of this learner.
-
-        Args:
-            schedule: :func:`warmup_stable_decay` or :func:`warmup_cosine`.
-            identity: fingerprints of data and model.
-            clip: greatest norm of the gradients; None: no clipping.
-            shape: further arguments of `schedule`.
-        """
+    def run(self, identity: Mapping[str, Any]) -> Run:
+        """The :class:`Run` of this learner. identity: fingerprints of text and target; a run is resumed only if they are equal."""
         recipe, steps = self._recipe, self._recipe.epochs * self.steps_per_epoch
         return Run(
             steps=steps,
-            rate=partial(schedule, steps=steps, peak=recipe.rate, **shape),
+            rate=partial(self.schedule, steps=steps, peak=recipe.rate),
             identity={**asdict(recipe), **identity},
-            clip=clip,
+            clip=self.clip,
             check_every=max(1, self.steps_per_epoch // recipe.checks),
             patience=recipe.patience,
         )

@@ -14,7 +14,8 @@ from decoders.engine.decode import engine
 from decoders.engine.decode.batch import Batch
 from decoders.engine.model.blocks import NodeBlock
 from decoders.engine.model.compiled import functions, tiers
-from decoders.testing.tape import TapeRecorder
+
+from ..tape_recorder import TapeRecorder
 
 
 class NotingCompiler:

@@ -16,9 +16,9 @@ from decoders.engine.decode import engine
 from decoders.engine.model import self_check
 from decoders.strategies import DFlash, Eagle3
 from decoders.testing import ARCHITECTURES, RECURRENT, tiny_draft, tiny_model
-from decoders.testing.tape import TapeRecorder
 
 from ..strategies import test_block_heads, test_dflash, test_eagle3
+from ..tape_recorder import TapeRecorder
 from ..turns import slow_but
 from .pretended_cuda import MixedDevicesError, OnDevice, moved, pretended_cuda
 

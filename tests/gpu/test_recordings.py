@@ -10,8 +10,8 @@ import torch
 from decoders.common import devices
 from decoders.engine.decode import engine
 from decoders.report import Report
-from decoders.testing.tape import TapeRecorder
 
+from ..tape_recorder import TapeRecorder
 from .subjects import NETWORKS, NEW, SAMPLED, Subject, demo_subject, fresh_target, subject_of
 
 FLOAT32 = torch.float32

@@ -37,8 +37,8 @@ from decoders.registry.resolve import resolve_backend
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
-from decoders.testing.tape import TapeRecorder
 
+from ..tape_recorder import TapeRecorder
 from ..turns import slow_but
 
 #: Rows of the logits; the tokenizer has fewer tokens.

@@ -20,7 +20,7 @@ from decoders.strategies.merged import Merged
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, check_strategy, checks_for, parametrize_with_checks
 from decoders.testing.checks import check_on_device
-from decoders.testing.memory import surroundings
+from decoders.testing.memory import restore, surroundings
 
 from .test_conformance import Good, Leaks
 
@@ -214,7 +214,7 @@ def test_what_the_process_is_left_with(hook, change, reason):
     before = surroundings()
     with pytest.raises(AssertionError, match=f"{hook} leaves {reason}"):
         BY_NAME["check_drafts"](does(hook, lambda *_: change())())
-    assert surroundings() == before, "the kit puts back what it finds changed"
+    assert not restore(before), "the kit puts back what it finds changed"
 
 
 # What is written to.

@@ -15,7 +15,7 @@ from decoders.testing import tiny_model
 from decoders.training import medusa as medusa_module
 from decoders.training.medusa import UNKNOWN, HiddenStates, accuracies, labels_of, train_medusa
 from decoders.training.recipes import HeadsTraining
-from decoders.training.texts import Texts, hold_out, own_texts, read_files, rows_of_text
+from decoders.training.texts import Texts, TextStore, hold_out, own_texts, read_files, rows_of_text
 
 SMALL = HeadsTraining(
     heads=2, tokens=20 * 32, length=32, own_share=0.5, epochs=3, batch=64, rate=3e-3, bf16=False, checks=2, patience=50
@@ -32,6 +32,10 @@ def texts():
 
 def train(model, tokenizer, texts, out, run=SMALL, **options):
     return train_medusa(model, tokenizer, texts, out, run=run, dtype=torch.float32, **options)
+
+
+def store_of(model, folder):
+    return TextStore(model, None, SMALL, folder)
 
 
 def weights(folder):
@@ -138,7 +142,7 @@ def test_own_text_is_greedy(model):
 
 def test_hidden_states_are_those_of_the_output_head(tmp_path, model):
     ids = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
-    states = HiddenStates(tmp_path / "x.states", Texts(ids, torch.full((3,), 12)), model, torch.float32)
+    states = HiddenStates(store_of(model, tmp_path), "x", Texts(ids, torch.full((3,), 12)), torch.float32)
     states.fill()
     with torch.no_grad():
         torch.testing.assert_close(model.lm_head(states.values), model(ids).logits)
@@ -177,9 +181,10 @@ def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkey
 
 def test_hidden_states_of_another_model_are_not_taken_over(tmp_path, model):
     texts = Texts(torch.ones(3, 12, dtype=torch.int64), torch.full((3,), 12))
-    HiddenStates(tmp_path / "x.states", texts, model, torch.float32).fill()
-    assert HiddenStates(tmp_path / "x.states", texts, model, torch.float32).done == 3
-    assert HiddenStates(tmp_path / "x.states", texts, tiny_model("llama", seed=1), torch.float32).done == 0
+    store, other = store_of(model, tmp_path), store_of(tiny_model("llama", seed=1), tmp_path)
+    HiddenStates(store, "x", texts, torch.float32).fill()
+    assert HiddenStates(store, "x", texts, torch.float32).done == 3
+    assert HiddenStates(other, "x", texts, torch.float32).done == 0
 
 
 def test_senseless_settings_are_refused_before_the_work(tmp_path, model, tokenizer, texts):

@@ -151,10 +151,22 @@ def _instead(name: str, lark: str) -> str:
     return f"Define it (`{common if known else f'{name}: …'}`), or write a text in quotes. {choices}".rstrip()
 
 
+_stack_lock = threading.Lock()
+
+
 def _with_room(text: str, call: Callable[[], T]) -> T:
-    """Runs `call`, which compiles `text`, with a stack that is large enough for `text`; returns its result."""
+    """Runs `call`, which compiles `text`, in a thread with a stack that is large enough for `text`; returns its result. A thread that
+    starts at the same moment may get such a stack, too.
+    """
     results: list[T] = []
-    _with_stack(max(STACK, len(text) * STACK_PER_CHARACTER), lambda: results.append(call()))
+    thread = threading.Thread(target=lambda: results.append(call()), name="llguidance-compile")
+    with _stack_lock:
+        before = threading.stack_size(max(STACK, len(text) * STACK_PER_CHARACTER))
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
     return results[0]
 
 
@@ -166,21 +178,6 @@ def reason(message: str) -> str:
     if "symbols.len()" in text:
         return "it has more than 65,000 symbols"
     return text.removeprefix("panic: ")
-
-
-_stack_lock = threading.Lock()
-
-
-def _with_stack(size: int, call: Callable[[], None]) -> None:
-    """Runs `call` in a thread with a stack of `size` bytes. A thread that starts at the same moment may get this size, too."""
-    thread = threading.Thread(target=call, name="llguidance-compile")
-    with _stack_lock:
-        before = threading.stack_size(size)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
 
 
 _TOKENS = re.compile(

@@ -16,11 +16,8 @@ from ..patterns.ecma import Search
 from ..patterns.limits import check, deadline
 from . import keywords
 from .document import Place, document, known, step
+from .kinds import kind_of
 from .numbers import canonical, fraction
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "null": type(None), "boolean": bool, "string": str, "array": list, "object": dict, "number": (int, float),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -257,7 +254,7 @@ def _is_of(name: Any, value: Any) -> bool:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         return whole and not isinstance(value, bool)
     keywords.of_type(name)  # raises for an unknown type
-    return isinstance(value, _TYPES[name]) and (name != "number" or not isinstance(value, bool))
+    return kind_of(value) == name
 
 
 def _out_of_bounds(read: dict[str, Any], least: str, most: str, size: int) -> Iterator[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ..patterns.limits import check
-from ..patterns.tree import slashed
+from ..patterns.tree import slashed, times
 from . import limits
 
 
@@ -21,13 +21,13 @@ class Terminal:
     """Texts that are not divided further.
 
     Attributes:
-        lark: the definition in Lark's notation.
-        regex: returns a regular expression for the texts; None if it would be too long.
+        lark: the definition in Lark's notation. Terminals with equal definitions are equal.
+        regex: a regular expression for the texts, or a function that computes it; None if there is none, or it would be too long.
         rule: whether `lark` can only define a rule, not a terminal.
     """
 
     lark: str
-    regex: Callable[[], str | None]
+    regex: str | Callable[[], str | None] | None = field(compare=False)
     rule: bool = False
 
 
@@ -105,20 +105,12 @@ def rep(part: Expr, low: int, high: int | None) -> Expr:
 
 def text(regex: str) -> Word:
     """The texts that `regex` matches, as a terminal."""
-    return Word(Terminal(slashed(regex), _Constant(regex)))
+    return Word(Terminal(slashed(regex), regex))
 
 
 def inline(schema: dict[str, Any]) -> Word:
     """The texts of `schema`, as a ``%json`` rule that llguidance compiles; there is no regular expression for them."""
-    return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
-
-
-@dataclass(frozen=True)
-class _Constant:
-    value: str | None
-
-    def __call__(self) -> str | None:
-        return self.value
+    return Word(Terminal(f"%json {json.dumps(schema)}", None, rule=True))
 
 
 def calls(expr: Expr) -> list[str]:
@@ -205,7 +197,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
         check("writing the grammar")
         match expr:
             case Word(terminal):
-                whole = terminal.regex()
+                whole = terminal.regex() if callable(terminal.regex) else terminal.regex
                 return None if whole is None else (f"(?:{whole})" if "|" in whole else whole, _size(whole))
             case RuleReference(rule):
                 if rule not in known:
@@ -229,9 +221,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
                 size = 0 if one is None else one[1] * max(1, low, high or 0)
                 if one is None or size > limits.REGEX_COPIES:
                     return None
-                marks = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-                count = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
-                return f"(?:{one[0]})" + marks.get((low, high), count), size
+                return times(f"(?:{one[0]})", low, high), size
 
     try:
         whole = write(rules["start"])

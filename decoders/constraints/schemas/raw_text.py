@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 from ...errors import GrammarError
@@ -94,20 +94,14 @@ def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: 
     parts += [("" if good else "~") + slashed(write(tree)) for tree, good in conditions]
     ends = [slashed(each) if each else "" for each in (begin, end)]
     lark = f"{ends[0]} ({' & '.join(parts)}) {ends[1]}".strip()
-    return Word(Terminal(lark, _Expression(tuple(conditions), written.low, written.high, begin, end)))
+    return Word(Terminal(lark, partial(_between, tuple(conditions), written.low, written.high, begin, end)))
 
 
-@dataclass(frozen=True)
-class _Expression:
-    conditions: tuple[tuple[Pattern, bool], ...]
-    low: int
-    high: int | None
-    begin: str
-    end: str
-
-    def __call__(self) -> str | None:
-        inside = _inside(self.conditions, self.low, self.high)
-        return None if inside is None else f"{self.begin}(?:{inside}){self.end}"
+def _between(
+    conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | None, begin: str, end: str
+) -> str | None:
+    inside = _inside(conditions, low, high)
+    return None if inside is None else f"{begin}(?:{inside}){end}"
 
 
 @lru_cache(256)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from ...errors import GrammarError
@@ -198,18 +198,12 @@ def write_string(strings: Strings, behind: str = "", within: Pattern | None = No
     if lark is None:
         return NO_TEXT
     tail = f" /{behind}/" if behind else ""
-    return Word(Terminal(f"({lark}){tail}" if tail else lark, _Expression(written, simple, behind)))
+    return Word(Terminal(f"({lark}){tail}" if tail else lark, partial(_with_behind, written, simple, behind)))
 
 
-@dataclass(frozen=True)
-class _Expression:
-    strings: Strings
-    simple: str | None
-    behind: str
-
-    def __call__(self) -> str | None:
-        text = _regex(self.strings) if self.simple is None else self.simple
-        return None if text is None else _as_part(text) + self.behind
+def _with_behind(strings: Strings, simple: str | None, behind: str) -> str | None:
+    text = _regex(strings) if simple is None else simple
+    return None if text is None else _as_part(text) + behind
 
 
 def _simple(strings: Strings) -> str | None:

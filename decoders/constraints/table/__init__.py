@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .backend import Table, TableGrammar, TableMatcher
+from .backend import Table, TableGrammar
 
-__all__ = ["Table", "TableGrammar", "TableMatcher"]
+__all__ = ["Table", "TableGrammar"]

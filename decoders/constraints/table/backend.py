@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors import torch as tensors
 from torch import Tensor
 
 from ...errors import GrammarError
-from ..base import Backend, Language, Matcher, Policy, Tables, Tabulated, mask_words
+from ..base import Backend, Language, Policy, Tables, Tabulated, mask_words
 from ..vocabulary import Vocabulary
 from .determinise import columns, determinise, minimise
 from .lexicon import Lexicon
@@ -32,7 +31,6 @@ class MaskedAutomaton:
         mask_of: ``[S]`` int64, see :class:`Tables`.
         start: see :class:`Tables`.
         stopped: see :class:`Tables`; the last state.
-        rows: the masks.
         accepting: ``[S]`` bool, whether the text may end in each state.
     """
 
@@ -186,9 +184,6 @@ class TableGrammar(Tabulated):
     def __reduce__(self) -> tuple[Any, ...]:
         return TableGrammar, (self.language, self.vocabulary, self.policy, self.automaton)
 
-    def start(self) -> TableMatcher:
-        return TableMatcher(self, self.first)
-
     @property
     def nbytes(self) -> int:
         return self.automaton.nbytes
@@ -211,6 +206,9 @@ class TableGrammar(Tabulated):
             self._steps[state][token] = after
             self._remembered += 1
         return after
+
+    def fill(self, state: int, out: Tensor) -> None:
+        self.rows.fill(self.mask_rows[state], out)
 
     def forced_bytes(self, state: int) -> bytes:
         """See :meth:`Matcher.forced_bytes`."""
@@ -263,41 +261,3 @@ class TableGrammar(Tabulated):
             rows_of_masks.append(Row.of(mask.view(np.int32)))
         used, numbers = np.unique(of, return_inverse=True)
         return MaskRows(automaton.rows.width, [rows_of_masks[number] for number in used.tolist()]), numbers
-
-
-class TableMatcher(Matcher):
-    """A stack of states: the first state, then the state after each token. Rolling back pops states."""
-
-    def __init__(self, grammar: TableGrammar, state: int) -> None:
-        self.grammar: TableGrammar = grammar
-        self._states = [state]
-
-    @property
-    def state(self) -> int:
-        """The current state."""
-        return self._states[-1]
-
-    @property
-    def accepting(self) -> bool:
-        return self.grammar.accepting[self.state]
-
-    def advance(self, tokens: Sequence[int]) -> int:
-        states, step = self._states, self.grammar.step
-        for count, token in enumerate(tokens):
-            after = step(states[-1], token)
-            if not after:
-                return count
-            states.append(after)
-        return len(tokens)
-
-    def rollback(self, count: int) -> None:
-        if not 0 <= count < len(self._states):
-            raise ValueError(f"cannot roll back {count} tokens: {len(self._states) - 1} have been taken")
-        del self._states[len(self._states) - count :]
-
-    def fill_mask(self, out: Tensor) -> None:
-        grammar = self.grammar
-        grammar.rows.fill(grammar.mask_rows[self.state], out)
-
-    def forced_bytes(self) -> bytes:
-        return self.grammar.forced_bytes(self.state)

@@ -19,7 +19,9 @@ from decoders.engine.decode.core import StepOutput
 from decoders.engine.model import recordings as recorders
 from decoders.engine.model.recordings import RecordedCapacity, Recorder, Recording, Recordings
 from decoders.engine.model.static_inputs import StaticInputs, find_tensors
-from decoders.testing.tape import HostReadError, RecordingError, Tape, TapeRecorder
+from decoders.testing.tape import HostReadError, RecordingError, Tape
+
+from ...tape_recorder import TapeRecorder
 
 
 @dataclass

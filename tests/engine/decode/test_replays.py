@@ -41,9 +41,10 @@ from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tape, tiny_model
-from decoders.testing.tape import TapeRecorder, host_read
+from decoders.testing.tape import host_read
 from decoders.tree import Topology
 
+from ...tape_recorder import TapeRecorder
 from ..pretended_cuda import OnDevice, moved, pretended_cuda
 
 

@@ -23,7 +23,8 @@ from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, reference, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
-from decoders.testing.tape import TapeRecorder
+
+from ...tape_recorder import TapeRecorder
 
 
 class FromLayers(Strategy):

@@ -15,8 +15,8 @@ from decoders.errors import InputError
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged
 from decoders.testing import Replay, decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.models import VOCAB
-from decoders.testing.tape import TapeRecorder
 
+from ...tape_recorder import TapeRecorder
 from ...turns import slow_but
 from ..pretended_cuda import OnDevice, moved, pretended_cuda
 

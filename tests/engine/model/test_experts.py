@@ -14,7 +14,9 @@ from decoders.engine.model import experts
 from decoders.engine.model.experts import MOST_PRODUCTS, NAME
 from decoders.engine.model.weights.twin import share_weights
 from decoders.testing import decode, prompts, tiny_model
-from decoders.testing.tape import HostReadError, RecordingError, TapeRecorder
+from decoders.testing.tape import HostReadError, RecordingError
+
+from ...tape_recorder import TapeRecorder
 
 DESIGNS = ("mixtral", "gpt_oss", "deepseek_v3")
 

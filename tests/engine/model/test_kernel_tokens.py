@@ -11,7 +11,8 @@ import decoders
 from decoders.engine.model import self_check
 from decoders.engine.model.kernels import chosen, interpreted
 from decoders.testing.models import tiny_model
-from decoders.testing.tape import TapeRecorder
+
+from ...tape_recorder import TapeRecorder
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off: a GPU is here, or no Triton")
 

@@ -34,7 +34,7 @@ def legal_text(grammar: TokenAutomaton, draw, length: int) -> list[int]:
     """A walk through `grammar` that has not ended."""
     matcher, text = grammar.start(), []
     for _ in range(length):
-        state = matcher.states[-1]  # type: ignore[attr-defined]
+        state = matcher._states[-1]  # type: ignore[attr-defined]
         token = draw(st.sampled_from(sorted(grammar.following[state])))
         assert matcher.advance([token]) == 1
         text.append(token)
@@ -85,7 +85,7 @@ def test_a_block_is_masked_and_pruned_node_by_node(data):
         state.advance(committed)
         new = []
         for _ in range(data.draw(st.integers(1, 4))):
-            token = data.draw(st.sampled_from(sorted(automaton.following[state.states[-1]])))  # type: ignore[attr-defined]
+            token = data.draw(st.sampled_from(sorted(automaton.following[state._states[-1]])))  # type: ignore[attr-defined]
             state.advance([token])
             new.append(token)
         committed += new

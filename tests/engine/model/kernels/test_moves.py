@@ -20,8 +20,9 @@ from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
 from decoders.strategy import Draft, Sequences, Strategy
 from decoders.testing import decode, prompts, tiny_model
-from decoders.testing.tape import TapeRecorder
 from decoders.tree import Topology
+
+from ....tape_recorder import TapeRecorder
 
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
