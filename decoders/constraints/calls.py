@@ -127,6 +127,8 @@ class CallSpec(Spec):
     """Answers that are calls or other text. If `alone`, the text of a single call.
 
     Attributes:
+        functions: the functions that may be called.
+        format: how calls are written.
         alone: whether the text is a single call without its mark (:attr:`CallFormat.mark`) and without the text after its
             arguments.
         several: whether there may be more than one call.

@@ -209,7 +209,13 @@ class JsonSchema(Spec):
 
     Attributes:
         schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
-        whitespace, indent, strict, closed: as in :func:`decoders.json_schema`.
+        whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
+            break with its indent wherever JSON allows white space inside brackets.
+        indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
+            replaces `whitespace`.
+        strict: whether keywords that the language cannot honour are refused. If not, the language ignores them, and the finished
+            text is validated.
+        closed: whether objects that declare properties allow no other properties unless the schema mentions them.
     """
 
     schema: Any

@@ -52,6 +52,7 @@ class Candidate:
         strategy, state: the drafter's strategy and its state.
         depth: greatest depth to request from a limited drafter.
         experience: the drafter's statistics, kept between calls.
+        clock: the call's clock.
         first_price: expected seconds of the drafter's first run.
         layers: indices of the target's layers that the drafter reads, and of the layers that any candidate reads.
 

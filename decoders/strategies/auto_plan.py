@@ -64,7 +64,9 @@ class AutoState:
         new_tokens: greatest number of tokens that a row may write; None if rows join and leave.
         tokens: mean number of tokens of a step, the numerator of the rate. A token counts more if other rows wait for its row.
         seconds: mean seconds of a step, the denominator of the rate.
+        history: the phases so far.
         steps: number of steps so far.
+        clock: the call's clock.
         plan: the last step's plan.
     """
 

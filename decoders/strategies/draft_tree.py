@@ -302,6 +302,7 @@ def shape_of(
         children: greatest number of continuations of a node.
         nodes: greatest number of nodes of a tree, root excluded; None: as many as the measured costs of a step allow.
         beam: number of nodes of a dynamic tree that are expanded per level.
+        context: the call's context.
 
     Raises:
         UnsupportedError: the tree is dynamic, and the call has another verifier than the coupled one.

@@ -33,6 +33,7 @@ class FeatureWindow(ABC):
     a tree is filled (:class:`~decoders.strategies.draft_tree.Expands`).
 
     Args:
+        context: the call's context.
         features: width ``F`` of the features of a node.
         new: greatest number of tokens that a step with this network's draft commits: the draft's depth, plus 1 for the target's token.
         known: number of slots that the network must read again because they depended on draft tokens; 0 if slots depend on

@@ -82,6 +82,7 @@ class LookaheadState:
         pool: ``[B, N + 1, C]`` int64: for each of ``C`` entries the ``N`` tokens of its n-gram, and its rank among the n-grams that
             begin with the same token; see :func:`make_pool`.
         advance: the compiled update after a step.
+        shape: the block's shape.
     """
 
     block: Tensor

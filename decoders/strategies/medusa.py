@@ -49,6 +49,7 @@ class _State:
         level: ``[N-1]`` int64, the index (from 0) of the head that predicts each node's token.
         rank: ``[N-1]`` int64, the rank of each node's token among its head's tokens.
         ranks: for each head, number of its best tokens that are computed.
+        weights: the heads' weights.
         lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
         hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.

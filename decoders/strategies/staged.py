@@ -55,6 +55,7 @@ class _State:
     """The state of a call.
 
     Attributes:
+        drafter: the draft model.
         collect: :func:`collect`, compiled.
         leaves: :func:`path_with_leaves`, compiled.
         fixed: the tree's shape if it is the same in every step, else None.

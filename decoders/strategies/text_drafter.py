@@ -126,6 +126,7 @@ class TextDrafter:
     """Drafts text in a call, with a draft model whose vocabulary differs from the target's.
 
     Args:
+        context: the call's context.
         vocabularies: the result of ``context.vocabulary_of(model)``, for the model that drafts.
         length: greatest number of tokens of the draft model per step.
     """

@@ -76,6 +76,7 @@ class _State:
     """The state of a call.
 
     Attributes:
+        drafter: the draft model.
         tree: the shape of drafts; None for chains.
         calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.

@@ -59,6 +59,7 @@ class _State:
     Attributes:
         matrix: ``[V+1, k+1]`` int32; row ``t`` holds the ``k`` likeliest successors of token ``t``, then one grade for all of them; row
             ``V`` is for "no token".
+        topology: the tree.
         ranks: for each draft token its rank among its parent's successors.
         levels, parents: the tree as :func:`fill` takes it: its :data:`Levels`, and the parents of the draft tokens.
         fill, learn: :func:`fill` and :func:`learn`, compiled.

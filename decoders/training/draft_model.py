@@ -209,6 +209,7 @@ class DraftLearner(EpochLearner):
 
     Args:
         target: the frozen target, whose logits are computed in every step.
+        train: training text.
         held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
     """
 

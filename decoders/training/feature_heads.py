@@ -179,6 +179,7 @@ class FeatureLearner(EpochLearner):
 
     Args:
         ids: ``[D]`` int64, the tokens that the network can propose.
+        train: training text.
         held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
         outer: output matrices and embeddings of the network.
     """

@@ -270,6 +270,7 @@ class HeadsLearner(EpochLearner):
 
     Args:
         head: the target's output head.
+        train: training positions.
         held_out: held-out positions; scores are computed on at most :data:`WATCHED` of them.
     """
 

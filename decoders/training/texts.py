@@ -244,8 +244,10 @@ class TextStore:
 
     Attributes:
         model: the target, which continues rows.
+        tokenizer: the target's tokenizer.
         recipe: defines the length of rows, the share of rows that the target continues, and the seed for the order of the texts.
         folder: where rows are stored.
+        console: where progress is shown.
     """
 
     model: PreTrainedModel

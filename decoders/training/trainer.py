@@ -55,6 +55,7 @@ class Learner(ABC):
     """A model in training.
 
     Attributes:
+        model: the model whose weights are trained.
         optimizers: each makes one update per step; together they update all parameters of the model.
         positions: number of tokens or positions that a step learns from, for the speed that is shown.
     """

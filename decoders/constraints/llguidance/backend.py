@@ -228,6 +228,7 @@ class LLGuidanceMatcher(Matcher):
         its limit of states.
 
         Args:
+            question: the query.
             moves: whether the query only consumes tokens.
             copy: whether to query a copy, because a query for forced bytes moves an ``LLMatcher`` past them.
 

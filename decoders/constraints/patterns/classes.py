@@ -38,7 +38,9 @@ class ClassReader:
     """The part of the reader (:mod:`.reader`) that reads sets of characters.
 
     Attributes:
+        pattern: the pattern's text.
         place: index of the next character.
+        dialect: the pattern's dialect.
     """
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:

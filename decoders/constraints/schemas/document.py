@@ -29,6 +29,7 @@ class Place:
     """A schema within the document.
 
     Attributes:
+        schema: the schema, a JSON object.
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
         resolver, specification: objects of the package ``referencing`` that resolve references and describe the draft.

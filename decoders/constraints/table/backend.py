@@ -31,6 +31,7 @@ class MaskedAutomaton:
         mask_of: ``[S]`` int64, see :class:`Tables`.
         start: see :class:`Tables`.
         stopped: see :class:`Tables`; the last state.
+        rows: the masks.
         accepting: ``[S]`` bool, whether the text may end in each state.
     """
 

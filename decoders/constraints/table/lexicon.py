@@ -108,6 +108,7 @@ class Trie:
         Args:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
+            starts: the start states.
             strings: ``[S]`` bool, which states are inside strings. At such a state, a path of only plain characters is cut off.
         """
         columns = transitions.shape[1]

@@ -20,6 +20,7 @@ class Calls(Structure):
     """Free text, then calls; the text ends after the calls.
 
     Attributes:
+        functions: the functions that may be called.
         format: how calls are written. Unless calls are `required`, its `trigger` tells them from free text and must not be empty.
         required: whether there must be a call, with at most a thought in front.
         several: whether there may be more than one call, if the format allows several.

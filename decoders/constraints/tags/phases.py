@@ -82,6 +82,7 @@ class Place:
     """A position in a text.
 
     Attributes:
+        phase: number of the phase.
         node: in free text, the node in the automaton of the phase's markers.
         count: number of tokens in this phase so far.
         inner: the grammar's matcher; None in free text.
