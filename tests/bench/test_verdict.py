@@ -14,9 +14,10 @@ from decoders.bench.verdict import pooled, verdicts
 
 def record(method: str, speed: float, kind: str = "code", **values: Any) -> Record:
     samples = [Measurement(f"{kind}-01", repeat, 0, 100 / speed, 0.0, 0, 100, None) for repeat in range(2)]
+    given = {"identical": True, "ours": not method.startswith("transformers"), **values}
     return Record(
-        method, values.pop("dtype", "float32"), values.pop("batch", 1), kind, ours=values.pop("ours", not method.startswith("transformers")),
-        samples=samples, tokens_per_second=Spread.of([speed]), ratio=Spread.of([speed / 10]), **{"identical": True, **values},
+        method, given.pop("dtype", "float32"), given.pop("batch", 1), kind, samples=samples, tokens_per_second=Spread.of([speed]),
+        ratio=Spread.of([speed / 10]), **given,
     )  # fmt: skip
 
 
