@@ -21,7 +21,8 @@ from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
 from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
 from ..model.compiled.tiers import Beside, Tiers
-from ..model.target import ForwardResult, Target
+from ..model.passes import ForwardResult
+from ..model.target import Target
 from .rows import Rows
 from .verify import Verified, append, draw_tokens, follow_matches, settle
 

@@ -17,7 +17,7 @@ from ...tree import Topology, TreeTensors
 from ...verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
 from ..model.compiled.forward_pass import ForwardPass
-from ..model.target import ForwardResult
+from ..model.passes import ForwardResult
 from .core import CoupledRule, Rule
 from .criteria import NOT_REACHED, choose_along_path
 from .output import RequestOutput

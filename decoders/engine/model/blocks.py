@@ -53,7 +53,7 @@ def ending(values: Tensor, count: int) -> Tensor:
     """The last `count` entries along dimension 1. Compiled code gathers the entries: a slice's strides would need another graph."""
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
-    return values[:, -count:]
+    return values if values.shape[1] == count else values[:, -count:]
 
 
 @dataclass(frozen=True)
