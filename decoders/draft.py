@@ -234,12 +234,15 @@ class Draft:
             raise DraftError(f"a draft may have {MAX_NODES - 1} tokens per row at most, not {self.tokens.shape[1]}")
         if isinstance(self.topology, TreeTensors):
             self.topology.check(rows)
-        elif not isinstance(self.topology, Topology):
+            nodes = len(self.topology)
+        elif isinstance(self.topology, Topology):
+            nodes = len(self.topology.parents)
+        else:
             raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {described(self.topology)}")
-        if len(self.topology) != self.tokens.shape[1] + 1:
+        if nodes != self.tokens.shape[1] + 1:
             raise DraftError(
                 f"for {amount(self.tokens.shape[1], 'draft token')} a topology has {self.tokens.shape[1] + 1} nodes (the root counts), "
-                f"not {len(self.topology)}"
+                f"not {nodes}"
             )
         if self.grades is not None and (
             not isinstance(self.grades, Tensor)

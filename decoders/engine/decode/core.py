@@ -199,7 +199,7 @@ class StepFunctions(Beside):
         self, tiers: Tiers, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.decode.verify.settle`, compiled if the passes run compiled."""
-        if tiers.runs_compiled(len(nodes) > 1):
+        if tiers.mode and tiers.runs_compiled(len(nodes) > 1):
             return self._settle(nodes, chosen, _laid_out(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 

@@ -138,17 +138,17 @@ class Proposer:
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, batch.blocks.rows)
-        batch.fit_blocks()
+        if batch.forward_pass.tiers.mode:  # what is compiled may have changed since the last step
+            batch.fit_blocks()
         # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be a multiple, too, so it cannot be 1.
-        if batch.pending:
-            batch.blocks.single = False
+        batch.blocks.single = batch.single and not batch.pending
         if batch.verifier is not None:  # the verifier judges the scores on the device
             draft = draft if draft.scores is None else draft.moved(batch.target.device)
         draft = self._pruned(self._without_placeholders(draft))
         if self.skipped:
             self._verified = 0
         for drafter in self.drafters:
-            drafter.proposed = len(draft.topology)
+            drafter.proposed = draft.tokens.shape[1] + 1
         return draft
 
     @property

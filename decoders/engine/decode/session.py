@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from ...errors import CacheMemoryError, amount
 from ...sampling.processors import SamplingInputs
 from ...strategy import Sequences
 from ..model.blocks import Blocks, PromptPiece
-from ..model.buckets import slots_for, view_bucket
+from ..model.buckets import slots_for, view_sizes
 from ..model.recordings import Recordings
 from ..model.target import Target
 from .prefix_cache import NOTHING, KeptText, PrefillPlan
@@ -43,12 +44,17 @@ class Session:
         self.recordings = recordings
         self.texts, self.used = [NOTHING] * batch, [0] * batch
         self.shared: dict[int, Session] = {}
-        self._views: dict[int, tuple[Tensor, Sequences]] = {}
         self._sampling: dict[tuple, SamplingInputs] = {}
         self._blocks: dict[int, Blocks] = {}
         # Views of the rows by number of rows. They are kept, because recorded steps work on them.
         self._arranged: dict[int, Rows] = {batch: self.rows}
         self.blocks = self._blocks_for(batch)
+        self._forget_views()
+
+    def _forget_views(self) -> None:
+        """Drops the views of the rows, which have been replaced or enlarged."""
+        self._views: dict[int, tuple[Tensor, Sequences]] = {}
+        self._sizes = view_sizes(self.rows.slots, self.target.static)
 
     def _blocks_for(self, rows: int) -> Blocks:
         if rows not in self._blocks:
@@ -76,7 +82,7 @@ class Session:
         rows.faults.zero_()
         self.blocks = self._blocks_for(count)
         self.blocks.exact = self.blocks.single = False  # an earlier call may have set these flags
-        self._views.clear()
+        self._forget_views()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
         """Copies `sampling` to the session's own tensors of the same shapes, which recorded steps read, and returns these tensors."""
@@ -108,17 +114,16 @@ class Session:
 
         If sizes are static, the view covers all slots, so that no shape depends on a length; the kernel reads only the used slots.
         """
-        slots = self.rows.slots if self.target.static else view_bucket(length)
+        place = bisect_left(self._sizes, length)
+        slots = self._sizes[place] if place < len(self._sizes) else len(self.rows.range)
         if slots not in self._views:
             self._views[slots] = (self.rows.range[:slots], self.rows.sequences(slots))
         return self._views[slots]
 
     def reserve(self, length: int) -> None:
         """Enlarges the rows if a block that ends at slot `length` needs it. The rows' contents stay."""
-        # If sizes are dynamic, a view must be smaller than the cache (see slots_for).
-        static = self.target.static
-        if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
-            self.grow(slots_for(2 * length, static))
+        if length > self._sizes[-1]:
+            self.grow(slots_for(2 * length, self.target.static))
 
     def grow(self, slots: int) -> None:
         """Enlarges every row to `slots` slots. Drops recordings, because they use the old tensors."""
@@ -128,7 +133,7 @@ class Session:
         part = self.stored.of_rows(0, count)
         self.rows = replace(self.rows, tokens=part.tokens, buffers=part.buffers, range=part.range)
         self._arranged = {self.batch: self.stored, count: self.rows}
-        self._views.clear()
+        self._forget_views()
         if self.recordings is not None:
             self.recordings.clear()
 

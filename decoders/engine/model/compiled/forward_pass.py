@@ -54,7 +54,7 @@ class ForwardPass:
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
             self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
-        if given.root is None and self.tiers.runs_compiled(len(nodes) > 1):
+        if self.tiers.mode and given.root is None and self.tiers.runs_compiled(len(nodes) > 1):
             first = given.text.length
             return self._run(given, torch.arange(first, nodes.shape[1], device=nodes.device)).behind(first)
         with self._counted(nodes):
