@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .common.devices import host_reads, moved_together
+from .common.devices import moved_together
+from .common.host_reads import host_reads
 from .errors import DraftError, amount
 from .tree.tensors import MAX_NODES, NO_PARENT, TreeTensors, described
 from .tree.topology import Topology, parents_by_row

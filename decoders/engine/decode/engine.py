@@ -34,10 +34,10 @@ from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
-from .core import StepFunctions
 from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
+from .step_functions import StepFunctions
 
 #: Greatest number of strategies' compiled functions that an engine keeps.
 KEPT_FUNCTIONS = 64

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...common.devices import recorded
+from ...common.host_reads import recorded
 from ...costs.worth import DraftWorth
 from ...strategy import Draft, HostStep, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
@@ -17,10 +17,10 @@ from ..model.blocks import without_empty_end
 from .batch import Batch
 from .core import StepOutput
 from .drafters.drafter import ModelDrafter
+from .hook_checks import check_tree, untouched
 from .output import RequestOutput
 from .request import Request
 from .resources import CallResources
-from .rows import check_tree, untouched
 from .verify import Outcome, step_keys
 
 

@@ -20,9 +20,10 @@ from ..model.compiled.forward_pass import ForwardPass
 from ..model.passes import ForwardResult
 from .core import CoupledRule, Rule
 from .criteria import NOT_REACHED, choose_along_path
+from .hook_checks import Fault
 from .output import RequestOutput
 from .request import Request
-from .rows import Fault, Rows
+from .rows import Rows
 from .verify import Acceptance, Verified, path_to
 
 # Positions for the noise of a step's two draws. Tokens have no negative positions, so the draws are independent of the draft's noise.

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...tree import TreeTensors
-from . import attention, recurrent
+from . import attention
 from .blocks import LeadingText, PassInput, causal_block, ending
 from .cache import CacheBuffers, LayerSpec
 from .facts import Attending, Lengths, Vocabulary
 from .features import Taps
 from .kernels import attention as kernel
+from .recurrent import NodePass, TextPass
 from .slot_cache import SlotCache, StatePass
 
 
@@ -145,13 +146,13 @@ class Passes:
         if buffers.states is not None:
             counts = valid.sum(1).tolist() if valid is not None else [count] * rows
             specs = [spec.states for spec in self.layout]
-            text_pass = recurrent.TextPass(buffers.states, specs, start.tolist(), counts)
+            text_pass = TextPass(buffers.states, specs, start.tolist(), counts)
         tree = causal_block(rows, count, tokens.device)
         return self.inputs(tokens, start, tree, buffers, view, LeadingText(count, latest), text_pass)
 
     def inputs(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText | None = None, text_pass: recurrent.TextPass | None = None,
+        text: LeadingText | None = None, text_pass: TextPass | None = None,
     ) -> dict:  # fmt: skip
         """The arguments for the model's ``forward``. nodes, base, tree, buffers, view: see :class:`PassInput`.
 
@@ -163,7 +164,7 @@ class Passes:
         states: StatePass | None = text_pass
         if text_pass is None and buffers.states is not None:
             specs = [spec.states for spec in self.layout]
-            states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
+            states = NodePass(buffers.states, specs, tree.visible, nodes, base)
         offsets, visible = ending(tree.offsets, n), ending(tree.visible, n)
         slots = base[:, None] + ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
         if self.attends != "sdpa":

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from ...common.transformers_compat import keeps_recurrent_state
 from ...errors import UnsupportedError
-from .cache import LayoutProbe, StateSpec
+from .cache import LayoutProbe
 from .recurrent import (
     CONTINUES_ATTRIBUTE,
     LAYER_ATTRIBUTE,
@@ -27,6 +27,7 @@ from .recurrent import (
     states_in,
     tokens_of,
 )
+from .row_states import StateSpec
 
 #: Number of layers of the probe's cache. It is finite, because a model may iterate over the layers.
 MOST_LAYERS = 4096

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...common import devices
+from ...common import devices, host_reads
 from ...common.announce import announced
 from ...common.transformers_compat import cache_keyword, decoder_layers
 from ...errors import ContextLengthError, UnsupportedError
@@ -82,7 +82,7 @@ class Target(Passes):
                 f"weights={precision.weights!r}: {self.ranks.size} processes share the weights of {type(model).__name__}, and parts of "
                 "matrices cannot be quantized. Leave weights='keep'; kv_cache='int8' works"
             )
-        self.static = devices.static_shapes(model.device)
+        self.static = host_reads.static_shapes(model.device)
         kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         experts.take_over(self.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.devices import host_reads
+from ....common.host_reads import host_reads
 from ....drafters import Expansion
 from ....sampling.choice import Candidates, candidates
 from ....sampling.prefixes import Prefixes
