@@ -77,14 +77,16 @@ class Proposer:
             context = self.resources.rebatch(sources)
             with untouched("rebatch", strategy, context.sequences):
                 self.state = strategy.rebatch(self.state, torch.tensor(sources, device=batch.target.device), context)
-            return False
-        self.finish()
-        self.resources.close()
-        context = self.resources.context()
-        with untouched("start", strategy, context.sequences):
-            self.state = strategy.start(context)
-        self._started = True
-        return True
+        else:
+            self.finish()
+            self.resources.close()
+            context = self.resources.context()
+            with untouched("start", strategy, context.sequences):
+                self.state = strategy.start(context)
+            self._started = True
+        if self.worth is not None:  # the first step must not wait for the files of measured costs
+            self.resources.step_costs()
+        return not stays
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Passes a chunk of the prompts to the strategy's `prefill`. latest: the largest slot at which a row's chunk begins."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ...errors import CacheMemoryError, amount
 from ...sampling.prefixes import Prefixes
 from ...sampling.processors import SamplingInputs, row_keys
 from ...strategy import Sequences
@@ -50,11 +52,11 @@ class Rows:
         def numbers() -> Tensor:
             return torch.zeros(batch, dtype=torch.int64, device=device)
 
-        return Rows(
-            torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
-            numbers(), target.buffers(batch, slots), no_sampling(batch, device),
-            torch.arange(slots, device=device),
-        )  # fmt: skip
+        with room_for(batch, slots):
+            return Rows(
+                torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
+                numbers(), target.buffers(batch, slots), no_sampling(batch, device), torch.arange(slots, device=device),
+            )  # fmt: skip
 
     @property
     def slots(self) -> int:
@@ -81,11 +83,11 @@ class Rows:
 
     def enlarged(self, slots: int) -> Rows:
         """The same rows with room for `slots` tokens each."""
-        tokens = self.tokens.new_zeros(len(self.tokens), slots)
-        tokens[:, : self.slots] = self.tokens
-        return replace(
-            self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=torch.arange(slots, device=tokens.device)
-        )
+        with room_for(len(self.tokens), slots):
+            tokens = self.tokens.new_zeros(len(self.tokens), slots)
+            tokens[:, : self.slots] = self.tokens
+            index = torch.arange(slots, device=tokens.device)
+            return replace(self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=index)
 
     def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
         """For each of the `nodes` ``[B, N]`` of a block, the text that ends with it. view: see :attr:`range`."""
@@ -112,3 +114,20 @@ def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> T
     """``[B, E]`` int64: the stop tokens of each row, padded with -1 to a multiple of 8, so that few shapes occur."""
     width = max(round_up(max(map(len, stop_tokens)), 8), 8)
     return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)
+
+
+@contextmanager
+def room_for(rows: int, slots: int) -> Iterator[None]:
+    """A context for an allocation: raises CacheMemoryError if the CPU lacks memory, and adds a note to other errors, such as CUDA's."""
+    what = f"the key-value cache of {amount(rows, 'row')} with {slots} slots each"
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator raises a plain RuntimeError about "memory"; for sizes above 2⁶³ bytes, about an "overflow".
+        cpu = isinstance(error, MemoryError) or any(word in str(error) for word in ("memory", "overflow"))
+        if isinstance(error, torch.OutOfMemoryError) or not cpu:
+            error.add_note(f"decoders: while allocating {what}")
+            raise
+        raise CacheMemoryError(
+            f"there is no memory for {what}: ask for fewer tokens, rows or slots ({error})"
+        ) from error

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...errors import CacheMemoryError, amount
 from ...sampling.processors import SamplingInputs
 from ...strategy import Sequences
 from ..model.blocks import Blocks, PromptPiece
@@ -39,8 +37,7 @@ class Session:
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
         self.target, self.batch = target, batch
-        with room_for(batch, slots):
-            self.stored = self.rows = Rows.allocate(target, batch, slots)
+        self.stored = self.rows = Rows.allocate(target, batch, slots)
         self.recordings = recordings
         self.texts, self.used = [NOTHING] * batch, [0] * batch
         self.shared: dict[int, Session] = {}
@@ -127,8 +124,7 @@ class Session:
 
     def grow(self, slots: int) -> None:
         """Enlarges every row to `slots` slots. Drops recordings, because they use the old tensors."""
-        with room_for(self.batch, slots):
-            self.stored = self.stored.enlarged(slots)
+        self.stored = self.stored.enlarged(slots)
         count = len(self.rows.tokens)
         part = self.stored.of_rows(0, count)
         self.rows = replace(self.rows, tokens=part.tokens, buffers=part.buffers, range=part.range)
@@ -221,20 +217,3 @@ class Session:
 
     def forget(self) -> None:
         self.texts = [NOTHING] * self.batch
-
-
-@contextmanager
-def room_for(rows: int, slots: int) -> Iterator[None]:
-    """A context for an allocation: raises CacheMemoryError if the CPU lacks memory, and adds a note to other errors, such as CUDA's."""
-    what = f"the key-value cache of {amount(rows, 'row')} with {slots} slots each"
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator raises a plain RuntimeError about "memory"; for sizes above 2⁶³ bytes, about an "overflow".
-        cpu = isinstance(error, MemoryError) or any(word in str(error) for word in ("memory", "overflow"))
-        if isinstance(error, torch.OutOfMemoryError) or not cpu:
-            error.add_note(f"decoders: while allocating {what}")
-            raise
-        raise CacheMemoryError(
-            f"there is no memory for {what}: ask for fewer tokens, rows or slots ({error})"
-        ) from error

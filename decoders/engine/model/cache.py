@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from torch import Tensor
 
 from ...common.host_reads import host_reads
 from .kernels import moves
@@ -40,37 +37,6 @@ class LayerSpec:
     def without_keys(like: LayerSpec) -> LayerSpec:
         """The spec of a layer without keys and values, with the dtype and device of `like`."""
         return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
-
-
-class LayoutProbe(Cache):
-    """An empty cache for a trial pass. Records every layer's keys and layout, and whether a layer calls :meth:`get_seq_length`."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.layouts: dict[int, LayerSpec] = {}
-        self.keys: list[Tensor] = []
-        self.counted = False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.layouts[layer_idx] = LayerSpec(
-            key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3],
-            key_states.dtype, key_states.device,
-        )  # fmt: skip
-        self.keys.append(key_states)
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.counted = True
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-    def watching(self, model: nn.Module) -> AbstractContextManager:
-        """The context in which to run `model` with this cache. It has no effect here; subclasses override it."""
-        return nullcontext()
 
 
 @dataclass

@@ -16,12 +16,13 @@ from ....tree import Topology, TreeTensors
 from ...model import attention
 from ...model.blocks import causal_block, ending
 from ...model.buckets import slots_for, view_bucket
-from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe
+from ...model.cache import CacheBuffers, LayerSpec
 from ...model.compiled.regions import copied_whole, fixed
 from ...model.kernels import attention as kernel
 from ...model.kernels import chosen
 from ...model.layout import reading_alike
 from ...model.slot_cache import SlotCache
+from ...model.state_probe import LayoutProbe
 from ...model.static_inputs import SameObject
 from ...model.weights.few_rows import multiply_few_rows
 from ...model.weights.fused_layers import fuse_layers
