@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..enabling import PreparedCall
-    from ..engine.decode.output import RequestOutput, TokenLogprobs
+    from ..engine.decode.logprobs import TokenLogprobs
+    from ..engine.decode.output import RequestOutput
 
 
 log = logging.getLogger("decoders")
