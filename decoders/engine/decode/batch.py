@@ -62,7 +62,6 @@ class Batch:
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
-        single: whether a block of one node per row gets no padding, if no tokens are pending.
         root: ``[B, H]``, the embedding of each row's last position, for the first step only, if that position has no token id.
         may_err: whether faults of strategies or verifiers may be noted on the device (:meth:`raise_faults`).
 
@@ -75,7 +74,6 @@ class Batch:
     longest: int
     noise_keys: Tensor
     core: Core
-    single: bool
 
     def __init__(self, engine: Engine, request: Request, capacity: int | None = None) -> None:
         self.engine, self.request = engine, request
@@ -196,7 +194,6 @@ class Batch:
         budgets depend on the padding.
         """
         self.forward_pass.fit(self.blocks, self.row_count)
-        self.single = self.blocks.single
 
     def block_of(self, draft: Draft) -> NodeBlock:
         """Checks the draft's trees, and returns the draft as a padded block of nodes, with enough slots reserved for it."""

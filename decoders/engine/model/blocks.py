@@ -145,11 +145,12 @@ class Blocks:
     Attributes:
         exact: whether blocks get no padding: in uncompiled passes over several rows, if padding would not change a row's bits.
         single: whether a block of one node per row gets no padding, because padding would not change its bits.
+        fits_single: the value of `single` for blocks without text in front of the root.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
         self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
-        self.exact = self.single = False
+        self.exact = self.single = self.fits_single = False
         self._sizes: dict[int, int] = {}
         self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[tuple[Topology, int], TreeTensors] = {}

@@ -131,7 +131,7 @@ class ForwardPass:
     def fit(self, blocks: Blocks, rows: int) -> None:
         """Sets the padding of `blocks`. It depends on their number of rows, and on whether the next pass runs compiled."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
-        blocks.single = self.runs_single(rows)
+        blocks.single = blocks.fits_single = self.runs_single(rows)
 
     def _run(self, given: PassInput, kept: Tensor | None = None) -> ForwardResult:
         """Runs a compiled pass. kept: ``[K]`` int64, the nodes that get logits; None for :data:`FEWEST_LOGITS` nodes."""
