@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .costs import StepCosts
-    from .draft import Sequences
     from .drafters import Forced, OpensDraft, OpensModule, OtherVocabulary
     from .sampling import SamplingInputs, SamplingPlan
+    from .sequences import Sequences
     from .settings import Configured
 
 

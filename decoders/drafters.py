@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .constraints import Vocabulary
-    from .draft import Sequences, Step
+    from .sequences import Sequences, Step
     from .settings import Configured
 
 

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from torch import Tensor
 
 from .context import Context, no_costs, no_memory
-from .draft import Draft, HostRows, HostStep, PromptChunk, Sequences, Step, check_draft
+from .draft import Draft, check_draft
+from .sequences import HostRows, HostStep, PromptChunk, Sequences, Step
 from .settings import Configured
 
 __all__ = [

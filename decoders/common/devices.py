@@ -1,12 +1,11 @@
-"""The capabilities of each kind of device, and whether Python may read a tensor's values without waiting for the device."""
+"""The capabilities of each kind of device, and transfers of small tensors to a device."""
 
 from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,6 @@ from ..errors import InputError
 
 #: Kinds of devices that this package has run on. The functions below say what these and other kinds ("mps", "xpu") can do.
 TRIED = ("cpu", "cuda")
-
-
-def static_shapes(device: torch.device) -> bool:
-    """Whether sizes are rounded up to few static sizes on `device`, as CUDA graphs need. Tests replace this function on a CPU."""
-    return device.type != "cpu"
 
 
 def compiles(device: torch.device) -> bool:
@@ -75,30 +69,6 @@ def present() -> dict[str, str]:
         if (module := accelerator(torch.device(kind))).is_available():
             found[kind] = module.get_device_name()
     return found | ({"mps": cpu_name()} if torch.backends.mps.is_available() else {})
-
-
-_recorded = ContextVar("recorded", default=False)
-
-
-@contextmanager
-def as_recorded() -> Iterator[None]:
-    """Within this context, the engine's code runs as in a recorded CUDA graph: Python reads no values from tensors, even on a CPU."""
-    token = _recorded.set(True)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
-
-
-def recorded() -> bool:
-    """Whether the code runs within :func:`as_recorded`. Every recording runs within this context."""
-    return _recorded.get()
-
-
-def host_reads(tensor: Tensor) -> bool:
-    """Whether Python may read values of `tensor`, without a sync: on a CPU, outside of traced and recorded code."""
-    # The context variable comes last: traced code must not read it.
-    return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
 
 #: A thread holds this lock while it records a step or synchronizes a device: CUDA aborts a recording if another thread synchronizes.

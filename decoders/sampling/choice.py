@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.devices import host_reads
+from ..common.host_reads import host_reads
 from .largest import first_largest, largest
 from .prefixes import READ_TEXT, Prefixes
 from .processors import (

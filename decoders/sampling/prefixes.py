@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.devices import host_reads
+from ..common.host_reads import host_reads
 
 NEVER = float("-inf")
 # Values for three kinds of places without a token. They differ, so that places of different kinds never match.

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.devices import has_64_bits, host_reads
+from ..common.devices import has_64_bits
+from ..common.host_reads import host_reads
 from .prefixes import READ_TEXT, BiasedSequences, Prefixes
 from .top import (
     MOST_OF_TOP_K,

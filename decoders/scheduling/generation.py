@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.pieces import TextPieces, text_behind
 from ..enabling import PreparedCall
-from ..engine.decode.output import RequestOutput, TokenLogprobs
+from ..engine.decode.logprobs import TokenLogprobs
+from ..engine.decode.output import RequestOutput
 from ..errors import CancelledError
 from ..report import Report
 

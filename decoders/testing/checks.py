@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..common.devices import as_recorded
+from ..common.host_reads import as_recorded
 from ..errors import SettingsError
 from ..registry.kinds import SNAKE_CASE
 from ..settings import Settings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ..engine.decode.rows import tensors_of
+from ..engine.decode.hook_checks import tensors_of
 from ..engine.model.recordings import WARM_UP_STEPS
 from ..errors import DraftError
 from ..strategies.merged import Merged

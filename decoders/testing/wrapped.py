@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..engine.decode.rows import tensors_of
+from ..engine.decode.hook_checks import tensors_of
 from ..engine.model.recordings import WARM_UP_STEPS
 from ..engine.model.static_inputs import find_tensors
 from ..settings import Configured, Settings

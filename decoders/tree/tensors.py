@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..common.devices import host_reads
+from ..common.host_reads import host_reads
 from ..errors import DraftError, amount
 
 #: The parent of a root in lists of parents.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoders.common import devices
+from decoders.common import host_reads
 from decoders.engine.decode import engine
 from decoders.engine.decode.batch import Batch
 from decoders.engine.model.blocks import NodeBlock
@@ -39,7 +39,7 @@ class NotingCompiler:
 def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     """From here on the CPU is a device with static sizes that records."""
     recorder = TapeRecorder()
-    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
+    monkeypatch.setattr(host_reads, "static_shapes", lambda device: True)
     monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
     monkeypatch.setattr(torch, "compile", NotingCompiler())
     for module in (tiers, functions):  # by the clock: a busy machine would compile, and record anew

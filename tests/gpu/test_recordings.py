@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoders.common import devices
+from decoders.common import host_reads
 from decoders.engine.decode import engine
 from decoders.report import Report
 
@@ -36,7 +36,7 @@ def records(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU: a recorder of operations in the place of CUDA graphs."""
     if device.type == "cpu":
         recorder = TapeRecorder()
-        monkeypatch.setattr(devices, "static_shapes", lambda device: True)
+        monkeypatch.setattr(host_reads, "static_shapes", lambda device: True)
         monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 

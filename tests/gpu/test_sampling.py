@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.common.devices import as_recorded
+from decoders.common.host_reads import as_recorded
 from decoders.sampling.processors import SamplingInputs, SamplingPlan, process, row_keys
 
 VOCAB, NODES = 128_256, 16

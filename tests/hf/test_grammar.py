@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import decoders
-from decoders.common import devices
+from decoders.common import host_reads
 from decoders.constraints.base import CompiledGrammar
 from decoders.constraints.compiling import compiled, forget
 from decoders.engine.decode import batch, engine
@@ -505,7 +505,7 @@ def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, token
     options = dict(rows=3, grammar=[decoders.json_schema(PERSON), None, decoders.regex(DATE)], **SAMPLED)
     host = run(model, strategy, **options)
     target, recorder = llama(0, 2), TapeRecorder()
-    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
+    monkeypatch.setattr(host_reads, "static_shapes", lambda device: True)
     monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     decoders.enable(target, tokenizer=tokenizer)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from decoders.common.devices import as_recorded
+from decoders.common.host_reads import as_recorded
 from decoders.hf.operations import PaddedPrompts, plan_sampling
 from decoders.sampling import top
 from decoders.sampling.choice import candidates

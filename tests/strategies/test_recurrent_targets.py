@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, modeling_layers
 
 import decoders
 from decoders.common.transformers_compat import cache_keyword, cache_of
-from decoders.engine.model import features
+from decoders.engine.decode import engine
 from decoders.errors import UnsupportedError
 from decoders.strategies import DFlash, Eagle3, EarlyExit, Medusa, Mtp, PromptLookup
 from decoders.strategies.merged import Merged
@@ -139,7 +139,7 @@ def test_drafts_go_through_a_head_that_reads_a_setting_of_the_decoder(kind: str,
 
 
 def test_a_head_that_cannot_tell_the_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "decoder_layers", lambda model: [])
+    monkeypatch.setattr(engine, "decoder_layers", lambda model: [])
     with pytest.raises(UnsupportedError, match="Zamba2ForCausalLM has no list of decoder layers"):
         decode(enabled("zamba2"), prompts(), drafter("eagle3 chain"), max_new_tokens=4, decoders_config=EAGER)
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.common.devices import as_recorded, moved_together
+from decoders.common.devices import moved_together
+from decoders.common.host_reads import as_recorded
 from decoders.errors import DraftError
 from decoders.strategy import Draft
 from decoders.tree import Topology, TreeTensors

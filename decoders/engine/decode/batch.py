@@ -27,10 +27,11 @@ from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
+from .hook_checks import check_tree, raise_faults
 from .output import RequestOutput
 from .recorded_core import core_of
 from .request import Request, empty_report
-from .rows import Rows, check_tree, raise_faults
+from .rows import Rows
 from .rules import rule_of
 from .session import Session
 from .verify import NOTHING_LEFT, Outcome

@@ -202,7 +202,7 @@ def measure(
         session.reserve(context + max(sizes))
 
         def seconds(size: int) -> float:
-            tree = session.blocks.tensors(Topology.chain(size - 1))
+            tree = session.blocks.tensors(Topology.chain(size - 1), size)
             draft = torch.full((rows, size - 1), -1, dtype=torch.int64, device=device)
             block = NodeBlock(draft, tree, session.view(context + size)[0])
             session.rows.length.fill_(context)

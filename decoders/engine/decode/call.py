@@ -63,7 +63,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                 booked, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
                     if recording is None or batch.root is not None:
-                        step(proposer, batch, clock)
+                        clock.timed_step()
                     else:
                         recording.advance()
                 timings.host += stopwatch.next() - (timings.steps + timings.prefill - booked)  # time between the steps
@@ -225,11 +225,11 @@ class StepRecording:
         if recorded is not None:
             self._replay(recorded, key)
         elif self._failed:
-            step(self.proposer, self.batch, self.clock)
+            self.clock.timed_step()
         else:
             self._plain[key] += 1
             with as_parts():
-                step(self.proposer, self.batch, self.clock)
+                self.clock.timed_step()
 
     def _earlier(self, key: tuple) -> Recording | None:
         """Returns an earlier call's recording after copying this call's state to the recording's tensors.

@@ -4,25 +4,22 @@ until compiling or recording pays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ...sampling.prefixes import Prefixes
-from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
+from ...sampling.processors import SamplingPlan
 from ...strategy import Draft, HostStep, Sequences, Step
-from ...tree import Topology, TreeTensors
+from ...tree import TreeTensors
 from ..model.blocks import NodeBlock, PassInput, after_text
 from ..model.cache import move_slots
 from ..model.compiled.forward_pass import ForwardPass
-from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
-from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
-from ..model.compiled.tiers import Beside, Tiers
-from ..model.target import ForwardResult, Target
+from ..model.passes import ForwardResult
 from .rows import Rows
+from .step_functions import StepFunctions
 from .verify import Verified, append, draw_tokens, follow_matches, settle
 
 
@@ -151,7 +148,8 @@ class Core:
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
         chosen = verified.chosen
         if verified.acceptance is None and verified.most is None:
-            path, new, summary = self.functions.settle(self.forward_pass.tiers, nodes, chosen, tree, *rewritten)
+            given, tiers = (nodes, chosen, tree, *rewritten), self.forward_pass.tiers
+            path, new, summary = self.functions.settle(tiers, *given) if tiers.mode else settle(*given)
         else:
             acceptance = verified.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
@@ -176,60 +174,6 @@ def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
     return nodes, PassInput(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
 
 
-class StepFunctions(Beside):
-    """The functions that draw tokens and accept a path. The :class:`Tiers` of a forward pass decide which of them run compiled."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    @staticmethod
-    def of(forward_pass: ForwardPass) -> StepFunctions:
-        """The functions for the steps of `forward_pass`; created once and stored in its tiers."""
-        tiers = forward_pass.tiers
-        if not isinstance(tiers.beside, StepFunctions):
-            tiers.beside = StepFunctions()
-        return tiers.beside
-
-    def forget(self) -> None:
-        self._settle = CompiledFunction(settle)
-        self._draws: dict[SamplingPlan, TieredFunction] = {}
-
-    def settle(
-        self, tiers: Tiers, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """:func:`decoders.engine.decode.verify.settle`, compiled if the passes run compiled."""
-        if tiers.runs_compiled(len(nodes) > 1):
-            return self._settle(nodes, chosen, _laid_out(tree), *arguments)
-        return settle(nodes, chosen, tree, *arguments)
-
-    def compiling(self, target: Target) -> Callable[[int, int], object]:
-        compiled = self._settle
-        return lambda rows, count: compiled(*_settle_examples(target, rows, count))
-
-    def draw(
-        self, tiers: Tiers, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor,
-        masks: Masks | None = None, prefixes: Prefixes | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """:func:`decoders.engine.decode.verify.draw_tokens`, compiled or not.
-
-        On the CPU the function runs uncompiled, which is faster. On other devices uncompiled code is many small kernels, so the
-        function runs compiled if the passes do.
-        """
-        arguments = logits, plan, inputs, positions, masks, prefixes
-        if not tiers.target.static or not tiers.mode:
-            return draw_tokens(*arguments)
-        if plan not in self._draws:
-            self._draws[plan] = TieredFunction(draw_tokens, CompiledFunction(draw_tokens), tiers.worth_compiling)
-        draw, kind = self._draws[plan], kind_of(arguments)
-        if tiers.mode is True:
-            return draw.now(kind, arguments, tiers.report.waited)
-        return draw(*arguments) if tiers.allows((plan, kind)) else draw.uncompiled(kind, *arguments)
-
-    def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
-        chosen = [(own, draw) for own, draw in self._draws.items() if plan is None or own == plan]
-        return frozenset((own, kind) for own, draw in chosen for kind in draw.ready)
-
-
 @dataclass(frozen=True)
 class CoupledRule:
     """The built-in rule: draws the target's token after every node, and accepts draft tokens that match it."""
@@ -244,21 +188,7 @@ class CoupledRule:
         """Returns the target's token after each node; :meth:`Core.commit` then finds the path whose tokens match."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
         prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
-        draw, tiers = StepFunctions.of(self.forward_pass).draw, self.forward_pass.tiers
-        return Verified(*draw(tiers, forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
-
-
-def _laid_out(tree: TreeTensors) -> TreeTensors:
-    """A copy of `tree` for the compiled :func:`settle`. The ancestors stand in for visibility, which :func:`settle` does not read."""
-    ancestors = copied_whole(tree.ancestors)
-    return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
-
-
-def _settle_examples(target: Target, rows: int, count: int) -> tuple:
-    """Example arguments for compiling :func:`settle`, with the sizes of :func:`~decoders.engine.model.compiled.regions.examples`."""
-    device, tree = target.device, Topology.chain(count + 1 if count > 1 else 0).tensors(rows, target.device)
-    block = torch.zeros(rows, len(tree), dtype=torch.int64, device=device)
-    lengths, stops = torch.full((rows,), 20, device=device), torch.full((rows, 8), -1, device=device)
-    tokens = torch.zeros(rows, EXAMPLE_SLOTS, dtype=torch.int64, device=device)
-    finished = torch.zeros(rows, dtype=torch.bool, device=device)
-    return block, block.clone(), _laid_out(tree), tokens, lengths, lengths + 39, finished, stops
+        given = forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes
+        if not self.forward_pass.tiers.mode:
+            return Verified(*draw_tokens(*given))
+        return Verified(*StepFunctions.of(self.forward_pass).draw(self.forward_pass.tiers, *given))

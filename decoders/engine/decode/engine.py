@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...common import devices
-from ...errors import UnsupportedError
+from ...common.transformers_compat import decoder_layers
+from ...errors import SettingsError, UnsupportedError
 from ...report import Report
 from ...settings import Attention
 from ...strategy import Strategy
@@ -22,7 +23,6 @@ from ..model.call_lock import CallLock
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction
 from ..model.compiled.tiers import Compile
-from ..model.features import layer_indices
 from ..model.output_head import OutputHead
 from ..model.own_forward import OwnForward
 from ..model.recordings import recorder_of
@@ -34,10 +34,10 @@ from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
-from .core import StepFunctions
 from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
+from .step_functions import StepFunctions
 
 #: Greatest number of strategies' compiled functions that an engine keeps.
 KEPT_FUNCTIONS = 64
@@ -321,6 +321,26 @@ class Engine:
             del self._functions[next(iter(self._functions))]
         _book(tiered.compiled, report, waited_for=compile is True)
         return tiered if compile == "auto" else tiered.compiled
+
+
+def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]:
+    """The indices, from 0 on, of the decoder layers of `model` whose outputs `strategy` reads.
+
+    Raises:
+        SettingsError: the strategy names a layer that the model lacks. UnsupportedError: the model's layers were not found.
+    """
+    name, count = type(model).__name__, len(decoder_layers(model))
+    if not count:
+        raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
+    named = strategy.layers_for(model.config, count)
+    if not isinstance(named, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
+        raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {named!r}")
+    if wrong := [i for i in named if not -count <= i < count]:
+        raise SettingsError(
+            f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {name} has layers 0 … {count - 1}, or -{count} … -1 from the "
+            "end"
+        )
+    return tuple(i % count for i in named)
 
 
 def _pass_of(target: Target) -> ForwardPass:

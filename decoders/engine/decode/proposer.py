@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...common.devices import recorded
+from ...common.host_reads import recorded
 from ...costs.worth import DraftWorth
 from ...strategy import Draft, HostStep, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
@@ -17,10 +17,10 @@ from ..model.blocks import without_empty_end
 from .batch import Batch
 from .core import StepOutput
 from .drafters.drafter import ModelDrafter
+from .hook_checks import check_tree, untouched
 from .output import RequestOutput
 from .request import Request
 from .resources import CallResources
-from .rows import check_tree, untouched
 from .verify import Outcome, step_keys
 
 
@@ -77,14 +77,16 @@ class Proposer:
             context = self.resources.rebatch(sources)
             with untouched("rebatch", strategy, context.sequences):
                 self.state = strategy.rebatch(self.state, torch.tensor(sources, device=batch.target.device), context)
-            return False
-        self.finish()
-        self.resources.close()
-        context = self.resources.context()
-        with untouched("start", strategy, context.sequences):
-            self.state = strategy.start(context)
-        self._started = True
-        return True
+        else:
+            self.finish()
+            self.resources.close()
+            context = self.resources.context()
+            with untouched("start", strategy, context.sequences):
+                self.state = strategy.start(context)
+            self._started = True
+        if self.worth is not None:  # the first step must not wait for the files of measured costs
+            self.resources.step_costs()
+        return not stays
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Passes a chunk of the prompts to the strategy's `prefill`. latest: the largest slot at which a row's chunk begins."""
@@ -138,17 +140,17 @@ class Proposer:
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, batch.blocks.rows)
-        batch.fit_blocks()
+        if batch.forward_pass.tiers.mode:  # what is compiled may have changed since the last step
+            batch.fit_blocks()
         # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be a multiple, too, so it cannot be 1.
-        if batch.pending:
-            batch.blocks.single = False
+        batch.blocks.single = batch.blocks.fits_single and not batch.pending
         if batch.verifier is not None:  # the verifier judges the scores on the device
             draft = draft if draft.scores is None else draft.moved(batch.target.device)
         draft = self._pruned(self._without_placeholders(draft))
         if self.skipped:
             self._verified = 0
         for drafter in self.drafters:
-            drafter.proposed = len(draft.topology)
+            drafter.proposed = draft.tokens.shape[1] + 1
         return draft
 
     @property

@@ -1,31 +1,22 @@
-"""The rows of a call on the device (tokens, lengths, KV cache), and checks of the hooks that receive these tensors."""
+"""The rows of a call on the device: tokens, lengths, KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import IntFlag
 
 import torch
 from torch import Tensor
 
-from ...errors import DraftError, VerifierError
+from ...errors import CacheMemoryError, amount
 from ...sampling.prefixes import Prefixes
 from ...sampling.processors import SamplingInputs, row_keys
-from ...strategy import PromptChunk, Sequences, Step, Strategy
+from ...strategy import Sequences
 from ...tree import TreeTensors
 from ..model.buckets import round_up
 from ..model.cache import CacheBuffers
-from ..model.modules_compat import writes_counted
 from ..model.target import Target
-
-
-class Fault(IntFlag):
-    """Faults of strategies and verifiers that are detected on the device."""
-
-    TREE = 1
-    OUTCOMES = 2
 
 
 @dataclass(frozen=True)
@@ -61,11 +52,11 @@ class Rows:
         def numbers() -> Tensor:
             return torch.zeros(batch, dtype=torch.int64, device=device)
 
-        return Rows(
-            torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
-            numbers(), target.buffers(batch, slots), no_sampling(batch, device),
-            torch.arange(slots, device=device),
-        )  # fmt: skip
+        with room_for(batch, slots):
+            return Rows(
+                torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
+                numbers(), target.buffers(batch, slots), no_sampling(batch, device), torch.arange(slots, device=device),
+            )  # fmt: skip
 
     @property
     def slots(self) -> int:
@@ -92,11 +83,11 @@ class Rows:
 
     def enlarged(self, slots: int) -> Rows:
         """The same rows with room for `slots` tokens each."""
-        tokens = self.tokens.new_zeros(len(self.tokens), slots)
-        tokens[:, : self.slots] = self.tokens
-        return replace(
-            self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=torch.arange(slots, device=tokens.device)
-        )
+        with room_for(len(self.tokens), slots):
+            tokens = self.tokens.new_zeros(len(self.tokens), slots)
+            tokens[:, : self.slots] = self.tokens
+            index = torch.arange(slots, device=tokens.device)
+            return replace(self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=index)
 
     def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
         """For each of the `nodes` ``[B, N]`` of a block, the text that ends with it. view: see :attr:`range`."""
@@ -125,55 +116,18 @@ def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> T
     return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)
 
 
-# Checks of hooks without a device sync. They find writes to the loop's tensors, invalid trees, and invalid outcome distributions.
-
-_TREE = (
-    "proposed an invalid tree: a parent must come before its child, the root's parent must be -1, and visible, ancestors and offsets "
-    "must follow from the parents as in TreeTensors.from_parents"
-)
-_NO_DISTRIBUTION = "gave probabilities that are negative, not finite, or do not sum to 1"
-
-
-def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor]:
-    """The tensors in a hook's argument, by field name."""
-    if shown is None:
-        return {}
-    return {name: value for name, value in vars(shown).items() if isinstance(value, Tensor)}
-
-
 @contextmanager
-def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
-    """A context for a hook: raises DraftError if the hook writes to tensors in `shown`. Misses writes by ``.data`` and ``.numpy()``."""
-    tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
-    before = [writes_counted(tensor) for tensor in tensors.values()]
-    yield
-    for (name, tensor), version in zip(tensors.items(), before, strict=True):
-        if writes_counted(tensor) != version:
-            raise DraftError(
-                f"{hook} of {strategy.name!r} wrote into {name}, which belongs to the loop: work on a copy"
-            )
-
-
-def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None:
-    """Raises DraftError unless the trees of unfinished rows are sound (:meth:`TreeTensors.sound`).
-
-    Without `wait`, notes the fault in `rows` for :func:`raise_faults` instead.
-    """
-    sound = tree.sound(wait)
-    if not wait:
-        rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.TREE)))
-    elif not sound.all() and not (sound := sound | rows.finished.to(sound.device)).all():
-        raise DraftError(f"{strategy} {_TREE} (row {int(sound.long().argmin())})")
-
-
-def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
-    """Raises the faults noted in `rows`. Waits for the device. strategy, verifier: names for error messages.
-
-    Raises:
-        DraftError: a tree was invalid. VerifierError: an outcome distribution was invalid.
-    """
-    for row, faults in enumerate(rows.faults.tolist()):
-        if faults & Fault.TREE:
-            raise DraftError(f"{strategy} {_TREE} (row {row})")
-        if faults & Fault.OUTCOMES:
-            raise VerifierError(f"{verifier} {_NO_DISTRIBUTION} (row {row})")
+def room_for(rows: int, slots: int) -> Iterator[None]:
+    """A context for an allocation: raises CacheMemoryError if the CPU lacks memory, and adds a note to other errors, such as CUDA's."""
+    what = f"the key-value cache of {amount(rows, 'row')} with {slots} slots each"
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator raises a plain RuntimeError about "memory"; for sizes above 2⁶³ bytes, about an "overflow".
+        cpu = isinstance(error, MemoryError) or any(word in str(error) for word in ("memory", "overflow"))
+        if isinstance(error, torch.OutOfMemoryError) or not cpu:
+            error.add_note(f"decoders: while allocating {what}")
+            raise
+        raise CacheMemoryError(
+            f"there is no memory for {what}: ask for fewer tokens, rows or slots ({error})"
+        ) from error

@@ -17,12 +17,13 @@ from ...tree import Topology, TreeTensors
 from ...verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
 from ..model.compiled.forward_pass import ForwardPass
-from ..model.target import ForwardResult
+from ..model.passes import ForwardResult
 from .core import CoupledRule, Rule
 from .criteria import NOT_REACHED, choose_along_path
+from .hook_checks import Fault
 from .output import RequestOutput
 from .request import Request
-from .rows import Fault, Rows
+from .rows import Rows
 from .verify import Acceptance, Verified, path_to
 
 # Positions for the noise of a step's two draws. Tokens have no negative positions, so the draws are independent of the draft's noise.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...errors import CacheMemoryError, amount
 from ...sampling.processors import SamplingInputs
 from ...strategy import Sequences
 from ..model.blocks import Blocks, PromptPiece
-from ..model.buckets import slots_for, view_bucket
+from ..model.buckets import slots_for, view_sizes
 from ..model.recordings import Recordings
 from ..model.target import Target
 from .prefix_cache import NOTHING, KeptText, PrefillPlan
@@ -38,17 +37,21 @@ class Session:
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
         self.target, self.batch = target, batch
-        with room_for(batch, slots):
-            self.stored = self.rows = Rows.allocate(target, batch, slots)
+        self.stored = self.rows = Rows.allocate(target, batch, slots)
         self.recordings = recordings
         self.texts, self.used = [NOTHING] * batch, [0] * batch
         self.shared: dict[int, Session] = {}
-        self._views: dict[int, tuple[Tensor, Sequences]] = {}
         self._sampling: dict[tuple, SamplingInputs] = {}
         self._blocks: dict[int, Blocks] = {}
         # Views of the rows by number of rows. They are kept, because recorded steps work on them.
         self._arranged: dict[int, Rows] = {batch: self.rows}
         self.blocks = self._blocks_for(batch)
+        self._forget_views()
+
+    def _forget_views(self) -> None:
+        """Drops the views of the rows, which have been replaced or enlarged."""
+        self._views: dict[int, tuple[Tensor, Sequences]] = {}
+        self._sizes = view_sizes(self.rows.slots, self.target.static)
 
     def _blocks_for(self, rows: int) -> Blocks:
         if rows not in self._blocks:
@@ -76,7 +79,7 @@ class Session:
         rows.faults.zero_()
         self.blocks = self._blocks_for(count)
         self.blocks.exact = self.blocks.single = False  # an earlier call may have set these flags
-        self._views.clear()
+        self._forget_views()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
         """Copies `sampling` to the session's own tensors of the same shapes, which recorded steps read, and returns these tensors."""
@@ -108,27 +111,25 @@ class Session:
 
         If sizes are static, the view covers all slots, so that no shape depends on a length; the kernel reads only the used slots.
         """
-        slots = self.rows.slots if self.target.static else view_bucket(length)
+        place = bisect_left(self._sizes, length)
+        slots = self._sizes[place] if place < len(self._sizes) else len(self.rows.range)
         if slots not in self._views:
             self._views[slots] = (self.rows.range[:slots], self.rows.sequences(slots))
         return self._views[slots]
 
     def reserve(self, length: int) -> None:
         """Enlarges the rows if a block that ends at slot `length` needs it. The rows' contents stay."""
-        # If sizes are dynamic, a view must be smaller than the cache (see slots_for).
-        static = self.target.static
-        if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
-            self.grow(slots_for(2 * length, static))
+        if length > self._sizes[-1]:
+            self.grow(slots_for(2 * length, self.target.static))
 
     def grow(self, slots: int) -> None:
         """Enlarges every row to `slots` slots. Drops recordings, because they use the old tensors."""
-        with room_for(self.batch, slots):
-            self.stored = self.stored.enlarged(slots)
+        self.stored = self.stored.enlarged(slots)
         count = len(self.rows.tokens)
         part = self.stored.of_rows(0, count)
         self.rows = replace(self.rows, tokens=part.tokens, buffers=part.buffers, range=part.range)
         self._arranged = {self.batch: self.stored, count: self.rows}
-        self._views.clear()
+        self._forget_views()
         if self.recordings is not None:
             self.recordings.clear()
 
@@ -216,20 +217,3 @@ class Session:
 
     def forget(self) -> None:
         self.texts = [NOTHING] * self.batch
-
-
-@contextmanager
-def room_for(rows: int, slots: int) -> Iterator[None]:
-    """A context for an allocation: raises CacheMemoryError if the CPU lacks memory, and adds a note to other errors, such as CUDA's."""
-    what = f"the key-value cache of {amount(rows, 'row')} with {slots} slots each"
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator raises a plain RuntimeError about "memory"; for sizes above 2⁶³ bytes, about an "overflow".
-        cpu = isinstance(error, MemoryError) or any(word in str(error) for word in ("memory", "overflow"))
-        if isinstance(error, torch.OutOfMemoryError) or not cpu:
-            error.add_note(f"decoders: while allocating {what}")
-            raise
-        raise CacheMemoryError(
-            f"there is no memory for {what}: ask for fewer tokens, rows or slots ({error})"
-        ) from error

@@ -53,7 +53,7 @@ def ending(values: Tensor, count: int) -> Tensor:
     """The last `count` entries along dimension 1. Compiled code gathers the entries: a slice's strides would need another graph."""
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
-    return values[:, -count:]
+    return values if values.shape[1] == count else values[:, -count:]
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,16 @@ class Blocks:
     Attributes:
         exact: whether blocks get no padding: in uncompiled passes over several rows, if padding would not change a row's bits.
         single: whether a block of one node per row gets no padding, because padding would not change its bits.
+        fits_single: the value of `single` for blocks without text in front of the root.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
         self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
-        self.exact = self.single = False
+        self.exact = self.single = self.fits_single = False
+        self._sizes: dict[int, int] = {}
         self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[tuple[Topology, int], TreeTensors] = {}
+        self._latest: tuple[Topology, TreeTensors] | None = None
         self._host_trees: dict[tuple[Topology, int], TreeTensors] = {}
         self._empty: dict[int, tuple[Tensor, TreeTensors]] = {}
 
@@ -160,13 +163,13 @@ class Blocks:
 
         The caller has checked the draft with :func:`~decoders.draft.check_draft`.
         """
-        tree, nodes = draft.topology, self.size(len(draft.topology))
+        tree, nodes = draft.topology, self.size(draft.tokens.shape[1] + 1)
         if self.static and isinstance(tree, Topology) and not draft.tokens.shape[1]:
             return self._nothing(tree, nodes)
         if draft.on_host and (self.static or draft.tokens.device != self.device):
             return self._brought(draft.tokens, tree, nodes)
         if isinstance(tree, Topology):
-            trees = self.tensors(tree)
+            trees = self.tensors(tree, nodes)
         else:
             if self.static:  # an index out of bounds would end the process on a GPU
                 tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
@@ -194,14 +197,19 @@ class Blocks:
 
     def size(self, nodes: int) -> int:
         """The number of nodes of the padded block. nodes: number of nodes of the draft. Both numbers include the root."""
-        return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
+        if self.exact or (self.single and nodes == 1):
+            return nodes
+        if nodes not in self._sizes:
+            self._sizes[nodes] = node_bucket(nodes, self.static, self.multiple)
+        return self._sizes[nodes]
 
-    def tensors(self, tree: Topology) -> TreeTensors:
-        """`tree`, padded, as tensors on the device. The tensors are created once per tree and size."""
-        size = self.size(len(tree))
-        if (tree, size) not in self._trees:
-            self._trees[tree, size] = tree.padded(size).tensors(self.rows, self.device)
-        return self._trees[tree, size]
+    def tensors(self, tree: Topology, nodes: int) -> TreeTensors:
+        """`tree`, padded to `nodes` nodes, as tensors on the device. The tensors are created once per tree and size."""
+        if self._latest is None or self._latest[0] is not tree or self._latest[1].parents.shape[1] != nodes:
+            if (tree, nodes) not in self._trees:
+                self._trees[tree, nodes] = tree.padded(nodes).tensors(self.rows, self.device)
+            self._latest = tree, self._trees[tree, nodes]
+        return self._latest[1]
 
 
 def padded_tokens(draft_tokens: Tensor, nodes: int) -> Tensor:

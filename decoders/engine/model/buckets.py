@@ -18,6 +18,8 @@ runs one node per row instead of 3 if that gives the same bits (:meth:`~decoders
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 #: Least number of nodes of a block: 1 and 2 nodes would need separate graphs, and 3 nodes cost little more.
@@ -58,6 +60,12 @@ def view_bucket(length: int) -> int:
     """The smallest number of slots, at least `length`, that attention may look at if sizes are not static."""
     full, rest = divmod(length, 512)
     return full * 512 + next(size for size in VIEWS if size >= rest)
+
+
+@functools.cache
+def view_sizes(slots: int, static: bool = True) -> tuple[int, ...]:
+    """The numbers of slots that attention may look at in a cache of the size `slots`, in ascending order."""
+    return (slots,) if static else tuple(size for size in range(0, slots, SLOT_STEP) if view_bucket(size) == size)
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from torch import Tensor
 
-from ...common.devices import host_reads
+from ...common.host_reads import host_reads
 from .kernels import moves
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """A recurrent state of a layer. Its size per row is fixed.
-
-    Attributes:
-        part: the attribute of transformers' ``LinearAttentionLayer`` that holds the state.
-        index: the index of the state in this attribute.
-        shape: the shape for one row.
-    """
-
-    part: Literal["conv_states", "recurrent_states"]
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+from .row_states import RowStates, StateSpec
 
 
 @dataclass(frozen=True)
@@ -56,37 +37,6 @@ class LayerSpec:
     def without_keys(like: LayerSpec) -> LayerSpec:
         """The spec of a layer without keys and values, with the dtype and device of `like`."""
         return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
-
-
-class LayoutProbe(Cache):
-    """An empty cache for a trial pass. Records every layer's keys and layout, and whether a layer calls :meth:`get_seq_length`."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.layouts: dict[int, LayerSpec] = {}
-        self.keys: list[Tensor] = []
-        self.counted = False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.layouts[layer_idx] = LayerSpec(
-            key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3],
-            key_states.dtype, key_states.device,
-        )  # fmt: skip
-        self.keys.append(key_states)
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.counted = True
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-    def watching(self, model: nn.Module) -> AbstractContextManager:
-        """The context in which to run `model` with this cache. It has no effect here; subclasses override it."""
-        return nullcontext()
 
 
 @dataclass
@@ -207,62 +157,6 @@ class CacheBuffers:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors) + (self.states.nbytes if self.states is not None else 0)
-
-
-@dataclass
-class RowStates:
-    """The recurrent states of rows after their last prefilled or committed token. They cannot be rolled back.
-
-    Attributes:
-        layers: per layer, its states ``[B, …]``.
-        reached: ``[B]`` int64, number of tokens that each row's states have processed.
-        nodes: by layer, the states after each node of the last block, ``[B, N+1, …]``; the last entry is the state before the block.
-            Empty after :meth:`commit`.
-    """
-
-    layers: list[list[Tensor]]
-    reached: Tensor
-    nodes: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    @staticmethod
-    def allocate(layers: list[tuple[StateSpec, ...]], rows: int) -> RowStates:
-        zeros = [[torch.zeros(rows, *s.shape, dtype=s.dtype, device=s.device) for s in specs] for specs in layers]
-        device = next(state.device for states in zeros for state in states)
-        return RowStates(zeros, torch.zeros(rows, dtype=torch.int64, device=device))
-
-    def of_row(self, row: int) -> RowStates:
-        part = self.of_rows(row, row + 1)
-        return RowStates([[state.clone() for state in states] for states in part.layers], part.reached.clone())
-
-    def of_rows(self, begin: int, end: int) -> RowStates:
-        """The states of the rows from `begin` to `end`, as views."""
-        return RowStates([[state[begin:end] for state in states] for states in self.layers], self.reached[begin:end])
-
-    def copy_row(self, row: int, source: RowStates, source_row: int) -> None:
-        for own, others in zip(self.layers, source.layers, strict=True):
-            for state, other in zip(own, others, strict=True):
-                state[row] = other[source_row]
-        self.reached[row] = source.reached[source_row]
-
-    def commit(self, path: Tensor, emitted: Tensor, length: Tensor) -> None:
-        """Sets the states of every row to those after the row's last accepted node.
-
-        Args:
-            path: ``[B, N]`` int64, the accepted nodes.
-            emitted: ``[B]`` int64, the number of new tokens; a row without new tokens keeps its states.
-            length: ``[B]`` int64, number of tokens of every row, new tokens included.
-        """
-        last = path.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
-        row = torch.arange(len(last), device=last.device)
-        for layer, behind in self.nodes.items():
-            for state, nodes in zip(self.layers[layer], behind, strict=True):
-                state.copy_(nodes[row, torch.where(emitted > 0, last, nodes.shape[1] - 1)])
-        self.reached.copy_(torch.where(emitted > 0, length - 1, self.reached))
-        self.nodes.clear()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for states in self.layers for state in states)
 
 
 def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:

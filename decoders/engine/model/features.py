@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...common.transformers_compat import decoder_layers
-from ...errors import SettingsError, UnsupportedError
+from ...errors import UnsupportedError
 from .modules_compat import remove_hooks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ...strategy import Strategy
-
-
-def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]:
-    """The indices, from 0 on, of the decoder layers of `model` whose outputs `strategy` reads.
-
-    Raises:
-        SettingsError: the strategy names a layer that the model lacks. UnsupportedError: the model's layers were not found.
-    """
-    name, count = type(model).__name__, len(decoder_layers(model))
-    if not count:
-        raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
-    named = strategy.layers_for(model.config, count)
-    if not isinstance(named, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
-        raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {named!r}")
-    wrong = [i for i in named if not -count <= i < count]
-    if wrong:
-        raise SettingsError(
-            f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {name} has layers 0 … {count - 1}, or -{count} … -1 from the "
-            "end"
-        )
-    return tuple(i % count for i in named)
 
 
 class HeadInputs:

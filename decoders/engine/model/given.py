@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ...errors import InputError, UnsupportedError
-from .cache import CacheBuffers, LayerSpec, StateSpec
+from .cache import CacheBuffers, LayerSpec
+from .row_states import StateSpec
 from .slot_cache import quantize_slots
 from .target import Target
 

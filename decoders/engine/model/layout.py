@@ -18,10 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...common.transformers_compat import cache_keyword, keeps_recurrent_state
 from ...errors import ContextLengthError, DecodersError, UnsupportedError
 from . import attention
-from .cache import LayerSpec, LayoutProbe
+from .cache import LayerSpec
 from .modules_compat import modules_in, parameters_in
 from .ranks import Ranks
-from .state_probe import Recurrent, StateProbe, may_keep_states
+from .state_probe import LayoutProbe, Recurrent, StateProbe, may_keep_states
 from .weights.fused import Group, SharedInputs, plain_weight
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...common import devices
+from ...common import devices, host_reads
 from .static_inputs import StaticInputs, copied, find_tensors
 from .torch_compat import end_failed_capture
 
@@ -190,7 +190,7 @@ class Recording:
         self, recorder: Recorder, body: Callable[[], Any], inputs: StaticInputs, capacity: RecordedCapacity | None = None
     ) -> None:  # fmt: skip
         self.recorder, self.body, self.capacity, self.inputs, self.replays = recorder, body, capacity, inputs, 0
-        with as_parts(), devices.as_recorded():
+        with as_parts(), host_reads.as_recorded():
             self._graph, self.output = recorder.record(body)
         tensors, _ = find_tensors((inputs.tensors, self.output))
         buffers = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}

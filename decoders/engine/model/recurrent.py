@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from .cache import RowStates, StateSpec
+from .row_states import RowStates, StateSpec
 from .slot_cache import RunPart, SlotCache
 
 LAYER_ATTRIBUTE = "decoders_recurrent_layer"

@@ -1,10 +1,10 @@
-"""Finds the modules of a model that keep recurrent states, by a trial pass, and checks that these modules can continue a state."""
+"""Finds out by a trial pass what a model's layers store: keys, values and recurrent states; checks that states can be continued."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from ...common.transformers_compat import keeps_recurrent_state
 from ...errors import UnsupportedError
-from .cache import LayoutProbe, StateSpec
+from .cache import LayerSpec
 from .recurrent import (
     CONTINUES_ATTRIBUTE,
     LAYER_ATTRIBUTE,
@@ -27,6 +27,7 @@ from .recurrent import (
     states_in,
     tokens_of,
 )
+from .row_states import StateSpec
 
 #: Number of layers of the probe's cache. It is finite, because a model may iterate over the layers.
 MOST_LAYERS = 4096
@@ -112,6 +113,37 @@ class Recurrent:
         return same(
             read([half, TRIED - half]), IN_PIECES if like.dtype in (torch.float32, torch.float64) else LOW_IN_PIECES
         )
+
+
+class LayoutProbe(Cache):
+    """An empty cache for a trial pass. Records every layer's keys and layout, and whether a layer calls :meth:`get_seq_length`."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.layouts: dict[int, LayerSpec] = {}
+        self.keys: list[Tensor] = []
+        self.counted = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.layouts[layer_idx] = LayerSpec(
+            key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3],
+            key_states.dtype, key_states.device,
+        )  # fmt: skip
+        self.keys.append(key_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        self.counted = True
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def watching(self, model: nn.Module) -> AbstractContextManager:
+        """The context in which to run `model` with this cache. It has no effect here; subclasses override it."""
+        return nullcontext()
 
 
 class StateProbe(LayoutProbe):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.common import devices
+from decoders.common import devices, host_reads
 from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode import core
 from decoders.engine.decode import step as step_module
@@ -709,7 +709,7 @@ def test_a_draft_model_reports_what_it_did_in_its_own_call(
         return stage.passes, stage.tokens, stage.drafted, stage.accepted, stage.accepted_lengths
 
     replayed = [figures(target, first) for first in (3, 40, 70, 3)]
-    monkeypatch.setattr(devices, "static_shapes", lambda device: False)
+    monkeypatch.setattr(host_reads, "static_shapes", lambda device: False)
     fresh = [figures(decoders.enable(tiny_model("llama")), first) for first in (3, 40, 70, 3)]
     assert [tokens for _, tokens, *_ in replayed] == [tokens for _, tokens, *_ in fresh]
 

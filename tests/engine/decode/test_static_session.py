@@ -14,7 +14,7 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteriaList
 
 import decoders
-from decoders.common import devices
+from decoders.common import host_reads
 from decoders.engine.decode import engine
 from decoders.engine.model.recordings import WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
@@ -113,7 +113,7 @@ def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyP
     decoders.enable(target, tokenizer=byte_tokenizer())
     calls = list(random_calls(number))
     with monkeypatch.context() as dynamic:
-        dynamic.setattr(devices, "static_shapes", lambda device: False)
+        dynamic.setattr(host_reads, "static_shapes", lambda device: False)
         dynamic.setattr(engine, "recorder_of", lambda device: None)
         twin = decoders.enable(Architecture("llama", options)(0), tokenizer=byte_tokenizer())
         expected = [twin.generate(strategy="autoregressive", **given) for _, given in calls]

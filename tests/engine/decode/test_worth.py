@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.common import devices
+from decoders.common import host_reads
 from decoders.costs import StepCosts, StepLine
 from decoders.costs.worth import DraftWorth
 from decoders.strategies import Lookahead, PromptLookup, Speculative
@@ -189,7 +189,7 @@ def test_only_drafts_that_may_be_cut_are_weighed(
     seen: list[DraftWorth] = []
     observe = DraftWorth.observe
     monkeypatch.setattr(DraftWorth, "observe", lambda worth, *given: seen.append(worth) or observe(worth, *given))
-    monkeypatch.setattr(devices, "static_shapes", lambda device: static)
+    monkeypatch.setattr(host_reads, "static_shapes", lambda device: static)
     options: dict[str, Any] = {"assistant_model": tiny_model("llama", 1)} if strategy.needs_assistant else {}
     loop = {"compile": False, "prune": True}
     model = decoders.enable(tiny_model("llama"))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 import decoders
-from decoders.common import devices
+from decoders.common import host_reads
 from decoders.engine.decode.core import Core
 from decoders.engine.model import invariance
 from decoders.engine.model.blocks import Blocks, NodeBlock
@@ -73,7 +73,7 @@ def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch)
 def test_bits_are_compared_where_sizes_are_buckets(
     dtype: torch.dtype, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "static_shapes", lambda device: True)
+    monkeypatch.setattr(host_reads, "static_shapes", lambda device: True)
     found = target_of(tiny_model("llama").to(dtype)).checks.invariance
     assert (found and found.holds) is expected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.devices import host_reads
+from ....common.host_reads import host_reads
 from ....drafters import Expansion
 from ....sampling.choice import Candidates, candidates
 from ....sampling.prefixes import Prefixes
@@ -14,7 +14,7 @@ from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.compiled.forward_pass import ForwardPass
-from ...model.target import ForwardResult
+from ...model.passes import ForwardResult
 from ..core import Core, CoupledRule, StepOutput
 from ..rows import Rows
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....common.devices import host_reads
+from ....common.host_reads import host_reads
 from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stage

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ....common import devices
+from ....common import host_reads
 from ....common.transformers_compat import cache_keyword, set_attention
 from ....drafters import ModulePasses
 from ....errors import UnsupportedError
@@ -16,12 +16,13 @@ from ....tree import Topology, TreeTensors
 from ...model import attention
 from ...model.blocks import causal_block, ending
 from ...model.buckets import slots_for, view_bucket
-from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe
+from ...model.cache import CacheBuffers, LayerSpec
 from ...model.compiled.regions import copied_whole, fixed
 from ...model.kernels import attention as kernel
 from ...model.kernels import chosen
 from ...model.layout import reading_alike
 from ...model.slot_cache import SlotCache
+from ...model.state_probe import LayoutProbe
 from ...model.static_inputs import SameObject
 from ...model.weights.few_rows import multiply_few_rows
 from ...model.weights.fused_layers import fuse_layers
@@ -166,7 +167,7 @@ class SlotPasses(ModulePasses):
         self, twin: ModuleTwin, rows: int, slots: int, ahead: int, compile: Callable[[Callable], Callable]
     ) -> None:
         self.twin, self.rows, self.ahead, self.compile, self.passes = twin, rows, ahead, compile, 0
-        self.static = devices.static_shapes(twin.device)
+        self.static = host_reads.static_shapes(twin.device)
         self._functions: dict[tuple, Callable] = {}
         self.buffers = CacheBuffers.allocate(twin.layout, rows, slots_for(slots + ahead, self.static))
         self._settle()
@@ -207,7 +208,7 @@ class SlotPasses(ModulePasses):
         count = inputs[0].shape[1]
         tree = causal_block(self.rows, count, base.device) if tree is None else tree
         view = self._range
-        if devices.host_reads(base):  # on other devices reading `base` would be a sync
+        if host_reads.host_reads(base):  # on other devices reading `base` would be a sync
             end = int(base.max()) + tree.offsets.shape[1]
             self.reserve(end)
             view = self._range[: view_bucket(max(end, 1))]

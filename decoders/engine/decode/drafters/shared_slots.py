@@ -25,7 +25,6 @@ class SharedSlots(Session):
     def __init__(self, target: Target, owner: Session) -> None:
         self.target, self.owner, self.recordings = target, owner, owner.recordings
         self._followed: Rows | None = None
-        self._views = {}
         self.follow()
 
     @staticmethod
@@ -66,7 +65,7 @@ class SharedSlots(Session):
             theirs.buffers.first_layers(len(self.target.layout)), theirs.sampling, theirs.range,
         )  # fmt: skip
         self._followed = theirs
-        self._views.clear()
+        self._forget_views()
 
     def grow(self, slots: int) -> None:
         self.owner.grow(slots)

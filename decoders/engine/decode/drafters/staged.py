@@ -16,8 +16,9 @@ from ....strategy import Context, Draft, Sequences, Strategy, check_draft, finis
 from ...model.blocks import NodeBlock
 from ..batch import Batch
 from ..core import StepOutput
+from ..hook_checks import untouched
 from ..kind import Made
-from ..rows import Rows, untouched
+from ..rows import Rows
 from ..step import Clock, Stopwatch, step
 from ..verify import Outcome
 from .drafter import ModelDrafter

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common import devices
+from ....common import devices, host_reads
 from ....constraints import CompiledGrammar, Tabulated, TokenTable, mask_words, unpack
 from ....errors import GrammarError
 from ....sampling.processors import Masks
@@ -235,9 +235,9 @@ def guide_of(
 ) -> Guide:  # fmt: skip
     """A guide on the device if steps can be recorded there and all grammars have tables, else a guide on the host.
 
-    static: whether sizes of tensors are static, so that steps can be recorded; None: :func:`devices.static_shapes` decides.
+    static: whether sizes of tensors are static, so that steps can be recorded; None: :func:`host_reads.static_shapes` decides.
     """
-    static = devices.static_shapes(device) if static is None else static
+    static = host_reads.static_shapes(device) if static is None else static
     possible = static and devices.has_64_bits(device)
     on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if possible else None
     return on_device if on_device is not None else HostGuide.of(grammars, vocabulary, device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common import devices
+from ....common import host_reads
 from ....sampling.processors import SamplingPlan
 from .. import torch_compat
 from ..static_inputs import SameObject, copied
@@ -130,13 +130,13 @@ class TieredFunction:
         result = self.function(*args)
         self._seconds += time.perf_counter() - started
         due = self._due() or worth_compiling(self._seconds, FUNCTION_SECONDS)
-        if due and kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
+        if due and kind not in self._jobs and len(self._jobs) < MOST_KINDS and not host_reads.recorded():
             self._begin(kind, args)
         return result
 
     def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
         """Returns ``function(*args)``. First compiles for `kind`, unless that has begun already, and passes the seconds to `book`."""
-        if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
+        if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not host_reads.recorded():
             started = time.perf_counter()
             self._begin(kind, args).wait()
             book(time.perf_counter() - started)

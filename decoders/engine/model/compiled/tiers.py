@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
-from ....common import devices
+from ....common import host_reads
 from ....errors import UnsupportedError
 from ....report import Report
 from ....sampling.processors import SamplingPlan
@@ -179,7 +179,7 @@ class Tiers:
             if self.mode is True:
                 return self.compile(several, self.report)
             seconds = FORWARD_SECONDS * (PATIENCE if self.target.runs_whole_layers else 1)
-            if tier.job is None and not devices.recorded() and worth_compiling(tier.seconds, seconds):
+            if tier.job is None and not host_reads.recorded() and worth_compiling(tier.seconds, seconds):
                 self._begin(kind)
             return False
         self._book(tier)

@@ -6,6 +6,7 @@ results, bit for bit. Then the fused layer runs on trial. If its result differs 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import operator
@@ -22,7 +23,7 @@ from ..slot_cache import SlotCache
 from .decoder_layers import Following, Layer, Step, Whole, layer_class
 from .fused import outputs_of
 from .fused_layers import LOUD, close
-from .layers import NO_NORM, Attention, Joint, NormOf, attend, attention_class, taken
+from .layers import NO_NORM, Attention, Joint, NormOf, attend, taken
 from .noted_calls import ORDER, Call, Name, noted_calls, once
 
 _log = logging.getLogger("decoders")
@@ -230,3 +231,17 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
         return nothing
     steps = [step._replace(after=norm) for step, norm in zip(steps, [*norms[1:], NO_NORM], strict=True)]
     return Layer(norms[0], tuple(steps), cast(Any, names), Whole.of(steps)), call
+
+
+@functools.cache
+def attention_class(plain: Any) -> type[nn.Module]:
+    """The class that replaces `plain`, a class of attention modules. Its objects store an :class:`Attention` as ``decoders_block``."""
+
+    def forward(self: Any, *given: Any, **options: Any) -> Any:
+        plan = self.decoders_block
+        inputs = taken(given, options, plan.names)
+        inner = None if any(each is None for each in inputs) else attend(self, plan, *inputs)
+        out = None if inner is None else plan.out(inner)
+        return plain.forward(self, *given, **options) if out is None else (out, None)
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})

@@ -1,4 +1,4 @@
-"""Chooses the gated feed-forward layers that are fused.
+"""Fused gated feed-forward layers, and which layers of a model they replace.
 
 In a small layer, the operators around the products cost as much as the products, mostly by call overhead. A layer is recognized by
 its results: the layer and the kernel run on random numbers. If their results differ by more than rounding, the layer stays unfused.
@@ -14,14 +14,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import products
 from ..modules_compat import hooks_of
 from .fused import outputs_of
-from .layers import Joint, gated_class
+from .layers import Joint
 
 #: Trials are repeated with inputs larger by this factor, to detect layers that clamp values.
 LOUD = 64
 #: The activations that the kernels compute. The index of an activation is the argument `kind` of the kernels.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
+
+
+@functools.cache
+def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
+    """The class that replaces the class `plain` of a gated feed-forward layer. kind, gate_first: see :func:`products.gated_linear`."""
+
+    def inner(parts: tuple, x: Tensor) -> Tensor | None:
+        by = parts[0][0].operands(parts[0])
+        return None if by is None else products.gated_linear(x, by, kind, gate_first)
+
+    def compute(parts: tuple, x: Tensor) -> Tensor | None:
+        middle = inner(parts, x)
+        return None if middle is None else parts[1](middle)
+
+    def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
+        # This does not call the layer's parts, so their hooks do not run. A layer whose parts have hooks is therefore not fused.
+        out = None if more or options else compute(self.decoders_gated, x)
+        return plain.forward(self, x, *more, **options) if out is None else out
+
+    parts = {"inner": staticmethod(inner), "compute": staticmethod(compute), "decoders_activation": (kind, gate_first)}
+    namespace = {"forward": forward, **parts, "__module__": plain.__module__}
+    return type(plain.__name__, (plain,), namespace)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The layers that replace layers in our copy of a model: products with kernels, norms, fused layers.
+"""The layers that replace layers in our copy of a model: products with kernels, norms, fused attention.
 
 The kernels read the model's own weights, so changes of weights take effect at once. When a target is created, :mod:`.few_rows`,
 :mod:`.same_bits`, :mod:`.fused_layers` and :mod:`.fused_blocks` decide which layers are replaced.
@@ -192,29 +192,7 @@ def as_norm(norm: NormOf) -> Norm:
     return Norm() if module is None or formula is None else Norm(own_parameters(module)["weight"], *formula)
 
 
-# Fused layers.
-
-
-@functools.cache
-def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
-    """The class that replaces the class `plain` of a gated feed-forward layer. kind, gate_first: see :func:`products.gated_linear`."""
-
-    def inner(parts: tuple, x: Tensor) -> Tensor | None:
-        by = parts[0][0].operands(parts[0])
-        return None if by is None else products.gated_linear(x, by, kind, gate_first)
-
-    def compute(parts: tuple, x: Tensor) -> Tensor | None:
-        middle = inner(parts, x)
-        return None if middle is None else parts[1](middle)
-
-    def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-        # This does not call the layer's parts, so their hooks do not run. A layer whose parts have hooks is therefore not fused.
-        out = None if more or options else compute(self.decoders_gated, x)
-        return plain.forward(self, x, *more, **options) if out is None else out
-
-    parts = {"inner": staticmethod(inner), "compute": staticmethod(compute), "decoders_activation": (kind, gate_first)}
-    namespace = {"forward": forward, **parts, "__module__": plain.__module__}
-    return type(plain.__name__, (plain,), namespace)
+# Fused attention.
 
 
 class Attention(NamedTuple):
@@ -274,17 +252,3 @@ def taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[
         options.get(name) if isinstance(name, str) else given[name] if name < len(given) else None
         for name in cast(Any, names)
     ]
-
-
-@functools.cache
-def attention_class(plain: Any) -> type[nn.Module]:
-    """The class that replaces `plain`, a class of attention modules. Its objects store an :class:`Attention` as ``decoders_block``."""
-
-    def forward(self: Any, *given: Any, **options: Any) -> Any:
-        plan = self.decoders_block
-        inputs = taken(given, options, plan.names)
-        inner = None if any(each is None for each in inputs) else attend(self, plan, *inputs)
-        out = None if inner is None else plan.out(inner)
-        return plain.forward(self, *given, **options) if out is None else (out, None)
-
-    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})

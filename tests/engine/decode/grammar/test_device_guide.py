@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoders.common import devices
+from decoders.common import host_reads
 from decoders.constraints import lookups
 from decoders.constraints.base import CompiledGrammar, Language, Policy, pack, unpack
 from decoders.constraints.lookups import TokenTable
@@ -164,7 +164,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     guide.forced(text, 4)  # tables made once, by the host: in an ordinary step
     guide.block(torch.full((3, 4), -1), Topology.chain(4))
     place = guide.positions.data_ptr()
-    monkeypatch.setattr(devices, "static_shapes", lambda device: True)  # on a CPU, trees are made by the host
+    monkeypatch.setattr(host_reads, "static_shapes", lambda device: True)  # on a CPU, trees are made by the host
     with NoHostReads():
         ahead = guide.ahead()
         ahead.follow()
