@@ -45,7 +45,7 @@ STATIONS = (
     ("engine.decode.grammar.host_guide", "HostGuide.block"),
     ("engine.decode.core", "Core.forward_verify_commit"),
     ("engine.model.compiled.forward_pass", "ForwardPass.__call__"),
-    ("engine.model.passes", "Passes.forward"),
+    ("engine.model.target", "Target.forward"),
     ("engine.model.kernels.products", "decoder_layers"),
     ("engine.decode.core", "CoupledRule.verify"),
     ("sampling.choice", "candidates"),

@@ -279,7 +279,7 @@ def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from decoders.engine.decode.verify import settle
     from decoders.engine.model.compiled import tiers
     from decoders.engine.model.compiled.forward_pass import ForwardPass
-    from decoders.engine.model.passes import ForwardResult
+    from decoders.engine.model.target import ForwardResult
 
     def run(self: Any, given: Any, kept: Any = None) -> ForwardResult:
         self.compiled_passes += 1

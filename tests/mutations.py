@@ -142,7 +142,7 @@ MUTATIONS = (
         ("hf/images/test_calls.py",),
     ),
     Mutation(
-        "text-behind-an-image-is-placed-by-slot", "decoders/engine/model/passes.py",
+        "text-behind-an-image-is-placed-by-slot", "decoders/engine/model/target.py",
         "positions = positions + buffers.shifts[:, None]",
         "pass",
         ("hf/images/test_designs.py",),
@@ -220,7 +220,7 @@ MUTATIONS = (
         ("engine/model/test_attention.py", "exactness/test_architectures.py"),
     ),
     Mutation(
-        "nodes-are-numbered-by-place-not-by-depth", "decoders/engine/model/passes.py",
+        "nodes-are-numbered-by-place-not-by-depth", "decoders/engine/model/target.py",
         "self.arguments(nodes, positions,",
         "self.arguments(nodes, slots,",
         ("exactness/test_architectures.py",),

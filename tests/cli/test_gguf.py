@@ -42,7 +42,7 @@ def model(seed: int = 1) -> PreTrainedModel:
 def write(path: Path, number_format: str = "f32") -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - 2]
     # Two merges: transformers 5.17 misreads lists of one.
-    gguf_files.write(model(), path, number_format, [*alphabet, "ab", "cd"], ["a b", "c d"])
+    gguf_files.write_uniformly(model(), path, number_format, [*alphabet, "ab", "cd"], ["a b", "c d"])
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                 booked, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
                     if recording is None or batch.root is not None:
-                        clock.timed_step()
+                        step(proposer, batch, clock)
                     else:
                         recording.advance()
                 timings.host += stopwatch.next() - (timings.steps + timings.prefill - booked)  # time between the steps
@@ -225,11 +225,11 @@ class StepRecording:
         if recorded is not None:
             self._replay(recorded, key)
         elif self._failed:
-            self.clock.timed_step()
+            step(self.proposer, self.batch, self.clock)
         else:
             self._plain[key] += 1
             with as_parts():
-                self.clock.timed_step()
+                step(self.proposer, self.batch, self.clock)
 
     def _earlier(self, key: tuple) -> Recording | None:
         """Returns an earlier call's recording after copying this call's state to the recording's tensors.

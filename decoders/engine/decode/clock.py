@@ -9,7 +9,7 @@ from ...common.devices import waiting_share
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
 from .proposer import Proposer
-from .step import Clock, Stopwatch, step
+from .step import Clock, Stopwatch
 from .verify import Outcome
 
 
@@ -23,31 +23,17 @@ class StepClock(Clock):
     def __init__(self, proposer: Proposer) -> None:
         self.batch = batch = proposer.batch
         self.proposer, self.report = proposer, batch.report
-        self._call_began = time.perf_counter() - batch.report.timings.call
         self.timings = batch.report.timings
         self.piece_seconds = 0.0
         self._threads = batch.engine.threads
         self._observing = 0.0  # seconds of the last `observe`, if the strategy does not observe steps without a draft
 
-    def timed_step(self) -> None:
-        """Runs a step of the batch, and chooses the number of threads for the next step."""
-        report, threads, done = self.report, self._threads, self.report.steps
-        step(self.proposer, self.batch, self)
-        if threads is None:
-            return
-        if threads.most > 1:
-            threads.judge(*self._seconds)
-            threads.use()
-        report.threads = threads.count
-        report.waiting += (waiting_share(*self._seconds) - report.waiting) / (done + 1)
-        if self.batch.shared:
-            for member, _ in self.batch.members:
-                member.report.waiting = report.waiting
-
     def begun(self) -> None:
         self._before = replace(self.timings) if self.batch.shared else self.timings
         self._stopwatch, self._compile_seconds = Stopwatch(self.timings), self.timings.compile
         self._compiled = self._replayed = False
+        if self._threads is not None and self._threads.most > 1:
+            self._threads.use()
         self._began = time.perf_counter(), time.thread_time()
 
     def proposed(self) -> None:
@@ -66,7 +52,12 @@ class StepClock(Clock):
         report.compiled_steps += self._compiled
         report.replayed_steps += self._replayed
         core = self._stopwatch.next()
-        self._seconds = self._spent()
+        if self._threads is not None:
+            seconds = self._seconds()
+            if self._threads.most > 1:
+                self._threads.judge(*seconds)
+            report.waiting += (waiting_share(*seconds) - report.waiting) / (report.steps + 1)
+            report.threads = self._threads.count
         if self._replayed:
             self.proposer.book_replay(self._drafting + core)
         if batch.prompt_left and not report.steps:
@@ -75,7 +66,7 @@ class StepClock(Clock):
         else:
             self._learn_cost(core, draft, block, outcome)
         if not report.steps:
-            report.time_to_first_token = time.perf_counter() - self._call_began
+            report.time_to_first_token = self.timings.call
 
     def stopped(self) -> None:
         self.timings.host += self._stopwatch.next()
@@ -99,12 +90,14 @@ class StepClock(Clock):
             spent = self.timings.since(self._before)
             for member, _ in self.batch.members:
                 member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
+                member.report.waiting = self.report.waiting
 
-    def _spent(self) -> tuple[float, float]:
+    def _seconds(self) -> tuple[float, float]:
         """Returns the seconds since the step began, without compilation, and this thread's CPU seconds in the same time."""
-        wall, computing = self._began
-        compiled = self.timings.compile - self._compile_seconds
-        return time.perf_counter() - wall - compiled, time.thread_time() - computing
+        wall, computing = (
+            now - began for now, began in zip((time.perf_counter(), time.thread_time()), self._began, strict=True)
+        )
+        return wall - (self.timings.compile - self._compile_seconds), computing
 
     def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
         """Adds the step's `core` seconds to the report, without a prompt piece's share. Cost models only learn if there is no piece."""
@@ -116,7 +109,7 @@ class StepClock(Clock):
             timings.core += core - self.piece_seconds
             return
         timings.core += core
-        if batch.forward_pass.tiers.mode and not draft.tokens.shape[1]:
+        if not draft.tokens.shape[1]:
             batch.forward_pass.tiers.book_single(core, batch.row_count)
         worth, costs = self.proposer.worth, self.proposer.resources.costs
         if worth is None and costs is None:

@@ -17,7 +17,7 @@ from ...tree import TreeTensors
 from ..model.blocks import NodeBlock, PassInput, after_text
 from ..model.cache import move_slots
 from ..model.compiled.forward_pass import ForwardPass
-from ..model.passes import ForwardResult
+from ..model.target import ForwardResult
 from .rows import Rows
 from .step_functions import StepFunctions
 from .verify import Verified, append, draw_tokens, follow_matches, settle

@@ -26,6 +26,7 @@ from .proposer import Proposer
 from .request import Request, empty_report
 from .sampling import sampling_of
 from .session import Session
+from .step import step
 
 #: Number of slots per place (row) of a new pool; the pool is enlarged when its texts need more.
 FIRST_SLOTS = 256
@@ -179,13 +180,13 @@ class Lane:
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
-            self._clock.timed_step()
+            step(self.proposer, batch, self._clock)
             return
         seat, begin, count = piece
         self._move_to_front([*self.rows, seat])
         batch.next_piece = functools.partial(self.pool.piece, begin, count)
         try:
-            self._clock.timed_step()
+            step(self.proposer, batch, self._clock)
         finally:
             batch.next_piece = None
         self.admission.was_read(seat, self._clock.piece_seconds, count)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...strategy import PromptChunk
 from ..model.cache import CacheBuffers
 from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
-from ..model.passes import ForwardResult
+from ..model.target import ForwardResult
 from .batch import Batch
 from .prefix_cache import PrefillPlan
 from .proposer import Proposer

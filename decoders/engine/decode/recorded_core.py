@@ -13,8 +13,8 @@ from ...strategy import Draft
 from ...tree import TreeTensors
 from ..model.blocks import NodeBlock
 from ..model.compiled.forward_pass import ForwardPass
-from ..model.passes import ForwardResult
 from ..model.recordings import Recordings
+from ..model.target import ForwardResult
 from .core import Core, Rule, StepOutput, input_of
 from .rows import Rows
 

@@ -17,7 +17,7 @@ from ...tree import Topology, TreeTensors
 from ...verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
 from ..model.compiled.forward_pass import ForwardPass
-from ..model.passes import ForwardResult
+from ..model.target import ForwardResult
 from .core import CoupledRule, Rule
 from .criteria import NOT_REACHED, choose_along_path
 from .hook_checks import Fault

@@ -20,9 +20,8 @@ from .attention import MaskShape, build_mask, repeat_for_group, tell_shape
 from .blocks import PassInput, PromptPiece, causal_block
 from .cache import CacheBuffers
 from .kernels.attention import pack_mask
-from .passes import ForwardResult
 from .slot_cache import SlotCache
-from .target import Target
+from .target import ForwardResult, Target
 
 
 def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:

@@ -24,8 +24,7 @@ from .buckets import view_bucket
 from .cache import CacheBuffers
 from .features import HeadInputs, LayerStates
 from .given import cached_tokens, check_cache, put_cache
-from .passes import ForwardResult
-from .target import Target
+from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")

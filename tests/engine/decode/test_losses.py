@@ -27,7 +27,7 @@ def call(model: Any) -> Report:
 
 @pytest.mark.parametrize("computing, busy", [(0.3, True), (0.9, False)])
 def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(StepClock, "_spent", lambda self: (1.0, computing))
+    monkeypatch.setattr(StepClock, "_seconds", lambda self: (1.0, computing))
     model = decoders.enable(tiny_model("llama"))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -16,9 +16,8 @@ from decoders.engine.model.blocks import LeadingText, PassInput, PromptPiece, af
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.compiled.tiers import Tiers
-from decoders.engine.model.passes import ForwardResult
 from decoders.engine.model.self_check import target_of
-from decoders.engine.model.target import Target
+from decoders.engine.model.target import ForwardResult, Target
 from decoders.report import Report
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES

@@ -14,7 +14,7 @@ from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.compiled.forward_pass import ForwardPass
-from ...model.passes import ForwardResult
+from ...model.target import ForwardResult
 from ..core import Core, CoupledRule, StepOutput
 from ..rows import Rows
 

@@ -16,10 +16,9 @@ from ..attention import STRETCH
 from ..blocks import Blocks, PassInput, PromptPiece, causal_block
 from ..buckets import LEAST_NODES
 from ..cache import CacheBuffers
-from ..passes import ForwardResult
 from ..recordings import Recordings
 from ..static_inputs import copied
-from ..target import Target
+from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 

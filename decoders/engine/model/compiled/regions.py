@@ -18,8 +18,7 @@ from ..blocks import PromptPiece
 from ..cache import CacheBuffers
 from ..mixed import inputs as mixed_inputs
 from ..mixed import with_logits
-from ..passes import ForwardResult
-from ..target import Target
+from ..target import ForwardResult, Target
 from .functions import private
 
 #: Number of slots per row in the example arguments that passes are compiled with.

@@ -70,14 +70,20 @@ def write(
     if number_format not in FORMATS:
         raise UnknownNameError("number format", number_format, FORMATS)
     check_exportable(model)
+    if not number_format.startswith("q"):
+        return write_uniformly(model, path, number_format, tokens, merges)
+    whole = path.with_suffix(".whole")
+    write_uniformly(model, whole, "f32", tokens, merges)
+    _quantize(whole, path, FORMATS[number_format])
+    whole.unlink()
+
+
+def write_uniformly(
+    model: PreTrainedModel, path: Path, number_format: str, tokens: Sequence[str] = (), merges: Sequence[str] = ()
+) -> None:
+    """As :func:`write`, but with all matrices in the same format, and without llama.cpp."""
     import gguf
 
-    if number_format.startswith("q"):
-        whole = path.with_suffix(".whole")
-        write(model, whole, "f32", tokens, merges)
-        _quantize(whole, path, gguf.LlamaFileType[FORMATS[number_format]])
-        whole.unlink()
-        return
     config: Any = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kind = gguf.GGMLQuantizationType[number_format.upper()]
@@ -111,11 +117,12 @@ def write(
     writer.close()
 
 
-def _quantize(source: Path, to: Path, file_type: int) -> None:
+def _quantize(source: Path, to: Path, file_type: str) -> None:
+    import gguf
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype = file_type
+    options.ftype = gguf.LlamaFileType[file_type]
     if llama_cpp.llama_model_quantize(bytes(source), bytes(to), options):
         raise ExportError(f"llama.cpp does not quantize {source.name}")
 
