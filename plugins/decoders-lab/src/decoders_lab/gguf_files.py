@@ -70,12 +70,13 @@ def write(
     if number_format not in FORMATS:
         raise UnknownNameError("number format", number_format, FORMATS)
     check_exportable(model)
-    if not number_format.startswith("q"):
-        return write_uniformly(model, path, number_format, tokens, merges)
-    whole = path.with_suffix(".whole")
-    write_uniformly(model, whole, "f32", tokens, merges)
-    _quantize(whole, path, FORMATS[number_format])
-    whole.unlink()
+    if number_format.startswith("q"):
+        whole = path.with_suffix(".whole")
+        write_uniformly(model, whole, "f32", tokens, merges)
+        _quantize(whole, path, FORMATS[number_format])
+        whole.unlink()
+    else:
+        write_uniformly(model, path, number_format, tokens, merges)
 
 
 def write_uniformly(
