@@ -117,7 +117,6 @@ inline const Lent& without_gaps(const Lent& x) {
     STD_TORCH_CHECK(x.is_contiguous(), "a tensor without gaps is needed");
     return x;
 }
-inline std::optional<Lent> lent(const std::optional<Tensor>& x) { return x ? std::optional(Lent(*x)) : std::nullopt; }
 inline std::vector<Lent> lent(const std::vector<Tensor>& all) { return {all.begin(), all.end()}; }
 
 // `x` as torch's tensor, which owns its memory.
