@@ -66,7 +66,7 @@ def test_vllm_decodes_the_whole_load_in_a_process_of_its_own(vllm_stand_in: Path
             assert max(result.latency) <= result.seconds
 
 
-def test_what_goes_wrong_in_vllm_is_told(vllm_stand_in: Path) -> None:
+def test_what_goes_wrong_in_vllm_is_told(vllm_stand_in: Path, tmp_path: Path) -> None:
     with pytest.raises(decoders.DecodersError, match=r"process ended with 1: .*there is no such model"):
         Vllm(vllm_stand_in, "missing", "float32", 3, 16, threads=2)
     with (
@@ -74,7 +74,8 @@ def test_what_goes_wrong_in_vllm_is_told(vllm_stand_in: Path) -> None:
         pytest.raises(decoders.DecodersError, match="other numbers of tokens"),
     ):
         engine.run([Arrival(0.0, [1], 4)])
-    for more in ([], ["--vllm", sys.executable], [".", "--vllm", "no such file"]):
+    (tmp_path / "config.json").write_text("{}")  # a folder is a model's if it has this file
+    for more in ([], ["--vllm", sys.executable], [str(tmp_path), "--vllm", "no such file"]):
         done = CliRunner().invoke(app, ["bench", "load-beside", *more, "--method", "vllm"])
         assert done.exit_code != 0 and "--vllm PYTHON" in done.output
 
