@@ -268,7 +268,7 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
     If CUDA ends a recording with an error, torch (2.11) raises before it tells its allocator. Until the process ends, the allocator
     would then neither reuse memory of other streams nor free memory when it runs out.
     """
-    if not torch.backends.cuda.is_built():  # without CUDA, the functions below raise
+    if not torch.cuda.is_initialized():  # the functions below would raise
         return
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index

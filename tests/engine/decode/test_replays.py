@@ -574,7 +574,7 @@ def test_nothing_is_compiled_in_the_foreground(target: PreTrainedModel, monkeypa
     reports = [run(target, strategy, rows) for rows in (1, 3) for strategy in ("autoregressive", "suffix")]
     for job in list(background._running):  # the calls may end before it has begun
         job.wait(60)
-    assert compiled and threading.current_thread() not in compiled
+    assert compiled and (threading.current_thread() in compiled) != background.threads_may_compile()
     assert all(report.timings.compile == 0 for report in reports)
 
 
