@@ -286,6 +286,10 @@ class FakeCuda:
         self.pools: dict[str, weakref.WeakSet[Any]] = {}
         self.CUDAGraph = type("CUDAGraph", (), {})
         self.handles = threading.local()
+        self.initialized = False  # torch's allocator for CUDA, which this does not pretend
+
+    def is_initialized(self) -> bool:
+        return self.initialized
 
     def device(self, device: Any) -> Any:
         log = self.log
@@ -423,7 +427,7 @@ def test_no_two_recorders_record_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
 def test_the_allocator_is_told_of_a_recording_that_cuda_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, told = FakeCuda(broken=True), []
     monkeypatch.setattr(recorders.torch, "cuda", cuda)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    cuda.initialized = True
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *given, name=name: told.append((name, *given)), raising=False)
     with pytest.raises(RuntimeError, match="invalidated"):
