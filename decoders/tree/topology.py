@@ -54,6 +54,13 @@ class Topology:
     def __len__(self) -> int:
         return len(self.parents)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.parents, self.offsets, self.extra_visible))
+
     @cached_property
     def width(self) -> int:
         """Number of nodes without the root, ``N - 1``."""

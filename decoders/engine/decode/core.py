@@ -20,7 +20,7 @@ from ..model.compiled.forward_pass import ForwardPass
 from ..model.target import ForwardResult
 from .rows import Rows
 from .step_functions import StepFunctions
-from .verify import Verified, append, draw_tokens, follow_matches, settle
+from .verify import Verified, append, follow_matches
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ class Core:
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
         chosen = verified.chosen
         if verified.acceptance is None and verified.most is None:
-            given, tiers = (nodes, chosen, tree, *rewritten), self.forward_pass.tiers
-            path, new, summary = self.functions.settle(tiers, *given) if tiers.mode else settle(*given)
+            path, new, summary = self.functions.settle(self.forward_pass.tiers, nodes, chosen, tree, *rewritten)
         else:
             acceptance = verified.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
@@ -188,7 +187,5 @@ class CoupledRule:
         """Returns the target's token after each node; :meth:`Core.commit` then finds the path whose tokens match."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
         prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
-        given = forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes
-        if not self.forward_pass.tiers.mode:
-            return Verified(*draw_tokens(*given))
-        return Verified(*StepFunctions.of(self.forward_pass).draw(self.forward_pass.tiers, *given))
+        draw, tiers = StepFunctions.of(self.forward_pass).draw, self.forward_pass.tiers
+        return Verified(*draw(tiers, forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))

@@ -140,10 +140,10 @@ class Proposer:
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, batch.blocks.rows)
-        if batch.forward_pass.tiers.mode:  # what is compiled may have changed since the last step
-            batch.fit_blocks()
+        batch.fit_blocks()
         # The number of pending tokens is a multiple of `Target.multiple`. The block's size must be a multiple, too, so it cannot be 1.
-        batch.blocks.single = batch.blocks.fits_single and not batch.pending
+        if batch.pending:
+            batch.blocks.single = False
         if batch.verifier is not None:  # the verifier judges the scores on the device
             draft = draft if draft.scores is None else draft.moved(batch.target.device)
         draft = self._pruned(self._without_placeholders(draft))

@@ -20,10 +20,7 @@ from .verify import draw_tokens, settle
 
 
 class StepFunctions(Beside):
-    """The functions that draw tokens and accept a path. The :class:`Tiers` of a forward pass decide which of them run compiled.
-
-    Calls without compilation do not use this class.
-    """
+    """The functions that draw tokens and accept a path. The :class:`Tiers` of a forward pass decide which of them run compiled."""
 
     def __init__(self) -> None:
         self.forget()
@@ -62,7 +59,7 @@ class StepFunctions(Beside):
         function runs compiled if the passes do.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes
-        if not tiers.target.static:
+        if not tiers.target.static or not tiers.mode:
             return draw_tokens(*arguments)
         if plan not in self._draws:
             self._draws[plan] = TieredFunction(draw_tokens, CompiledFunction(draw_tokens), tiers.worth_compiling)

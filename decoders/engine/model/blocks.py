@@ -145,16 +145,13 @@ class Blocks:
     Attributes:
         exact: whether blocks get no padding: in uncompiled passes over several rows, if padding would not change a row's bits.
         single: whether a block of one node per row gets no padding, because padding would not change its bits.
-        fits_single: the value of `single` for blocks without text in front of the root.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
         self.rows, self.device, self.static, self.multiple = rows, device, static, multiple
-        self.exact = self.single = self.fits_single = False
-        self._sizes: dict[int, int] = {}
+        self.exact = self.single = False
         self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[tuple[Topology, int], TreeTensors] = {}
-        self._latest: tuple[Topology, TreeTensors] | None = None
         self._host_trees: dict[tuple[Topology, int], TreeTensors] = {}
         self._empty: dict[int, tuple[Tensor, TreeTensors]] = {}
 
@@ -197,19 +194,13 @@ class Blocks:
 
     def size(self, nodes: int) -> int:
         """The number of nodes of the padded block. nodes: number of nodes of the draft. Both numbers include the root."""
-        if self.exact or (self.single and nodes == 1):
-            return nodes
-        if nodes not in self._sizes:
-            self._sizes[nodes] = node_bucket(nodes, self.static, self.multiple)
-        return self._sizes[nodes]
+        return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology, nodes: int) -> TreeTensors:
         """`tree`, padded to `nodes` nodes, as tensors on the device. The tensors are created once per tree and size."""
-        if self._latest is None or self._latest[0] is not tree or self._latest[1].parents.shape[1] != nodes:
-            if (tree, nodes) not in self._trees:
-                self._trees[tree, nodes] = tree.padded(nodes).tensors(self.rows, self.device)
-            self._latest = tree, self._trees[tree, nodes]
-        return self._latest[1]
+        if (tree, nodes) not in self._trees:
+            self._trees[tree, nodes] = tree.padded(nodes).tensors(self.rows, self.device)
+        return self._trees[tree, nodes]
 
 
 def padded_tokens(draft_tokens: Tensor, nodes: int) -> Tensor:

@@ -53,7 +53,7 @@ class ForwardPass:
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
             self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
-        if self.tiers.mode and given.root is None and self.tiers.runs_compiled(len(nodes) > 1):
+        if given.root is None and self.tiers.runs_compiled(len(nodes) > 1):
             first = given.text.length
             return self._run(given, torch.arange(first, nodes.shape[1], device=nodes.device)).behind(first)
         with self._counted(nodes):
@@ -130,7 +130,7 @@ class ForwardPass:
     def fit(self, blocks: Blocks, rows: int) -> None:
         """Sets the padding of `blocks`. It depends on their number of rows, and on whether the next pass runs compiled."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
-        blocks.single = blocks.fits_single = self.runs_single(rows)
+        blocks.single = self.runs_single(rows)
 
     def _run(self, given: PassInput, kept: Tensor | None = None) -> ForwardResult:
         """Runs a compiled pass. kept: ``[K]`` int64, the nodes that get logits; None for :data:`FEWEST_LOGITS` nodes."""
