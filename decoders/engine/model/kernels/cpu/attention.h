@@ -18,6 +18,7 @@ namespace {
 
 constexpr long STRETCH = 512;          // number of places of a stretch, a multiple of PLACES
 constexpr long MOST_QUERIES = 256;     // most queries (times heads of a group) that share one read of keys and values
+constexpr long TURNS = 8;              // number of turns of a thread: fewer begin less often where nothing is prefetched, more divide evenly
 constexpr long LEAST_SHARED = 200000;  // least number of multiplications for which several threads are worth starting
 
 struct Attention {
@@ -92,17 +93,20 @@ struct Queries {
     Mean stretch = mean(key_rows + LANES * length), all = mean(stretch.tops + count);
     Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), key_rows};
     const C* values = (const C*)a.value.data + a.value.at(row, head);
+    const Seen* of_query[MOST_QUERIES];  // for each query, because dividing takes long
+    Ahead ahead_values = {values, 0, 0}, ahead_keys = ahead_values;  // of this block; of the next one
 
     Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }
     static long space_for(const Attention& a, long count) {
         long wide = (a.value_width + LANES - 1) / LANES * LANES, length = (a.width + 3) / 4 * 4;
         return count * a.width + LANES + 2 * length * PLACES + 2 * TILE * PLACES + LANES * length + 2 * count * (wide + LANES + 1) + LANES;
     }
-    const Seen& of(long n) const { return seen[(begin + n) / group]; }
+    const Seen& of(long n) const { return *of_query[n]; }
 
     [[gnu::noinline]] void take() {
         float scale = a.softcap ? a.scale : a.scale * LOG2_E;
         for (long n = 0; n < count; n++) {
+            of_query[n] = seen + (begin + n) / group;
             long from = a.query.at(row, head * group + (begin + n) % group) + (begin + n) / group * a.query.of_slot;
             for (long d = 0; d < a.width; d++) queries[n * a.width + d] = widen(a.type, a.query.data, from + d) * scale;
         }
@@ -130,7 +134,9 @@ struct Queries {
         long first, straight, end;
         range(first, straight, end);
         for (long block = std::max(from, first / PLACES * PLACES); block < std::min(to, end); block += PLACES) {
-            transposed.straight(block, std::max(block, first), std::min(block + PLACES, straight), keys);
+            ahead_values = {values + block * a.value.of_slot, PLACES * a.value.of_slot, LANES / 4};  // as many lines as are transposed
+            ahead_keys = {transposed.keys + (block + PLACES) * a.key.of_slot, PLACES * a.key.of_slot, (sizeof(C) + 1) / 2};
+            transposed.straight(block, std::max(block, first), std::min(block + PLACES, straight), keys, ahead_values);
             for (long n = 0; n < count; n += TILE) attend_tile(block, n, std::min(count - n, long(TILE)));
         }
     }
@@ -147,17 +153,16 @@ struct Queries {
         if (first >= next || end <= block) return;
         first = std::max(first, block) - block;
         straight = std::min(straight, next) - block;
-        score(size, queries + tile * a.width, a.width, keys, scores, first / LANES, (straight + LANES - 1) / LANES);
-        for (long n = tile; n < tile + size;) {
-            long node_end = std::min(tile + size, n + group - (begin + n) % group);
+        score(size, queries + tile * a.width, a.width, keys, scores, first / LANES, (straight + LANES - 1) / LANES, ahead_keys);
+        for (long n = tile, node_end; n < tile + size; n = node_end) {
+            for (node_end = n + 1; node_end < tile + size && of_query[node_end] == of_query[n];) node_end++;
             if (of(n).count) score_branch(block, tile, n, int(node_end - n));
-            n = node_end;
         }
         for (long n = tile; n < tile + size; n++) weigh_query(block, n, scores + (n - tile) * PLACES);
         if (common_first < common_end) {
             for (long n = tile; n < tile + size; n++) add_straight(block, std::max(of(n).first, block), common_first, n, tile);
             add_values(size, scores + common_first - block, values + common_first * a.value.of_slot, a.value.of_slot, nullptr,
-                       common_end - common_first, stretch.sums + tile * wide, wide, a.value_width);
+                       common_end - common_first, stretch.sums + tile * wide, wide, a.value_width, ahead_keys);
         }
         for (long n = tile; n < tile + size; n++) {
             const Seen& s = of(n);
@@ -175,8 +180,9 @@ struct Queries {
         long from = std::max(s.straight, block), to = std::min(s.end(), block + PLACES);
         if (from >= to) return;
         const int* own = slots + s.gathered + from - s.straight;
-        transposed.gathered(block, from, to, own, branch_keys);
-        score(size, queries + n * a.width, a.width, branch_keys, branch_scores, (from - block) / LANES, (to - block + LANES - 1) / LANES);
+        transposed.gathered(block, from, to, own, branch_keys, ahead_values);
+        score(
+            size, queries + n * a.width, a.width, branch_keys, branch_scores, (from - block) / LANES, (to - block + LANES - 1) / LANES, ahead_keys);
         for (int i = 0; i < size; i++)
             memcpy(scores + (n - tile + i) * PLACES + from - block, branch_scores + i * PLACES + from - block, (to - from) * sizeof(float));
     }
@@ -209,7 +215,7 @@ struct Queries {
     }
 
     [[gnu::noinline]] void add_one(const float* weights, const C* from, const int* at, long number, long n) {
-        add_values(1, weights, from, a.value.of_slot, at, number, stretch.sums + n * wide, wide, a.value_width);
+        add_values(1, weights, from, a.value.of_slot, at, number, stretch.sums + n * wide, wide, a.value_width, ahead_keys);
     }
 
     [[gnu::noinline]] void add_stretch(long n, const float* sums, float total, float top) {
@@ -290,15 +296,19 @@ void attend_to_slots(const Attention& a, int threads) {
         return;
     }
     float* kept = space + threads * own;
-    take_turns(items * stretches, threads, [&](int thread, long unit) {
-        auto queries = queries_of(thread, unit / stretches);
+    const long turns = std::min(std::max(TURNS * threads / items, 1L), stretches);  // for each item, of about as many stretches
+    take_turns(items * turns, threads, [&](int thread, long turn) {
+        const long item = turn / turns;
+        auto queries = queries_of(thread, item);
         queries.take();
-        queries.attend(unit % stretches * STRETCH, (unit % stretches + 1) * STRETCH);
-        float* to = kept + unit * part;
-        memcpy(to, queries.stretch.sums, queries.count * wide * sizeof(float));
-        for (long n = 0; n < queries.count; n++) {
-            to[most * wide + n] = total_of(queries.stretch.totals + n * LANES);
-            to[most * (wide + 1) + n] = queries.stretch.tops[n];
+        for (long stretch = turn % turns * stretches / turns; stretch < (turn % turns + 1) * stretches / turns; stretch++) {
+            queries.attend(stretch * STRETCH, (stretch + 1) * STRETCH);
+            float* to = kept + (item * stretches + stretch) * part;
+            memcpy(to, queries.stretch.sums, queries.count * wide * sizeof(float));
+            for (long n = 0; n < queries.count; n++) {
+                to[most * wide + n] = total_of(queries.stretch.totals + n * LANES);
+                to[most * (wide + 1) + n] = queries.stretch.tops[n];
+            }
         }
     });
     take_turns(items, threads, [&](int thread, long item) {

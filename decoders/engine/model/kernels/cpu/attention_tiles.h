@@ -64,13 +64,27 @@ inline void in_vectors(long begin, long end, Body body) {
     for (; begin < end; begin++) body(std::integral_constant<int, 1>(), begin);
 }
 
+// Memory that is read soon, after what is computed now. Each step of the computation prefetches a few lines of it. If all were prefetched
+// at once, the processor would wait for them, and the computation would take half as long again on a Zen 5.
+struct Ahead {
+    const char *line, *end;
+    long lines;  // number of lines of a step
+    template <class C>
+    Ahead(const C* from, long count, long lines) : line((const char*)from), end((const char*)(from + count)), lines(lines) {}
+    void step() {
+        if (line < end)
+            for (long i = 0; i < lines; i++, line += 64) prefetch<false>(line);
+    }
+};
+
 // The scores of N queries for V vectors of places. keys: [width, PLACES].
 template <int N, int V>
-inline void score_tile(const float* queries, long width, const float* keys, float* scores) {
+inline void score_tile(const float* queries, long width, const float* keys, float* scores, Ahead& ahead) {
     Vec sums[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) sums[n][v] = zeros();
     for (long d = 0; d < width; d++, keys += PLACES) {
+        ahead.step();
         Vec k[V];
         for (int v = 0; v < V; v++) k[v] = load(keys + v * LANES);
         for (int n = 0; n < N; n++) {
@@ -83,25 +97,21 @@ inline void score_tile(const float* queries, long width, const float* keys, floa
 }
 
 // The scores of `count` queries for the places in vectors begin … end - 1 of a block.
-[[gnu::noinline]] inline void score(int count, const float* queries, long width, const float* keys, float* scores, long begin, long end) {
+[[gnu::noinline]] inline void score(
+    int count, const float* queries, long width, const float* keys, float* scores, long begin, long end, Ahead& ahead) {
     with_count(count, [&](auto constant) {
         constexpr int N = decltype(constant)::value;
         in_vectors<N>(begin, end, [&](auto vectors, long v) {
-            score_tile<N, decltype(vectors)::value>(queries, width, keys + v * LANES, scores + v * LANES);
+            score_tile<N, decltype(vectors)::value>(queries, width, keys + v * LANES, scores + v * LANES, ahead);
         });
     });
-}
-
-// Prefetches `count` numbers. Callers prefetch keys and values a block ahead: otherwise reading takes twice as long on a Zen 5.
-template <class C>
-inline void prefetch_all(const C* from, long count) {
-    for (const char* line = (const char*)from; line < (const char*)(from + count); line += 64) prefetch<false>(line);
 }
 
 // Adds the values of `count` places, times their weights [N, PLACES], to V vectors of the sums of N queries. slots: null for successive
 // slots.
 template <int N, int V, class C>
-[[gnu::noinline]] void value_tile(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide) {
+[[gnu::noinline]] void value_tile(
+    const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, Ahead& ahead) {
     Vec own[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) own[n][v] = load(sums + n * wide + v * LANES);
@@ -109,7 +119,7 @@ template <int N, int V, class C>
         const C* value = values + (slots ? slots[i] : i) * stride;
         Vec x[V];
         for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
-        if (!slots) prefetch_all(value + PLACES * stride, V * LANES);
+        ahead.step();
         for (int n = 0; n < N; n++) {
             Vec weight = broadcast(weights[n * PLACES + i]);
             for (int v = 0; v < V; v++) own[n][v] = multiply_add(weight, x[v], own[n][v]);
@@ -120,25 +130,27 @@ template <int N, int V, class C>
 }
 
 template <int N, class C>
-inline void add_values_of(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, long width) {
+inline void add_values_of(
+    const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, long width, Ahead& ahead) {
     long whole = width / LANES;
     in_vectors<N>(0, whole, [&](auto vectors, long v) {
-        value_tile<N, decltype(vectors)::value>(weights, values + v * LANES, stride, slots, count, sums + v * LANES, wide);
+        value_tile<N, decltype(vectors)::value>(weights, values + v * LANES, stride, slots, count, sums + v * LANES, wide, ahead);
     });
     if (long rest = width - whole * LANES) {  // values are not read beyond their end
         for (long i = 0; i < count; i++) {
             C part[LANES] = {};
             long slot = slots ? slots[i] : i;
             memcpy(part, values + slot * stride + whole * LANES, rest * sizeof(C));
-            value_tile<N, 1>(weights + i, part, 0, nullptr, 1, sums + whole * LANES, wide);
+            value_tile<N, 1>(weights + i, part, 0, nullptr, 1, sums + whole * LANES, wide, ahead);
         }
     }
 }
 
 template <class C>
-[[gnu::noinline]] void add_values(int queries, const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, long width) {
+[[gnu::noinline]] void add_values(
+    int queries, const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, long width, Ahead& ahead) {
     with_count(queries, [&](auto constant) {
-        add_values_of<decltype(constant)::value>(weights, values, stride, slots, count, sums, wide, width);
+        add_values_of<decltype(constant)::value>(weights, values, stride, slots, count, sums, wide, width, ahead);
     });
 }
 
@@ -153,17 +165,25 @@ struct Transposed {
     float* rows;  // [LANES, width rounded up to 4]
 
     // Transposes `count` keys, at most LANES. slots: null for successive slots from `slot` on; a slot of -1 gives zeros.
-    [[gnu::noinline]] void some(long slot, const int* slots, long count, float* to) const {
-        const float* from = rows;
-        long length = (width + 3) / 4 * 4, ld = length;
+    [[gnu::noinline]] void some(long slot, const int* slots, long count, float* to, Ahead& ahead) const {
+        const float* from = (const float*)(keys + slot * stride);
         if (!slots && count == LANES && std::is_same_v<C, float> && width % 4 == 0) {
-            from = (const float*)(keys + slot * stride);
-            ld = stride;
+            in_fours(from, stride, width, ahead, [&](long d, Vec v) { store(to + d * PLACES, v); });
         } else if (!slots && count == LANES && std::is_same_v<C, bfloat16> && width % 8 == 0 && stride % 2 == 0) {
-            return pairs(slot, to);
+            in_fours(from, stride / 2, width / 2, ahead, [&](long d, Vec v) {
+                store(to + 2 * d * PLACES, first_of_pairs((Bits)v));
+                store(to + (2 * d + 1) * PLACES, second_of_pairs((Bits)v));
+            });
         } else if (!slots && count == LANES && std::is_same_v<C, int8_t> && width % 16 == 0 && stride % 4 == 0 && scales.of_slot == 1) {
-            return fours(slot, to);
+            const Vec scale = load(type, scales.data, first_scale + slot);  // a lane is a place, with a scale of its own
+            in_fours(from, stride / 4, width / 4, ahead, [&](long d, Vec v) {
+                store(to + 4 * d * PLACES, int8_of_fours<0>((Bits)v) * scale);
+                store(to + (4 * d + 1) * PLACES, int8_of_fours<1>((Bits)v) * scale);
+                store(to + (4 * d + 2) * PLACES, int8_of_fours<2>((Bits)v) * scale);
+                store(to + (4 * d + 3) * PLACES, int8_of_fours<3>((Bits)v) * scale);
+            });
         } else {
+            const long length = (width + 3) / 4 * 4;
             for (long i = 0; i < LANES; i++) {
                 long one = i < count ? slots ? slots[i] : slot + i : -1;
                 float* row = rows + i * length;
@@ -183,69 +203,41 @@ struct Transposed {
                 for (; d < width; d++) row[d] = widen(key[d]) * scale;
                 for (; d < length; d++) row[d] = 0;
             }
-        }
-        for (long d = 0; d < length; d += 4) {
-            Vec v[4];
-            for (int i = 0; i < 4; i++) v[i] = load_fours(from + d + i * ld, ld);
-            transpose_fours(v);
-            for (int i = 0; i < 4; i++) store(to + (d + i) * PLACES, v[i]);
+            in_fours(rows, length, length, ahead, [&](long d, Vec v) { store(to + d * PLACES, v); });
         }
     }
 
-    // Transposes each pair of 16-bit numbers as if it were one number, then separates the pairs.
-    void pairs(long slot, float* to) const {
-        const float* from = (const float*)(keys + slot * stride);
-        long ld = stride / 2;
-        for (long d = 0; d < width / 2; d += 4) {
+    // Transposes LANES rows of `count` floats, which may be several numbers each: calls `write(i, number i of every row)`.
+    template <class Write>
+    static void in_fours(const float* from, long stride, long count, Ahead& ahead, Write write) {
+        for (long i = 0; i < count; i += 4) {
+            ahead.step();
             Vec v[4];
-            for (int i = 0; i < 4; i++) v[i] = load_fours(from + d + i * ld, ld);
+            for (int j = 0; j < 4; j++) v[j] = load_fours(from + i + j * stride, stride);
             transpose_fours(v);
-            for (int i = 0; i < 4; i++) {
-                store(to + (2 * (d + i)) * PLACES, first_of_pairs((Bits)v[i]));
-                store(to + (2 * (d + i) + 1) * PLACES, second_of_pairs((Bits)v[i]));
-            }
-        }
-    }
-
-    // Transposes four int8 numbers at a time as if they were one number, then separates them. The lanes are places, each with its scale.
-    void fours(long slot, float* to) const {
-        const float* from = (const float*)(keys + slot * stride);
-        const Vec scale = load(type, scales.data, first_scale + slot);
-        long ld = stride / 4;
-        for (long d = 0; d < width / 4; d += 4) {
-            Vec v[4];
-            for (int i = 0; i < 4; i++) v[i] = load_fours(from + d + i * ld, ld);
-            transpose_fours(v);
-            for (int i = 0; i < 4; i++) {
-                float* rows_of_four = to + 4 * (d + i) * PLACES;
-                store(rows_of_four, int8_of_fours<0>((Bits)v[i]) * scale);
-                store(rows_of_four + PLACES, int8_of_fours<1>((Bits)v[i]) * scale);
-                store(rows_of_four + 2 * PLACES, int8_of_fours<2>((Bits)v[i]) * scale);
-                store(rows_of_four + 3 * PLACES, int8_of_fours<3>((Bits)v[i]) * scale);
-            }
+            for (int j = 0; j < 4; j++) write(i + j, v[j]);
         }
     }
 
     // Transposes the keys of slots begin … end - 1, whose places equal their numbers, in the block that begins at place `block`.
-    void straight(long block, long begin, long end, float* to) const {
+    void straight(long block, long begin, long end, float* to, Ahead& ahead) const {
         for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
             if (long before = begin - block - i; before > 0) {
                 int slots[LANES];
                 for (long n = 0; n < LANES; n++) slots[n] = n >= before && block + i + n < end ? int(block + i + n) : -1;
-                some(0, slots, LANES, to + i);
+                some(0, slots, LANES, to + i, ahead);
             } else {
-                for (long n = 0; n < LANES; n++) prefetch_all(keys + (block + i + n + PLACES) * stride, width);
-                some(block + i, nullptr, std::min(end - block - i, long(LANES)), to + i);
+                some(block + i, nullptr, std::min(end - block - i, long(LANES)), to + i, ahead);
             }
         }
     }
 
     // Transposes the keys of the gathered slots `from`, at places begin … end - 1 of the block that begins at place `block`.
-    void gathered(long block, long begin, long end, const int* from, float* to) const {
+    void gathered(long block, long begin, long end, const int* from, float* to, Ahead& ahead) const {
         for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
             int slots[LANES];
             for (long n = 0, place = block + i; n < LANES; n++, place++) slots[n] = place >= begin && place < end ? from[place - begin] : -1;
-            some(0, slots, LANES, to + i);
+            some(0, slots, LANES, to + i, ahead);
         }
     }
 };
