@@ -241,6 +241,25 @@ def test_text_has_the_same_bits_in_passes_of_any_length_and_with_any_number_of_t
 
 
 @each_variant
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_node_has_the_same_bits_however_many_stretches_of_a_long_text_a_thread_takes_at_a_time(
+    variant: str, dtype: torch.dtype
+) -> None:
+    tree, before = Topology.chain(0).tensors(1, CPU), torch.get_num_threads()
+    mask = pack_mask(torch.tensor([5900]), tree.offsets, tree.visible)
+    query = noise(1, 12, 1, 64, dtype=dtype)
+    key, value = noise(1, 6, 6000, 64, dtype=dtype, seed=1), noise(1, 6, 6000, 64, dtype=dtype, seed=2)
+    try:
+        torch.set_num_threads(1)
+        alone = attend(variant, query, key, value, mask)
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            assert torch.equal(attend(variant, query, key, value, mask), alone), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@each_variant
 def test_a_row_in_front_of_its_beginning_gets_zeros(variant: str) -> None:
     key = torch.full((1, 1, 64, 16), float("nan"))
     tree = Topology.chain(1).tensors(1, CPU)
