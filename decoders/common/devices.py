@@ -108,8 +108,3 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
-
-
-def waiting_share(wall: float, computing: float) -> float:
-    """The share of `wall` seconds in which a thread waited for a processor. computing: seconds in which the thread had a processor."""
-    return max(1 - computing / wall, 0.0) if wall > 0 else 0.0

@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from ..common.devices import processor_name, waiting_share
+from ..common.devices import processor_name
 
-__all__ = ["WAITING", "busy_share", "processor_name"]
+__all__ = ["WAITING", "busy_share", "processor_name", "waiting_share"]
 
 #: Code waits too long if its calling thread has no processor for more than this share of the time.
 WAITING = 0.25
@@ -34,3 +34,8 @@ def busy_share(seconds: float = 0.01) -> float:
         first = False
     share = waiting_share(wall, computing)
     return share if share > WAITING else 0.0
+
+
+def waiting_share(wall: float, computing: float) -> float:
+    """The share of `wall` seconds in which a thread waited for a processor. computing: seconds in which the thread had a processor."""
+    return max(1 - computing / wall, 0.0) if wall > 0 else 0.0

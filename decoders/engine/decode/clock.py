@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ...common.devices import waiting_share
+from ...report.surroundings import waiting_share
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
 from .proposer import Proposer

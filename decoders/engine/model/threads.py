@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ...common.devices import waiting_share
-from ...report.surroundings import WAITING, busy_share
+from ...report.surroundings import WAITING, busy_share, waiting_share
 
 #: The number of threads is reconsidered after every STEPS steps, or after LONG seconds of steps.
 STEPS = 4
