@@ -12,7 +12,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -167,7 +167,9 @@ def register_experts(name: str, function: Callable[..., Tensor]) -> None:
 
 def experts_of(module: nn.Module) -> str | None:
     """The name of the function that computes a module's experts; None if it has no experts, or if several processes share them."""
-    if getattr(module, "_is_expert_parallel", True):
+    # transformers 5.17 does not say whether processes share a module's experts.
+    several = distributed.is_available() and distributed.is_initialized()
+    if getattr(module, "_is_expert_parallel", several) or not hasattr(module, "_apply_gate"):
         return None
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 

@@ -8,7 +8,7 @@ import torch
 
 from ..common.devices import processor_name
 
-__all__ = ["WAITING", "busy_share", "processor_name", "waiting_share"]
+__all__ = ["WAITING", "busy_share", "processor_name"]
 
 #: Code waits too long if its calling thread has no processor for more than this share of the time.
 WAITING = 0.25

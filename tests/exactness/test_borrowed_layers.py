@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.common.transformers_compat import attention_of, decoder_layers
+from decoders.common.transformers_compat import attention_of, decoder_layers, set_attention
 from decoders.engine.model.attention import attend_by, module_configs
 from decoders.engine.model.weights.twin import share_weights
 from decoders.strategies import PromptLookup, Speculative
@@ -70,3 +71,23 @@ def test_attention_of_towers_is_that_of_set_attn_implementation(design: str) -> 
     attend_by(ours, "decoders")
     names = [{p: attention_of(c) for p, c in module_configs(each).items()} for each in (theirs, ours)]
     assert names[0] == names[1]
+
+
+def test_a_model_within_a_model_attends_likewise_if_its_config_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In transformers 5.17, ``set_attn_implementation`` leaves out models whose config is of the class of the whole model's config."""
+
+    def set_own(self: PreTrainedModel, name: str) -> None:
+        set_attention(self.config, name)
+
+    model = tiny_model("gemma2")
+    model.config = copy.deepcopy(model.config)
+    monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", set_own)
+    attend_by(model, "decoders")
+    assert {attention_of(config) for config in module_configs(model).values()} == {"decoders"}
+
+
+def test_positions_that_generate_has_noted_are_not_the_copys() -> None:
+    model = tiny_model("llama")
+    model.rope_deltas = torch.tensor([[3]])
+    assert share_weights(model).rope_deltas is None
+    assert model.rope_deltas.item() == 3

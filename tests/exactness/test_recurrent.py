@@ -21,6 +21,7 @@ from decoders.testing import RECURRENT, Replay, assert_same_tokens, decode, prom
 from decoders.tree import Topology
 
 from ..turns import slow_but
+from ..versions import not_in_the_oldest
 from .references import EAGER, NEW, SAMPLING, enabled, plain, sampled
 
 QUICK = ("qwen3_next", "jamba", "lfm2")
@@ -199,7 +200,8 @@ def test_processors_penalties_and_scores_go_on_working():
         ("qwen3_5", dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)),
         ("granitemoehybrid", dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)),
         ("nemotron_h", dict(num_hidden_layers=2, layers_block_type=["attention"] * 2)),
-        ("recurrent_gemma", dict(num_hidden_layers=2, block_types=["attention"])),
+        # transformers 5.17 keeps its states outside of the cache, so the design is refused there.
+        pytest.param("recurrent_gemma", dict(num_hidden_layers=2, block_types=["attention"]), marks=not_in_the_oldest),
     ],
 )
 def test_models_without_recurrent_layers_of_designs_that_have_them_are_decoded(name, options):

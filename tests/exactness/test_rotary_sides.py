@@ -21,6 +21,8 @@ from decoders.strategies import PromptLookup, Speculative
 from decoders.testing import assert_same_tokens, decode
 from decoders.testing.models import ARCHITECTURES, Architecture
 
+from ..versions import OLDEST
+
 BORDER, NEW = 32, 9
 EAGER = {"compile": False, "prefill_chunk": 8}
 LONG = dict(
@@ -50,6 +52,8 @@ DESIGNS: dict[str, tuple[str, dict[str, Any]]] = {
 @functools.cache
 def enabled(name: str) -> PreTrainedModel:
     kind, own = DESIGNS[name]
+    if name == "by layer" and OLDEST:
+        pytest.skip("transformers 5.17 cannot go back to a long table by layer")
     return decoders.enable(
         Architecture(kind, MappingProxyType(BASE | own), embedding=0.03 if "gemma" in kind else 1.0)()
     )

@@ -31,6 +31,8 @@ from decoders.errors import InputError
 from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_model
 from decoders.testing.models import VOCAB
 
+from ..versions import OLDEST
+
 EAGER = dict(decoders_config={"compile": False, "prefill_chunk": 8})
 NEW = 16
 STRATEGIES = ("autoregressive", "prompt_lookup")
@@ -72,7 +74,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
     "repetition_penalty": lambda: dict(repetition_penalty=1.9),
     "no_repeat_ngram_size": lambda: dict(no_repeat_ngram_size=1),
-    "bad_words_ids": lambda: dict(bad_words_ids=[written(0, 1), [], written(1, 2, 3), written(2, 4)]),
+    "bad_words_ids": lambda: dict(bad_words_ids=[written(0, 1), *([] if OLDEST else [[]]), written(1, 2, 3), written(2, 4)]),
     "sequence_bias": lambda: dict(sequence_bias={tuple(written(0, 0)): -9.0, tuple(written(1, 1, 2)): -7.5, (9,): 2.0}),
     "suppress_tokens": lambda: dict(suppress_tokens=written(0, 2) + written(1, 2)),
     "begin_suppress_tokens": lambda: dict(begin_suppress_tokens=written(0, 0) + written(2, 0)),

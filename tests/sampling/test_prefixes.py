@@ -21,6 +21,8 @@ from decoders.sampling.prefixes import READ_TEXT, Prefixes
 from decoders.sampling.processors import Masks, SamplingInputs, SamplingPlan, process
 from decoders.tree import TreeTensors
 
+from ..versions import not_in_the_oldest
+
 VOCAB, PADDED = 9, 6  # few tokens, so that texts repeat themselves
 token, finite = st.integers(0, VOCAB - 1), st.floats(-9, 9, width=32)
 
@@ -89,6 +91,7 @@ def check(block: tuple[Prefixes, Tensor, list[list[list[int]]]], each: Sequence[
     assert torch.equal(candidates(scores, plan, inputs, positions, None, prefixes=prefixes).dense(), expected)
 
 
+@not_in_the_oldest
 @given(blocks(), st.floats(0.3, 3), st.floats(0.3, 3), st.booleans())
 def test_repetition_penalty(block, one, other, padding_counts):
     ends = block[0].padding[1][block[0].padding[1] >= 0]

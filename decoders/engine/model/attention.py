@@ -115,8 +115,13 @@ def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
 def attend_by(model: PreTrainedModel, name: str) -> None:
     """Makes all layers of our copy of a model run the attention function `name`."""
     model.set_attn_implementation(name)
-    # set_attn_implementation changes only the configs of whole models. A layer taken from another model has that model's config.
-    of_models = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # set_attn_implementation changes only the configs of whole models. A layer taken from another model has that model's config. In
+    # transformers 5.17, a model within `model` keeps its own config if that is of the same class.
+    of_models = [
+        module.config
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and (module is model or type(module.config) is not type(model.config))
+    ]
     known = {id(config) for config in configs_within(of_models)}
     for config in module_configs(model).values():
         if id(config) not in known:

@@ -35,6 +35,10 @@ class Levels(NamedTuple):
     levels: Tensor
     scales: Tensor
 
+    def to(self, device: torch.device) -> Levels:
+        """On `device`. Layers of Gemma 4 move the keys and values of other layers to their own device in transformers 5.17."""
+        return Levels(self.levels.to(device), self.scales.to(device))
+
 
 class SlotCache(Cache):
     """transformers' cache interface over :class:`CacheBuffers` for one forward pass.

@@ -39,6 +39,8 @@ def share_weights(model: Tree, quantized: Sequence[Tensor] = ()) -> Tree:
     # Attributes that tools have set on the model object (generate, locks) are not part of the network.
     for name in [name for name in vars(twin) if name in OF_GENERATION or name.startswith(OURS)]:
         del vars(twin)[name]
+    if "rope_deltas" in vars(model):  # Qwen 2.5 Omni reads the attribute in transformers 5.17
+        vars(twin)["rope_deltas"] = None
     # In a trainer, accelerate wraps `forward` for autocast. The loop computes in the model's own precision, so the wrapper is removed.
     if (forward := vars(twin).pop("_original_forward", None)) is not None:
         vars(twin)["forward"] = forward
