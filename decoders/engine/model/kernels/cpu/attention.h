@@ -93,7 +93,7 @@ struct Queries {
     Mean stretch = mean(key_rows + LANES * length), all = mean(stretch.tops + count);
     Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), key_rows};
     const C* values = (const C*)a.value.data + a.value.at(row, head);
-    const Seen* of_query[MOST_QUERIES];  // for each query, because dividing takes long
+    const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: found once, because dividing takes long
     Ahead ahead_values = {values, 0, 0}, ahead_keys = ahead_values;  // of this block; of the next one
 
     Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }
