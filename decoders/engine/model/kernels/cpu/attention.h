@@ -94,7 +94,7 @@ struct Queries {
     Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), key_rows};
     const C* values = (const C*)a.value.data + a.value.at(row, head);
     const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: found once, because dividing takes long
-    Ahead ahead_values = {values, 0, 0}, ahead_keys = ahead_values;  // of this block; of the next one
+    Ahead ahead_values = {}, ahead_keys = {};  // values of this block, and keys of the next one
 
     Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }
     static long space_for(const Attention& a, long count) {
@@ -301,7 +301,8 @@ void attend_to_slots(const Attention& a, int threads) {
         const long item = turn / turns;
         auto queries = queries_of(thread, item);
         queries.take();
-        for (long stretch = turn % turns * stretches / turns; stretch < (turn % turns + 1) * stretches / turns; stretch++) {
+        long stretch, stop;
+        for (share_of(stretches, 1, int(turn % turns), int(turns), stretch, stop); stretch < stop; stretch++) {
             queries.attend(stretch * STRETCH, (stretch + 1) * STRETCH);
             float* to = kept + (item * stretches + stretch) * part;
             memcpy(to, queries.stretch.sums, queries.count * wide * sizeof(float));

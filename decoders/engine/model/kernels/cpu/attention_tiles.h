@@ -67,8 +67,9 @@ inline void in_vectors(long begin, long end, Body body) {
 // Memory that is read soon, after what is computed now. Each step of the computation prefetches a few lines of it. If all were prefetched
 // at once, the processor would wait for them, and the computation would take half as long again on a Zen 5.
 struct Ahead {
-    const char *line, *end;
-    long lines;  // number of lines of a step
+    const char *line = nullptr, *end = nullptr;
+    long lines = 0;  // number of lines of a step
+    Ahead() = default;
     template <class C>
     Ahead(const C* from, long count, long lines) : line((const char*)from), end((const char*)(from + count)), lines(lines) {}
     void step() {
