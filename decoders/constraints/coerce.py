@@ -56,9 +56,13 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
     return _of_type(value)
 
 
-def full_name(cls: type) -> str:
-    """The name of a type with its module."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+def full_name(cls: type | str) -> str:
+    """The name of a type with its module, without private parts: ``pathlib.Path``, which Python 3.13 defines in ``pathlib._local``.
+
+    cls: a type, or its name with its module.
+    """
+    *places, name = (cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}").split(".")
+    return ".".join([*(place for place in places if not place.startswith("_") or place.startswith("__")), name])
 
 
 def type_names(value: object) -> Iterator[str]:

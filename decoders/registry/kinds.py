@@ -108,9 +108,7 @@ class GrammarTypeKind(Kind[Any]):
             raise PluginError(f"{self.hook} must return a dict of functions by type, not {type(provided).__name__}")
         named: dict[str, Any] = {}
         for cls, function in provided.items():
-            if not isinstance(cls, (type, str)) or "." not in (
-                name := full_name(cls) if isinstance(cls, type) else cls
-            ):
+            if not isinstance(cls, (type, str)) or "." not in (name := full_name(cls)):
                 raise PluginError(f"{self.hook}: {cls!r} should be a type or its full name, such as 'my_package.Form'")
             if not callable(function):
                 raise PluginError(f"{self.hook}: what makes a grammar of {name} must be a function, not {function!r}")

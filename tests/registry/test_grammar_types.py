@@ -57,8 +57,16 @@ def test_a_type_may_be_named_and_that_of_a_class_is_its_metaclass() -> None:
     assert resolve_grammar(Fields("Invoice", (), {})) == decoders.choice(["Invoice"])
 
 
+def test_where_a_package_defines_its_type_makes_no_difference() -> None:
+    moved = type("Form", (), {"__module__": "shop._forms"})
+    registry().register(Plugin({"shop.Form": lambda form: decoders.choice(["yes"])}), "shop")
+    assert resolve_grammar(moved()) == decoders.choice(["yes"])
+    assert registry().register(Plugin({moved: of_form}), "other").grammar_types == ("shop.Form",)
+
+
 def test_the_built_in_plugin_names_its_types_by_the_same_hook() -> None:
     types = registry().grammar_types()
+    assert "pathlib.Path" in types  # which Python 3.13 defines in pathlib._local
     assert "outlines.types.dsl.Term" in types and types["re.Pattern"].provider == "hf-decoders"
 
 
