@@ -1,6 +1,6 @@
-"""Compiles every variant of the CPU's kernels for this kind of machine without a warning, and tests what this one would not run by
-itself: the best variant with the address and undefined-behaviour sanitizers, variants whose instructions the processor lacks with
-these in plain C++, and, where there are a cross compiler and an emulator, the variant for Arm.
+"""Compiles every variant of the CPU's kernels for this kind of machine without a warning, also with clang where it is installed, and
+tests what this one would not run by itself: the best variant with the address and undefined-behaviour sanitizers, variants whose
+instructions the processor lacks with these in plain C++, and, where there are a cross compiler and an emulator, the variant for Arm.
 
     python tests/packaging/check_kernels.py
 """
@@ -24,12 +24,16 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1"
 #: Variants that `emulated.h` makes run on processors with the instructions of the last one.
 EMULATED, EMULATED_ON = ("amx", "avx512_bf16"), "avx512_vnni"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+#: Macs have clang, which does not know GCC's options for warnings.
+CLANG, STRICT = "clang++", ("-Werror", "-Wno-unknown-warning-option")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for variant in build.variants():
-            print(f"{build.compile_into(Path(folder), variant, ('-Werror',)).name}: no warnings", flush=True)
+    for program in filter(None, {build.compiler(), shutil.which(CLANG)}):
+        with mock.patch.dict(os.environ, CXX=program), tempfile.TemporaryDirectory() as folder:
+            for variant in build.variants():
+                name = build.compile_into(Path(folder), variant, STRICT).name
+                print(f"{name} of {program}: no warnings", flush=True)
     best = next(filter(has_instructions, build.variants()))
     test(best, SANITIZERS)
     print(f"{best}: nothing found by the sanitizers", flush=True)
