@@ -186,7 +186,8 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
     if draft.scores is not None:
         inspect_scores(draft, sequences, vocab)
     if draft.grades is not None:
-        assert (draft.grades >= 0).all(), f"Draft.grades must be 0 or more, not {int(draft.grades.min())}"
+        negative = draft.grades[(draft.tokens >= 0) & (draft.grades < 0)]
+        assert not len(negative), f"Draft.grades must be 0 or more, not {int(negative[0])}"
     if isinstance(draft.topology, TreeTensors):
         inspect_tree(draft.topology, rows)
         deepest = int(draft.topology.ancestors.sum(-1).max()) - 1
