@@ -174,30 +174,26 @@ def _check_settings(cls: type[Configured], shown: str) -> None:
             raise PluginError(f"{shown}: setting {setting!r} of {settings.__name__} must have a default")
 
 
+#: The declarations of strategies besides flags: whether a value is right, and what it must be.
+_DECLARED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "hidden_layers": (lambda v: isinstance(v, tuple) and all(type(n) is int for n in v), "a tuple of integers"),
+    "grade_rates": (
+        lambda v: isinstance(v, tuple) and all(isinstance(n, int | float) and 0 <= n <= 1 for n in v),
+        "a tuple of shares from 0 to 1",
+    ),
+    "needs": (lambda v: isinstance(v, str), "a string"),
+    "auto_place": (lambda v: v is None or isinstance(v, int | float), "a number or None"),
+    "auto_settings": (lambda v: isinstance(v, Mapping), "a dict of settings"),
+    "hints": (lambda v: isinstance(v, Mapping), "a dict of settings by argument"),
+} | {n: (lambda v: isinstance(v, bool), "True or False") for n, t in TRAITS.items() if isinstance(t.default, bool)}
+
+
 def check_traits(owner: Strategy | type[Strategy], shown: str) -> None:
     """Raises PluginError if a declaration of a strategy or its class has another type than the reference says."""
-
-    def check(name: str, right: Callable[[Any], bool], wanted: str) -> None:
+    for name, (right, wanted) in _DECLARED.items():
         value = getattr(owner, name)
         if not isinstance(value, property) and not right(value):
             raise PluginError(f"{shown}.{name} must be {wanted}, not {value!r}")
-
-    def is_number(value: object) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-    for flag in (name for name, trait in TRAITS.items() if isinstance(trait.default, bool)):
-        check(flag, lambda value: isinstance(value, bool), "True or False")
-    layers, shares = "a tuple of integers", "a tuple of shares from 0 to 1"
-    check("hidden_layers", lambda value: isinstance(value, tuple) and all(type(n) is int for n in value), layers)
-    check(
-        "grade_rates",
-        lambda value: isinstance(value, tuple) and all(is_number(n) and 0 <= n <= 1 for n in value),
-        shares,
-    )
-    check("needs", lambda value: isinstance(value, str), "a string")
-    check("auto_place", lambda value: value is None or is_number(value), "a number or None")
-    check("auto_settings", lambda value: isinstance(value, Mapping), "a dict of settings")
-    check("hints", lambda value: isinstance(value, Mapping), "a dict of settings by argument")
 
 
 def _check_strategy(cls: type[Strategy], shown: str) -> None:
