@@ -25,8 +25,8 @@ class Draft:
         scores: ``[B, N-1, V]`` float32: the ``softmax`` of a draft token's scores is the distribution that it was sampled from;
             siblings are sampled without replacement, in node order. None if no token was sampled; the coupled verifier needs no scores.
         depth: for trees per row, the greatest number of draft tokens on a path, or None if it is unknown; see :attr:`levels`.
-        grades: ``[B, N-1]`` int64, 0 or more: the strategy's confidence in each draft token, on a scale of few values that it defines.
-            Tokens of the same grade should be right about equally often; ``auto`` counts how often they are.
+        grades: ``[B, N-1]`` int64, 0 or more except at -1 tokens: the strategy's confidence in each draft token, on a scale of few
+            values that it defines. Tokens of the same grade should be right about equally often; ``auto`` counts how often they are.
         drafters: for reports, the name of the strategy that proposed each draft token of every row; None if one strategy drafted.
         on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads the draft on the CPU, and moves it to
             the device in one copy, with `scores` if the verifier uses them.

@@ -69,6 +69,7 @@ def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:  # ty
     A key is a type, or its full name, ``"my_package.Form"``, so that the plugin need not import the type. A key also covers objects of
     derived types. If ``grammar=`` is to take classes, the key is their metaclass. The function returns another value that ``grammar=``
     takes. Called once. If two plugins claim a type, neither gets it until one of them is blocked; this package keeps its types.
+    Python's own types, such as ``dict`` and ``type``, cannot be claimed.
     """
 
 

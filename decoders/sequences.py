@@ -94,7 +94,8 @@ class Step:
         hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
         own_nodes: number of nodes at the block's start, root included, that come from the strategy's draft, in the draft's order.
-            None: the block begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft.
+            None: the block begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft. In
+            ``"a+b"`` every draft may lose nodes at its end to the joint tree's size.
         layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers in :attr:`Strategy.hidden_layers`, in this order; None if T is 0.
         known: the step as lists, which :meth:`read` returns; None if the loop has not read it from the device.
     """

@@ -8,14 +8,15 @@ from abc import ABC
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache, partial
 from typing import Any, Generic, Literal, TypeVar
 
 from ..constraints import Backend, full_name
 from ..errors import PluginError, UnknownNameError, canonical, suggest
 from ..report import Observer
-from ..settings import OWN_VARIABLES, Settings, variable_of
-from ..strategy import Strategy
+from ..settings import OWN_VARIABLES, Configured, Settings, variable_of
+from ..strategy import TRAITS, Strategy
 from ..verifiers.verifier import Verifier
 
 #: A class that plugins provide.
@@ -61,6 +62,8 @@ class Kind(Generic[Provided]):
         if inspect.isabstract(cls):
             raise PluginError(f"{shown} does not implement: {', '.join(sorted(cls.__abstractmethods__))}")
         name = _snake_case(getattr(cls, "name", None), f"{shown}.name")
+        if not isinstance(summary := getattr(cls, "summary", ""), str):
+            raise PluginError(f"{shown}.summary must be one line that says what it does, not {summary!r}")
         check_methods(cls, self.base)
         self.check_more(cls, shown)
         return name
@@ -68,7 +71,16 @@ class Kind(Generic[Provided]):
 
 @lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` cannot be called as the method of `base` with the same name is called."""
+    """Raises PluginError if a method of `cls` cannot be called as the method of `base` with the same name is called, or has the
+    parameters of such a method and nearly its name.
+    """
+    hooks = {name: list(inspect.signature(f).parameters) for name, f in vars(base).items() if inspect.isfunction(f)}
+    for name, own in inspect.getmembers(cls, inspect.isfunction):
+        near = () if name.startswith("_") or hasattr(base, name) else get_close_matches(name, hooks, n=1, cutoff=0.8)
+        if near and list(inspect.signature(own).parameters) == hooks[near[0]]:
+            raise PluginError(
+                f"{cls.__module__}.{cls.__qualname__}.{name} is no hook. Did you mean {near[0]!r}? If not, rename its parameters"
+            )
     for name, method in vars(base).items():
         own = inspect.getattr_static(cls, name)
         if not inspect.isfunction(method) or name.startswith("_") or not inspect.isfunction(own) or own is method:
@@ -110,6 +122,8 @@ class GrammarTypeKind(Kind[Any]):
         for cls, function in provided.items():
             if not isinstance(cls, (type, str)) or "." not in (name := full_name(cls)):
                 raise PluginError(f"{self.hook}: {cls!r} should be a type or its full name, such as 'my_package.Form'")
+            if name.startswith("builtins."):
+                raise PluginError(f"{self.hook}: grammar= reads {name[9:]!r} and Python's other own types itself")
             if not callable(function):
                 raise PluginError(f"{self.hook}: what makes a grammar of {name} must be a function, not {function!r}")
             named[name] = function
@@ -149,10 +163,41 @@ def _snake_case(name: object, what: str) -> str:
     return name
 
 
-def _check_settings(cls: type[Strategy], shown: str) -> None:
+def _check_settings(cls: type[Configured], shown: str) -> None:
     settings = cls.settings_class
     if not isinstance(settings, type) or not issubclass(settings, Settings):
         raise PluginError(f"{shown}.settings_class must be a subclass of decoders.settings.Settings, not {settings!r}")
+    for setting, field in settings.model_fields.items():
+        if field.is_required():
+            raise PluginError(f"{shown}: setting {setting!r} of {settings.__name__} must have a default")
+
+
+#: The declarations of strategies besides flags: whether a value is right, and what it must be.
+_DECLARED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "hidden_layers": (lambda v: isinstance(v, tuple) and all(type(n) is int for n in v), "a tuple of integers"),
+    "grade_rates": (
+        lambda v: isinstance(v, tuple) and all(isinstance(n, int | float) and 0 <= n <= 1 for n in v),
+        "a tuple of shares from 0 to 1",
+    ),
+    "needs": (lambda v: isinstance(v, str), "a string"),
+    "auto_place": (lambda v: v is None or isinstance(v, int | float), "a number or None"),
+    "auto_settings": (lambda v: isinstance(v, Mapping), "a dict of settings"),
+    "hints": (lambda v: isinstance(v, Mapping), "a dict of settings by argument"),
+} | {n: (lambda v: isinstance(v, bool), "True or False") for n, t in TRAITS.items() if isinstance(t.default, bool)}
+
+
+def check_traits(owner: Strategy | type[Strategy], shown: str) -> None:
+    """Raises PluginError if a declaration of a strategy or its class has another type than the reference says."""
+    for name, (right, wanted) in _DECLARED.items():
+        value = getattr(owner, name)
+        if not isinstance(value, property) and not right(value):
+            raise PluginError(f"{shown}.{name} must be {wanted}, not {value!r}")
+
+
+def _check_strategy(cls: type[Strategy], shown: str) -> None:
+    _check_settings(cls, shown)
+    check_traits(cls, shown)
+    settings = cls.settings_class
     for setting in settings.model_fields:
         own = OWN_VARIABLES.get(variable_of(cls.name, setting))
         if own is not None:
@@ -160,8 +205,6 @@ def _check_settings(cls: type[Strategy], shown: str) -> None:
                 f"setting {setting!r} of strategy {cls.name!r} would be read from {variable_of(cls.name, setting)}, which is "
                 f"{own!r} of the loop: rename one of the two"
             )
-    if not isinstance(cls.hints, Mapping):
-        raise PluginError(f"{shown}.hints must be a dict of settings by argument, not {cls.hints!r}")
     named = [(f"hints: {hint!r} stands for setting {setting!r}", setting) for hint, setting in cls.hints.items()]
     for what, setting in (
         *named,
@@ -172,8 +215,17 @@ def _check_settings(cls: type[Strategy], shown: str) -> None:
                 f"{shown}.{what}, which {settings.__name__} does not have. {suggest(str(setting), settings.model_fields)}"
             )
     if cls.auto_place is not None and not (cls.exact and (cls.rests or not cls.observes)):
-        why = "has to see every step (it does not say `rests`)" if cls.exact else "is not exact"
+        why = (
+            "has `observe`, and does not declare `rests = True` (steps may leave it out)"
+            if cls.exact
+            else "is not exact"
+        )
         raise PluginError(f"{shown}.auto_place makes it a candidate of auto, and it {why}: leave auto_place out")
+
+
+def _check_verifier(cls: type[Verifier], shown: str) -> None:
+    _check_settings(cls, shown)
+    _check_made_by_name(cls, shown)
 
 
 def _check_made_by_name(cls: type[ABC], shown: str) -> None:
@@ -183,8 +235,8 @@ def _check_made_by_name(cls: type[ABC], shown: str) -> None:
         raise PluginError(f"{shown} must be made without arguments: {error}") from error
 
 
-STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_settings)  # type: ignore[type-abstract]
-VERIFIER = Kind("verifier", "verifiers", Verifier, "decoders_verifiers", _check_made_by_name)  # type: ignore[type-abstract]
+STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_strategy)  # type: ignore[type-abstract]
+VERIFIER = Kind("verifier", "verifiers", Verifier, "decoders_verifiers", _check_verifier)  # type: ignore[type-abstract]
 BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", _check_made_by_name)  # type: ignore[type-abstract]
 
 GRAMMAR = GrammarKind("grammar", "grammars", ABC, "decoders_grammars", lambda cls, shown: None)

@@ -200,16 +200,14 @@ class Merged(Strategy):
 
     def observe(self, state: MergedState, step: Step) -> None:
         count = step.own_nodes
-        # If the block does not hold this strategy's draft, no part has nodes in it.
-        owned = state.owned if count != 0 else [range(1, 1)] * len(self.parts)
-        for part, own, mine in zip(self.parts, state.parts, owned, strict=True):
+        for part, own, mine in zip(self.parts, state.parts, state.owned, strict=True):
             if not part.observes:
                 continue
-            part_step = replace(step, layers=self._layers(state, part, step.layers))
-            if count:  # only the first `count` nodes of this strategy's draft are in the block
-                mine = range(min(mine.start, count), min(mine.stop, count))
-                part_step = replace(part_step, own_nodes=len(mine) + 1)
-            part.observe(own, _first(part_step, mine))
+            if count is not None:  # only the first `count` nodes of this strategy's draft are in the block
+                mine = range(min(mine.start, max(count, 1)), min(mine.stop, max(count, 1)))
+            left = 0 if count == 0 else len(mine) + 1  # `propose` may have cut the part's draft
+            layers = self._layers(state, part, step.layers)
+            part.observe(own, _first(replace(step, layers=layers, own_nodes=left), mine))
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:

@@ -177,12 +177,11 @@ class Speculative(DraftModelStrategy):
 
     def observe(self, state: _State, step: Step) -> None:
         s: ShapeSettings = self.settings
-        own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
         if not isinstance(state.drafter, TextDrafter):
             displaced = state.tree.depth if state.tree is not None else 0
             if state.mask is not None:  # in the draft model's cache, the slots of draft tokens hold masks
                 displaced = state.own_nodes - 1
-            state.drafter.observe(step, own_nodes, displaced=displaced)
+            state.drafter.observe(step, state.own_nodes, displaced=displaced)
         if s.schedule == "heuristic":
             whole = step.accepted >= state.lengths
             state.lengths = torch.where(whole, state.lengths + 2, state.lengths - 1).clamp(1, s.max_length)

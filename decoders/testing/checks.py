@@ -13,10 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..common.host_reads import as_recorded
-from ..errors import SettingsError
-from ..registry.kinds import SNAKE_CASE
-from ..settings import Settings
-from ..strategy import TRAITS, Strategy
+from ..errors import PluginError, SettingsError
+from ..registry.kinds import STRATEGY, Kind, check_traits
+from ..strategy import Strategy
 from .conditions import Conditions, run, run_alike
 from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
@@ -36,22 +35,11 @@ def _automaton(seed: int, *stops: int) -> TokenAutomaton:
 
 
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The class has a name and a summary, and its traits (``exact``, ``hidden_layers`` …) have the right types."""
-    cls = type(strategy)
-    check_name_and_summary(cls)
-    assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
-        f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
-    )
-    for flag in (name for name, trait in TRAITS.items() if isinstance(trait.default, bool)):
-        assert isinstance(getattr(strategy, flag), bool), f"{cls.__name__}.{flag} must be True or False"
-    layers = strategy.hidden_layers
-    assert isinstance(layers, tuple) and all(type(layer) is int for layer in layers), (
-        f"{cls.__name__}.hidden_layers must be a tuple of integers, not {layers!r}"
-    )
-    rates = strategy.grade_rates
-    assert isinstance(rates, tuple) and all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates), (
-        f"{cls.__name__}.grade_rates must be a tuple of shares from 0 to 1, not {rates!r}"
-    )
+    """The class has a name and a summary, its methods take what the loop passes, and its declarations (``exact``, ``hints`` …) have
+    the right types.
+    """
+    check_registrable(STRATEGY, type(strategy))
+    check_traits(strategy, type(strategy).__name__)
     for part in parts_of(strategy):
         check_class(part)
 
@@ -259,10 +247,13 @@ def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) ->
                 assert taken == len(tokens), f"row {row}: token {taken}, {tokens[taken]}, is illegal in its grammar"
 
 
-def check_name_and_summary(cls: type[Any]) -> None:
-    """A class has a name in snake_case, and a summary of one line."""
-    name, summary = getattr(cls, "name", None), cls.summary
-    assert isinstance(name, str) and SNAKE_CASE.fullmatch(name), f"{cls.__name__}.name must be snake_case, not {name!r}"
-    assert isinstance(summary, str) and summary.strip() and "\n" not in summary, (
+def check_registrable(kind: Kind[Any], cls: type[Any]) -> None:
+    """A class can be registered, and has a summary of one line."""
+    try:
+        kind.check(cls)
+    except PluginError as error:
+        raise AssertionError(str(error)) from error
+    summary = cls.summary
+    assert summary.strip() and "\n" not in summary, (
         f"{cls.__name__}.summary must be one line that says what it does, not {summary!r}"
     )

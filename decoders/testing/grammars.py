@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from ..constraints import Backend, CompiledGrammar, Language, Policy
 from ..errors import GrammarError
-from .checks import check_name_and_summary
+from ..registry.kinds import BACKEND
+from .checks import check_registrable
 from .grammar_checks import (
     Check,
     GrammarCase,
@@ -42,8 +43,8 @@ def check_backend(
     Raises:
         AssertionError: a check failed. The message names the check, the language and the reason.
     """
+    check_registrable(BACKEND, backend if isinstance(backend, type) else type(backend))
     backend = backend() if isinstance(backend, type) else backend
-    check_name_and_summary(type(backend))
     notations = [notation for notation in NOTATIONS if _reads(backend, notation)]
     assert notations, f"{backend!r} compiles neither a plain regex nor a plain lark grammar"
     for reference in references():

@@ -185,8 +185,13 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
         assert low >= -1 and high < vocab, f"draft tokens must lie in -1 … {vocab - 1}, not {low} … {high}"
     if draft.scores is not None:
         inspect_scores(draft, sequences, vocab)
+    if draft.grades is not None:
+        negative = draft.grades[(draft.tokens >= 0) & (draft.grades < 0)]
+        assert not len(negative), f"Draft.grades must be 0 or more, not {int(negative[0])}"
     if isinstance(draft.topology, TreeTensors):
         inspect_tree(draft.topology, rows)
+        deepest = int(draft.topology.ancestors.sum(-1).max()) - 1
+        assert deepest <= draft.levels, f"Draft.depth is {draft.depth}, and a path has {deepest} draft tokens"
     else:
         assert isinstance(draft.topology, Topology), f"topology is a {type(draft.topology).__name__}"
 
@@ -222,7 +227,7 @@ def inspect_tree(tree: TreeTensors, rows: int) -> None:
         parents, offsets = tree.parents[row].tolist(), tree.offsets[row].tolist()
         ancestors, visible = tree.ancestors[row].tolist(), tree.visible[row].tolist()
         assert ancestors[0] == [True] + [False] * (n - 1) and offsets[0] == 0, (
-            "node 0 must be the root, its own ancestor"
+            "node 0 must be the root, with parent -1 and no other ancestor than itself, and parents must come before their children"
         )
         for node in range(1, n):
             if not any(ancestors[node]):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import VerifierError
+from ..registry.kinds import VERIFIER
 from ..tree import Topology, TreeTensors, parents_by_row
 from ..verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
-from .checks import check_name_and_summary
+from .checks import check_registrable
 
 #: A model as tables: entry ``d`` is ``[V**d, V]``, the next token's distribution after every sequence of ``d`` tokens.
 Tables = tuple[Tensor, ...]
@@ -183,8 +184,8 @@ def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> Non
     Raises:
         AssertionError: says what is wrong, and for which drafts.
     """
+    check_registrable(VERIFIER, verifier if isinstance(verifier, type) else type(verifier))
     verifier = verifier() if isinstance(verifier, type) else verifier
-    check_name_and_summary(type(verifier))
     for case in cases(trees=verifier.trees, seed=seed):
         drafts = case.drafts()
         try:

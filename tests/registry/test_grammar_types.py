@@ -95,7 +95,13 @@ def test_a_function_that_fails_is_told_by_its_type(function: Any, reason: str) -
 
 @pytest.mark.parametrize(
     ("types", "reason"),
-    [([Form], "must return a dict"), ({3: of_form}, "a type or its full name"), ({Form: "x"}, "must be a function")],
+    [
+        ([Form], "must return a dict"),
+        ({3: of_form}, "a type or its full name"),
+        ({Form: "x"}, "must be a function"),
+        ({dict: of_form}, "grammar= reads 'dict'"),
+        ({"builtins.type": of_form}, "reads 'type'"),
+    ],
 )
 def test_what_is_no_type_or_function_is_refused(types: Any, reason: str) -> None:
     with pytest.raises(PluginError, match=reason):

@@ -41,8 +41,8 @@ def _not_called(self: Any, *arguments: Any) -> Any:
     raise NotImplementedError
 
 
-def strategy_named(name: str) -> type[Strategy]:
-    return type("Fake", (Strategy,), {"name": name, "propose": _not_called})
+def strategy_named(name: str, **declared: Any) -> type[Strategy]:
+    return type("Fake", (Strategy,), {"name": name, "propose": _not_called} | declared)
 
 
 def verifier_named(name: str) -> type[Verifier]:
@@ -239,6 +239,20 @@ def test_a_plugin_that_cannot_be_imported_names_its_own_line(
     assert re.fullmatch(reason, str(status_of("broken", registry()).error))
 
 
+class Widths(Settings):
+    """A setting without a default."""
+
+    width: int
+
+
+Required = type("Required", (PromptLookup,), {"name": "required", "settings_class": Widths})
+#: Declarations of the wrong type.
+ODD: tuple[dict[str, Any], ...] = (
+    {"summary": None}, {"needs": True}, {"exact": "no"}, {"on_device": 1}, {"auto_place": "first"}, {"auto_settings": ["length"]},
+    {"hints": ["length"]}, {"hidden_layers": -1}, {"grade_rates": (2.0,)},
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("plugin", "reason"),
     [
@@ -263,7 +277,17 @@ def test_a_plugin_that_cannot_be_imported_names_its_own_line(
             plugin_with(type("Fake", (Strategy,), {"name": "fake", "propose": lambda self, state: None})),
             r"Fake.propose\(self, state\) is called with \(self, state, sequences\): .* \(.*test_registry.py:\d+\)",
         ),
+        (
+            plugin_with(strategy_named("odd", obsrve=lambda self, state, step: None)),
+            "obsrve is no hook. Did you mean 'observe'",
+        ),
         (plugin_with(BadSettings), "settings_class"),
+        (plugin_with(Required), "setting 'width' of Widths must have a default"),
+        *((plugin_with(strategy_named("odd", **wrong)), f"{next(iter(wrong))} must be") for wrong in ODD),
+        (
+            plugin_with(verifiers=(type("Set", (Coupled,), {"name": "set", "settings_class": Widths}),)),
+            "have a default",
+        ),
         (plugin_with(strategy_named("twin"), strategy_named("twin")), "two of its strategies"),
         (hooking("decoders_verifiers", lambda self: Coupled), "decoders_verifiers must return an iterable of classes"),
         (plugin_with(verifiers=(PromptLookup,)), "PromptLookup is not a subclass of decoders.Verifier"),

@@ -470,6 +470,13 @@ class KnowsItsNodesOnly(Repeats):
         state.best.copy_(step.nodes[:, 1:])
 
 
+class KnowsTheWholeDraft(Repeats):
+    """Takes the block's first nodes for the whole of its draft."""
+
+    def observe(self, state, step):
+        state.best.copy_(step.nodes[:, 1:4])
+
+
 class ShortensTheRows(Good):
     name = "writes"
 
@@ -488,6 +495,11 @@ class Named(Good):
 def test_a_part_that_takes_the_block_for_its_own():
     with pytest.raises(RuntimeError, match="must match the size"):
         BY_NAME["check_merged"](KnowsItsNodesOnly())
+
+
+def test_a_part_that_does_not_expect_its_draft_to_be_cut():
+    with pytest.raises(RuntimeError, match="must match the size"):
+        BY_NAME["check_merged"](KnowsTheWholeDraft())
 
 
 @pytest.mark.slow

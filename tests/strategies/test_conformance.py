@@ -175,6 +175,23 @@ def proposing(draft: Callable[[Tensor], Draft]) -> dict[str, Any]:
         ({"settings_class": LaxSettings}, "check_settings", "accepts unknown settings"),
         ({"name": "Bad-Name"}, "check_class", "snake_case"),
         ({"summary": ""}, "check_class", "summary"),
+        ({"observe": lambda self, step: None}, "check_class", "is called with"),
+        ({"auto_place": 5, "observe": lambda self, state, step: None}, "check_class", "declare `rests = True`"),
+        (
+            proposing(lambda last: dataclasses.replace(Draft.chain(last), grades=last - last - 1)),
+            "check_drafts",
+            "0 or more, not -1",
+        ),
+        (
+            proposing(lambda last: Draft.listed([[3, 3]] * len(last), [[-1, 0, 1]] * len(last), depth=1)),
+            "check_drafts",
+            "Draft.depth is 1, and a path has 2 draft tokens",
+        ),
+        (
+            proposing(lambda last: Draft.listed([[3, 3]] * len(last), [[-1, 2, 0]] * len(last))),
+            "check_drafts",
+            "parents must come before their children",
+        ),
         ({"__reduce__": fail_to_be_copied}, "check_copies", "cannot be copied"),
     ],
 )

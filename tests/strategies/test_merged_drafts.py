@@ -118,7 +118,7 @@ def seen_by_the_second(own_nodes: int | None) -> Step:
 
 def test_every_part_sees_its_own_nodes_right_behind_the_root():
     mine = seen_by_the_second(None)
-    assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]] * 2 and mine.own_nodes is None
+    assert mine.nodes.tolist() == [[10, 13, 14, 11, 12, 15]] * 2 and mine.own_nodes == 3
     assert mine.path.tolist() == [[0, 1, 2, 0], [0, 3, 4, 0]]
     for name, before in (("chosen", 100), ("logits", 0.5), ("hidden", 0.25)):
         assert torch.equal(getattr(mine, name).squeeze(-1), mine.nodes + before)
@@ -136,6 +136,20 @@ def test_every_part_sees_its_own_nodes_right_behind_the_root():
 def test_parts_are_told_how_many_of_their_nodes_were_verified(verified: int, own: int, nodes: list[int]) -> None:
     mine = seen_by_the_second(verified)
     assert (mine.own_nodes, mine.nodes[0].tolist()) == (own, nodes)
+
+
+def test_a_part_is_told_how_much_of_its_draft_the_budget_left(target):
+    left = []
+
+    class Counts(PromptLookup):
+        name = "counts"
+
+        def observe(self, state: Any, step: Step) -> None:
+            left.append(step.own_nodes)
+
+    strategy = Merged([Counts(length=8, branches=1), PromptLookup()], MergedSettings(nodes=4))
+    decode(target, prompts(1), strategy, max_new_tokens=3, decoders_config=EAGER)
+    assert set(left) == {4}
 
 
 @pytest.mark.parametrize("strategy", ["speculative+prompt_lookup", "suffix+token_recycling"])

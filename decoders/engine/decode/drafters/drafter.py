@@ -265,6 +265,7 @@ class ModelDrafter(Drafter):
             self.fall_behind(int(step.emitted.max()) if host_reads(step.emitted) else step.nodes.shape[1])
             return
         self._drafting = False
+        own_nodes = own_nodes if step.own_nodes is None else step.own_nodes
         # If the block has another number of nodes than this model's draft, the draft was merged with others or cut by a node budget:
         # accepted nodes are in other slots.
         if self.proposed is not None:
