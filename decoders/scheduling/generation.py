@@ -99,7 +99,7 @@ class Generation:
     def _call_back(self, function: Callable[[Generation], None]) -> None:
         try:
             function(self)
-        except Exception:
+        except (Exception, SystemExit):
             log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
 
     def cancel(self) -> bool:
@@ -289,7 +289,7 @@ class Generation:
                 value = self.call.result(self.member) if error is None else self.call.partial(self.member)
                 if self.tokenizer is not None:
                     value = self.text
-            except Exception as own:  # such as an error of a streamer
+            except BaseException as own:  # such as an error of a streamer
                 error = error or own
         elif error is None:
             error = CancelledError("the request was never decoded")

@@ -115,7 +115,7 @@ class Scheduler:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
             priority: requests with a higher priority go first; ties are served in order of arrival.
             deadline: seconds from now after which an unfinished request ends with a DeadlineError; None for no deadline.
-            wait: whether to wait for room in a full queue.
+            wait: whether to wait for room in a full queue. Callbacks in the decoding thread, which makes the room, do not wait.
             top_logprobs: number of likeliest tokens whose log-probabilities to return besides each new token's own, in
                 :attr:`Generation.logprobs`; 0 or more; None for no log-probabilities.
             cache_salt: requests with different salts share nothing that reveals their texts: neither keys and values of common
@@ -145,6 +145,7 @@ class Scheduler:
             generation = Generation(call, text_of, priority, deadline, self._cancel)
             release_threads()  # frees the threads of loading and checking, since from here on the scheduler's thread decodes
         with self._changed:
+            wait = wait and threading.current_thread() is not self._thread
             while wait and len(self._waiting) >= self.queue and not self._closing:
                 self._changed.wait()
             self._check_open()

@@ -53,18 +53,26 @@ Several = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Part(BaseModel):
-    """Base class of the JSON objects in a body: unknown fields are errors, and values are not converted."""
+    """Base class of the JSON objects in a body: unknown fields are errors, null counts as not given, and values are not converted.
+
+    Attributes:
+        instead: the fields that the object refuses, each with advice on what the client can do instead.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    instead: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _of_few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MOST_FIELDS:
             raise PydanticCustomError(
                 "too_many_fields", "{count} fields are more than any object here has", {"count": len(given)}
             )
-        return given
+        known = cls.model_fields.keys() | cls.instead.keys()
+        return {name: value for name, value in given.items() if value is not None or name not in known}
 
 
 class StreamOptions(Part):
@@ -139,7 +147,6 @@ class Asked(Part):
     """The fields that all routes accept. Values of sampling fields that a body leaves out come from the model's generation config.
 
     Attributes:
-        instead: the fields that the route refuses, each with advice on what the client can do instead.
         names: maps the field names in refusals to this route's names, for fields whose names differ.
     """
 
@@ -176,18 +183,16 @@ class Asked(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
-        """Checks the lengths of lists, then drops fields that are null or have a value without effect. The validation context holds
-        the checks: functions by field name.
+        """Checks the lengths of lists, then drops fields with a value that has no effect. The validation context holds the checks:
+        functions by field name.
         """
         if not isinstance(given, dict):
             return given
         for name, check in (info.context or {}).items():
             if isinstance(given.get(name), list):
                 check(given[name])
-        known, no_ops = cls.model_fields.keys() | cls.instead.keys(), NO_OPS | {"best_of": given.get("n") or 1}
-        nulls = {name for name in known if name in given and given[name] is None}
-        silent = {name for name, value in no_ops.items() if name in given and given[name] == value}
-        return {name: value for name, value in given.items() if name not in nulls | silent}
+        no_ops = NO_OPS | {"best_of": given.get("n") or 1}
+        return {name: value for name, value in given.items() if name not in no_ops or value != no_ops[name]}
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def submitted(
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     conversations = service.conversations
     calling = Calling.of(body, conversations.style)

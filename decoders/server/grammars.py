@@ -115,7 +115,7 @@ class Calling:
         """
         tools, choice = tuple(body.tools or ()), body.tool_choice
         if not tools:
-            if choice in (None, "none"):
+            if choice in (None, "none", "auto"):
                 return None
             raise Refusal(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
         names = [tool.function.name for tool in tools]

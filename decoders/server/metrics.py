@@ -89,9 +89,9 @@ class Metrics:
             last, before = moment, count
         # `generation.report` would validate the text first, so the report is read from `generation.member`.
         report = generation.member.report if generation.member is not None else None
-        self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         if report is None:
             return
+        self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         self.reused_tokens.inc(sum(report.reused))
         name = self._name(report.strategy)
         self.tokens.labels(name).inc(before)

@@ -377,6 +377,27 @@ def test_a_callback_that_raises_ends_its_own_request_alone(llama: PreTrainedMode
     assert len(broken.exception().partial[0]) == 9  # type: ignore[union-attr]
 
 
+def exits(*_: Any, **__: Any) -> Any:
+    raise SystemExit("of one request")
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria", "put", "end"])
+def test_a_callback_that_exits_ends_its_own_request_alone(llama: PreTrainedModel, name: str) -> None:
+    def put(value: torch.Tensor) -> None:
+        if name == "put" and value.numel() == 1:  # a new token
+            exits()
+
+    streamer = SimpleNamespace(put=put, end=exits)
+    with scheduler_of(llama) as scheduler:
+        other = scheduler.submit(text_of(1, 5), max_new_tokens=30)
+        more = {"streamer": streamer} if name in ("put", "end") else {name: [exits]}
+        broken = scheduler.submit(text_of(0, 6), max_new_tokens=3, **more)
+        broken.add_done_callback(exits)
+        assert isinstance(broken.exception(60), SystemExit)
+        assert written(other, text_of(1, 5)) == write_alone(llama, text_of(1, 5), max_new_tokens=30)
+        assert scheduler.alive
+
+
 def test_requests_that_an_error_ends_together_keep_their_own_texts(llama: PreTrainedModel) -> None:
     class Fails(PromptLookup):
         name = "fails"
@@ -519,6 +540,25 @@ def test_a_full_queue_refuses_and_says_its_size(llama: PreTrainedModel) -> None:
         first.cancel()
         late = scheduler.submit(text_of(2, 6), max_new_tokens=2, wait=True)
         assert all(g.result(60) is not None for g in (*others, late))
+
+
+def test_a_callback_does_not_wait_for_the_room_that_only_its_own_thread_makes(llama: PreTrainedModel) -> None:
+    errors = list[BaseException]()
+
+    def submits(generation: decoders.Generation) -> None:
+        try:
+            scheduler.submit(text_of(2, 6), max_new_tokens=2, wait=True)
+        except QueueFull as error:
+            errors.append(error)
+
+    with scheduler_of(llama, rows=1, queue=1) as scheduler:
+        first = scheduler.submit(text_of(0, 6), max_new_tokens=3000)
+        next(iter(first))
+        waiting = scheduler.submit(text_of(1, 6), max_new_tokens=2)
+        first.add_done_callback(submits)
+        first.cancel()
+        assert waiting.result(60) is not None
+    assert len(errors) == 1
 
 
 def test_higher_priorities_go_first(llama: PreTrainedModel) -> None:

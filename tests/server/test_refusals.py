@@ -168,7 +168,14 @@ def test_null_and_what_asks_for_nothing_are_as_if_not_there(client: Any, route: 
     body = {"prompt": "a", "echo": None} if route == COMPLETE else {"messages": HI, "tools": None, "tool_choice": None}
     plain = client.post(route, json={key: value for key, value in body.items() if value} | {"max_tokens": 2})
     others = set(NULLABLE.split()) - (set() if route == COMPLETE else {"echo"})
-    silent = {"best_of": 1, "suffix": "", "modalities": ["text"]}
+    silent: dict[str, Any] = {
+        "best_of": 1,
+        "suffix": "",
+        "modalities": ["text"],
+        "stream_options": {"include_usage": None},
+    }
+    if route == CHAT:
+        silent |= {"tool_choice": "auto", "logprobs": False, "top_logprobs": 0}
     for more in (dict.fromkeys(others), silent, silent | {"n": 1}):
         response = client.post(route, json=body | {"max_tokens": 2} | more)
         assert response.status_code == 200, response.text

@@ -89,6 +89,8 @@ def test_a_full_queue_says_when_to_come_again(served: Any, service_of: Any, wait
             assert (health["waiting"], health["running"]) == (1, 1)
             several = client.post(ROUTE, json=LONG | {"n": 2})  # all of a request or nothing of it
             assert several.status_code == 429 and service.pool.outstanding == 2
+            # Of its two texts one was in the queue for a moment; its prompt was never read.
+            assert "decoders_prompt_tokens_total 0.0" in client.get("/metrics").text
             assert next(lines) is not None
         waiting.join(30)
 

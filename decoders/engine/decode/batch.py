@@ -311,7 +311,7 @@ class Batch:
         """A context for a callback of `member`. In a shared batch an exception of the callback ends only this request."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # in a scheduler's thread, SystemExit is a callback's own
             if not self.shared:
                 raise
             error.add_note(f"decoders: {self.where} of one request, after {amount(member.report.steps, 'step')}")

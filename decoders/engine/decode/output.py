@@ -52,7 +52,7 @@ class RequestOutput:
         if request.stopping.criteria is not None:
             kept = self.scores if request.plan.keep_scores else None
             self.criteria = CriteriaRun(request.stopping.criteria, self.padded_rows, kept, ranks)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._closed = False
         self._observed = ObservedCall(
             request.models.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample

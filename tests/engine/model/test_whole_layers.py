@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -179,6 +180,17 @@ def test_a_changed_window_counts_in_layers_computed_together() -> None:
     for layer in target.model.model.layers:
         setattr(layer.self_attn, KIND_ATTRIBUTE, LayerKind(window=2))
     assert not torch.equal(before, results(target)[0])
+
+
+def test_results_within_layers_leave_nothing_behind() -> None:
+    target = target_of(tiny_model("llama"))
+    tokens, rows, view = torch.arange(60)[None], target.buffers(1, 64), torch.arange(64)
+    sizes = []
+    for _ in range(2):
+        for _ in range(200):  # without a place for all operators' results, 20 MiB
+            target.prefill(tokens, torch.zeros(1, dtype=torch.int64), rows, view, 0)
+        sizes.append(psutil.Process().memory_info().rss)
+    assert sizes[1] - sizes[0] < 4 * 2**20
 
 
 def test_a_changed_weight_counts() -> None:

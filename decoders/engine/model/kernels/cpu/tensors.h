@@ -31,7 +31,12 @@ inline Tensor empty(const std::vector<int64_t>& sizes, torch::headeronly::Scalar
 }
 inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) { return empty(sizes, x.scalar_type()); }
 
+}  // namespace
+
+namespace DECODERS_NAMESPACE {
+
 // Memory for the results within a layer, which the calling thread keeps for its next layers. Memory stays valid until `turn` was called twice.
+// Outside of the unnamed namespace, so that all files of a variant share it: `turn` in one of them frees what the others took.
 class Scratch {
     struct Block {
         std::unique_ptr<char[]> memory;
@@ -57,10 +62,6 @@ class Scratch {
         return scratch;
     }
 };
-
-}  // namespace
-
-namespace DECODERS_NAMESPACE {
 
 // A tensor over memory that it does not own, with those methods of torch's tensors that operators call. It is made without an allocation,
 // of which torch needs several per tensor: they would take a third of the time of a small model's layers.
