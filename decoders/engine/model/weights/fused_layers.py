@@ -19,8 +19,8 @@ from ..modules_compat import hooks_of
 from .fused import outputs_of
 from .layers import Joint
 
-#: Trials are repeated with inputs larger by this factor, to detect layers that clamp values.
-LOUD = 64
+#: Trials are repeated with inputs larger by the first of these factors whose results are finite, to detect layers that clamp values.
+LOUD = (64, 8, 1)
 #: The activations that the kernels compute. The index of an activation is the argument `kind` of the kernels.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
 
@@ -70,13 +70,16 @@ def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
     if outputs_of(pair[0]) != outputs_of(pair[1]) or (kind := _activation(others[0])) is None:
         return None
     x = torch.randn(1, 4, outputs_of(down), generator=torch.Generator().manual_seed(0), device="cpu")
-    both = torch.cat([x, LOUD * x]).to(pair[0].weight.device, pair[0].weight.dtype)  # one pass reads the weights once
-    try:
-        expected = module(both)
-    except Exception:  # the module takes other arguments
-        return None
-    if not isinstance(expected, Tensor):
-        return None
+    for factor in LOUD:
+        both = torch.cat([x, factor * x]).to(pair[0].weight)  # one pass reads the weights once
+        try:
+            expected = module(both)
+        except Exception:  # the module takes other arguments
+            return None
+        if not isinstance(expected, Tensor):
+            return None
+        if expected.isfinite().all():
+            break
     for gate_first in (True, False):
         stand_in = gated_class(cast(Hashable, type(module)), kind, gate_first)
         tried = stand_in.compute((pair, down), both)  # type: ignore[attr-defined]
@@ -94,7 +97,7 @@ def _activation(module: nn.Module) -> int | None:
         return None
     if not isinstance(out, Tensor):
         return None
-    return next((n for n, known in enumerate(ACTIVATIONS) if torch.allclose(out, known(x), rtol=1e-6, atol=1e-7)), None)
+    return next((n for n, known in enumerate(ACTIVATIONS) if torch.allclose(out, known(x), rtol=1e-6, atol=1e-6)), None)
 
 
 def close(ours: Tensor | None, other: Tensor) -> bool:
