@@ -133,6 +133,12 @@ def test_layers_run_fused_whose_large_trial_exceeds_float16() -> None:
     assert blocks(Target(model.half())) == [(True, True)] * len(model.model.layers)
 
 
+def test_layers_run_fused_whose_quantized_parts_round_last_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3", 1, intermediate_size=1536)
+    monkeypatch.setattr(quantization, "SMALLEST", 0)
+    assert blocks(Target(model, precision=Precision(weights="int8"))) == [(True, True)] * len(model.model.layers)
+
+
 class Shifted(modeling_llama.LlamaDecoderLayer):
     """Looks like the layer that it is made of, and computes something else."""
 
