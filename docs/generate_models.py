@@ -181,6 +181,8 @@ def made(design: str) -> PreTrainedModel:
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.is_floating_point():
             parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        elif parameter.is_floating_point():  # zeros in them would switch parts of a design off
+            parameter.add_(0.1 * torch.randn_like(parameter))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 

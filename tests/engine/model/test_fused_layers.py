@@ -49,6 +49,11 @@ def test_feed_forward_layers_run_fused(design: str) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
+def test_an_activation_is_known_by_its_values_and_not_by_their_last_digits() -> None:
+    model = tiny_model("llama", hidden_act="gelu_new")
+    assert all(changed(model, fused(model), "MLP"))
+
+
 def test_layers_of_other_designs_stay_as_they_are() -> None:
     model = tiny_model("gpt2")
     assert not any(changed(model, fused(model), "MLP"))
@@ -116,6 +121,22 @@ def test_whole_layers_run_fused(design: str, weights: Any, dtype: torch.dtype, m
     close: dict[str, Any] = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=0.05, atol=0.05)
     for one, two in zip([ours, *cache], [other, *own], strict=True):
         torch.testing.assert_close(one, two, **close)
+
+
+def test_layers_run_fused_whose_large_trial_exceeds_float16() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.weight.mul_(4)
+            layer.mlp.up_proj.weight.mul_(4)
+            layer.self_attn.v_proj.weight.mul_(500)
+    assert blocks(Target(model.half())) == [(True, True)] * len(model.model.layers)
+
+
+def test_layers_run_fused_whose_quantized_parts_round_last_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3", 1, intermediate_size=1536)
+    monkeypatch.setattr(quantization, "SMALLEST", 0)
+    assert blocks(Target(model, precision=Precision(weights="int8"))) == [(True, True)] * len(model.model.layers)
 
 
 class Shifted(modeling_llama.LlamaDecoderLayer):

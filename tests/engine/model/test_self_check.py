@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 import decoders
@@ -21,6 +22,7 @@ from decoders.engine.model.self_check import target_of
 from decoders.engine.model.slot_cache import SlotCache
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
+from decoders.engine.model.weights.twin import share_weights
 from decoders.errors import UnsupportedError
 from decoders.testing import assert_same_tokens, decode, prompts
 from decoders.testing.models import tiny_model
@@ -190,6 +192,20 @@ def test_a_design_that_raises_is_refused_in_one_sentence(fault: str, monkeypatch
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", forward)
     with pytest.raises(UnsupportedError, match=r"\(AssertionError\)\. Call generate without strategy="):
         model.generate(torch.arange(5, 9)[None], strategy="prompt_lookup", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("wrong_texts", [1, self_check.TEXTS])
+def test_in_low_precision_a_fault_shows_in_every_text(wrong_texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls = self_check._plain_logits, list[int]()
+
+    def logits(*given: Any) -> list[Tensor]:
+        calls.append(len(calls))
+        return [own * (1 + (len(calls) <= wrong_texts)) for own in plain(*given)]
+
+    monkeypatch.setattr(self_check, "_plain_logits", logits)
+    target, reference = Target(model := tiny_model("mixtral").bfloat16()), share_weights(model)
+    difference = self_check._difference(target, reference, target.layout, self_check.ON_CPU)
+    assert (difference is None) == (wrong_texts == 1) and len(calls) == min(wrong_texts + 1, self_check.TEXTS)
 
 
 def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:

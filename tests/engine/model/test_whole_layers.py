@@ -21,6 +21,7 @@ from decoders.engine.model.weights import decoder_layers
 from decoders.engine.model.weights.quantization import Precision
 from decoders.report import Report
 from decoders.testing import tiny_model
+from decoders.testing.models import ARCHITECTURES, Architecture
 from decoders.tree import Topology
 
 from ...turns import slow_but
@@ -205,6 +206,13 @@ def test_a_changed_weight_counts() -> None:
 @pytest.mark.parametrize("design", ["mixtral", "gpt2", "gptj"])
 def test_layers_of_another_structure_are_not_whole(design: str) -> None:
     assert not target_of(tiny_model(design)).runs_whole_layers
+
+
+def test_attention_that_is_given_its_mask_by_name_runs_our_kernel() -> None:
+    options = dict(ARCHITECTURES["llama"].options) | dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8
+    )
+    assert target_of(Architecture("afmoe", options)()).attends == "cpu"
 
 
 @pytest.fixture

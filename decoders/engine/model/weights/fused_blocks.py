@@ -62,10 +62,10 @@ def fuse_blocks(
         inputs = [] if chosen is None or call is None else taken(call.given, call.options, chosen.names)
         if chosen is not None and call is not None and chosen.whole is not None:
             alone = _tried(compute, chosen._replace(steps=()), *inputs)
-            if alone is None or not close(alone, call.result):
+            if alone is None or not close(alone, call.result, layer):
                 chosen = chosen._replace(whole=None)
         tried = None if chosen is None or call is None else _tried(compute, chosen, *inputs)
-        computes = tried is not None and call is not None and close(tried, call.result)
+        computes = tried is not None and call is not None and close(tried, call.result, layer)
         if computes:
             layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, chosen, None
         fused.append(call if computes else None)
@@ -157,17 +157,20 @@ def _attention(
     for buffer in buffers:
         buffer.zero_()
     tried = attend(module, plan, reads, turns, mask, cache)
-    if tried is None or not close(out(tried), result[0]):
+    if tried is None or not close(out(tried), result[0], out):
         return None
     if not all(close(own, other) for own, other in zip(written(), (key_states, value_states), strict=True)):
         return None
     # Large inputs show whether the module clamps keys or values.
-    loud = LOUD * reads
-    module(
-        *(loud if v is reads else v for v in call.given),
-        **{k: loud if v is reads else v for k, v in call.options.items()},
-    )
-    plain = written()
+    for factor in LOUD:
+        loud = factor * reads
+        module(
+            *(loud if v is reads else v for v in call.given),
+            **{k: loud if v is reads else v for k, v in call.options.items()},
+        )
+        plain = written()
+        if all(own.isfinite().all() for own in plain):
+            break
     for buffer in buffers:
         buffer.zero_()
     attend(module, plan, loud, turns, mask, cache)

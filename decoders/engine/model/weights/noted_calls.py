@@ -51,12 +51,13 @@ def noted_calls(
         order.append(Call(module, given, options, result))
         calls.setdefault(module, []).append(order[-1])
 
+    # The mask has transformers' name, because some models pass it by keyword.
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *given: Any, **options: Any
-    ) -> Any:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *given: Any, **options: Any
+    ) -> Any:  # fmt: skip
         if updates and module in noted_modules:
-            attended[module] = query, mask, options, updates[-1]
-        return compute(module, query, key, value, mask, *given, **options)
+            attended[module] = query, attention_mask, options, updates[-1]
+        return compute(module, query, key, value, attention_mask, *given, **options)
 
     def watch(cache: SlotCache) -> None:
         update = cache.update
