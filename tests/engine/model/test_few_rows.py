@@ -101,6 +101,14 @@ def test_gpt2s_layer_is_multiplied_as_it_is_stored(dtype: torch.dtype) -> None:
     torch.testing.assert_close(layer(x), plain)
 
 
+def test_gpt2s_layer_may_read_the_same_input_as_the_first_layer_of_an_adapter() -> None:
+    layers, x = nn.ModuleDict({"base": Conv1D(24, 16), "adapter": nn.Linear(16, 4, bias=False)}), torch.randn(3, 16)
+    plain = [layer(x) for layer in layers.values()]
+    multiply_few_rows(layers, [("base", "adapter")])
+    assert replaced(layers) == {"base", "adapter"}
+    torch.testing.assert_close([layer(x) for layer in layers.values()], plain)
+
+
 def test_wrong_type_of_input_raises_pytorchs_own_error() -> None:
     layer = nn.Linear(8, 8)
     multiply_few_rows(layer)

@@ -141,7 +141,7 @@ class FewRowsConv1D(FewRows, Conv1D):
     """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
 
     def matrix(self) -> Tensor:
-        return super().matrix().t()
+        return FewRows.matrix(self).t()  # not super(), which refuses plain layers
 
 
 # Norms.
