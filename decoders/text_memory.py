@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from array import array
 from bisect import bisect_right
@@ -173,7 +174,8 @@ class TextMemory:
         return len(self._used)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
+        with self.lock:  # the state is read after this method has returned
+            return copy.deepcopy({name: value for name, value in vars(self).items() if name != "lock"})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=threading.RLock())

@@ -65,7 +65,8 @@ class Generate:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock", "_preparations", "_schedulers")}
+        left_out = ("_engine", "_lock", "_preparations", "_schedulers")
+        return {k: v for k, v in vars(self).items() if k not in left_out} | {"_remembered": self._given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy of the model gets its own engine, because it may move to another device.
@@ -213,6 +214,7 @@ class Generate:
         precision = _precision(runtime)
         with self._lock:
             if self._engine is not None and not self._engine.refresh(self.model, runtime.attention, precision):
+                self._remembered = self._given
                 self._drop()
             if self._engine is None:
                 self._engine = Engine(self.model, runtime.attention, self._lock, precision)
@@ -292,6 +294,13 @@ class Generate:
                 kept.add(text)
             self.remember({TEXTS: kept})
             return kept.dropped - before
+
+    @property
+    def _given(self) -> dict[MemoryKey, Any]:
+        """What the user gave the next engine, or an engine of a copy, to draft from: texts, and memories that no engine has yet."""
+        engine = self._engine  # another thread may drop it
+        texts = engine.texts if engine is not None else None
+        return self._remembered if texts is None else self._remembered | {TEXTS: texts}
 
     def _tokens_of(self, number: int, text: str | Sequence[int]) -> array[int]:
         if not isinstance(text, str):

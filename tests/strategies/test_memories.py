@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_texts_that_were_given_are_drafted_from_in_every_call(strategy: str, eng
     assert again.generate(IDS, **options("suffix")).report.details["given"] == 2, "another process gets them too"
     decoders.forget(model)
     assert model.generate(IDS, **options("suffix")).report.details["given"] == 0
+
+
+def test_texts_that_were_given_outlive_other_settings_and_changed_modules_and_copies_have_them() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    decoders.remember(model, texts=[[5, 6, 7]])
+
+    def given(model: Any, **config: Any) -> int:
+        out = model.generate(IDS, **options("suffix", decoders_config={"compile": False, **config}))
+        return out.report.details["given"]
+
+    assert given(model) == given(model, attention="sdpa") == given(pickle.loads(pickle.dumps(model))) == 1
+    model.get_output_embeddings().register_forward_hook(lambda module, args, output: output)
+    assert given(model) == given(copy.deepcopy(model)) == 1
 
 
 def test_clients_that_are_kept_apart_share_what_was_given() -> None:
