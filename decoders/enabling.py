@@ -154,6 +154,8 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Calls :func:`release`, and restores the ``generate`` from before :func:`enable`, if the model is enabled. Returns `model`.
 
+    A ``generate`` that you have set on the model since then stays.
+
     Raises:
         UnsupportedError: `model` is not a model of transformers.
     """
@@ -162,10 +164,11 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         present.release()
         vars(model).pop(GETSTATE, None)
         unwatch_unloading(model)
-        if present.previous is None:
+        previous = present.previous
+        if vars(model).get("generate") is present:  # else the user has set another one
             del vars(model)["generate"]
-        else:
-            vars(model)["generate"] = present.previous
+            if previous is not None:
+                vars(model)["generate"] = previous
     return model
 
 
@@ -260,8 +263,8 @@ def _present(model: PreTrainedModel, function: str) -> Generate | None:
     """
     if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
-    present = vars(model).get("generate")
-    return present if isinstance(present, Generate) else None
+    # Not by "generate", over which the user may have set a function of his own.
+    return getattr(vars(model).get(GETSTATE), "__self__", None)
 
 
 def warmup(

@@ -72,6 +72,18 @@ def test_a_generate_that_hung_on_the_instance_is_called_and_restored() -> None:
     assert decoders.disable(model).generate is own
 
 
+def test_a_function_that_was_set_over_generate_later_stays_and_nothing_else_does() -> None:
+    model = tiny_model("llama")
+    before = set(vars(model))
+    own = model.generate = functools.partial(decoders.enable(model).generate, do_sample=False)
+    model.generate(**INPUTS, strategy="suffix", max_new_tokens=4, **EAGER)
+    assert decoders.memories(model)
+    decoders.release(model)
+    assert not decoders.memories(model)
+    assert decoders.disable(model).generate is own
+    assert set(vars(model)) - before == {"generate"}
+
+
 def test_plain_generate_is_untouched(fresh: PreTrainedModel) -> None:
     bare = tiny_model("llama")
     for options in (
