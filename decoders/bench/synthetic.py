@@ -27,6 +27,7 @@ class SyntheticSettings(Settings):
     """How often draft tokens are accepted."""
 
     acceptance: tuple[float, ...] = Field(
+        (0.8,),
         min_length=1,
         max_length=64,
         description="Shares of the drafts whose first token, first two tokens … are accepted. Each share stands for one draft token.",
