@@ -6,8 +6,8 @@ namespace {
 
 constexpr auto FLOAT = torch::headeronly::ScalarType::Float;
 // From this many rows on, torch multiplies float32 rows where it is faster (`torch_is_faster`). A row's bits then differ from those in a
-// smaller product. For 16-bit rows torch is slower.
-constexpr int64_t MANY_ROWS = 96;
+// smaller product, so only chunks of prompts should have as many rows, not blocks of nodes. For 16-bit rows torch is slower.
+constexpr int64_t MANY_ROWS = 512;
 
 // Whether torch multiplies many float32 rows faster than the kernels: by a third on Intel's processors. On AMD's, torch's library takes twice
 // as long as the kernels with AVX-512, because it keeps to AVX2, and as long with AVX2.
