@@ -120,7 +120,7 @@ class Drafter(ABC):
 
         Args:
             step: the verified draft.
-            own_nodes: number of nodes that this drafter proposed, root included. ``step.own_nodes`` counts instead if it is no None. If
+            own_nodes: number of nodes that this drafter proposed, root included. ``step.own_nodes``, if not None, counts instead. If
                 the block has nodes of other drafters (merged strategies), the step may have accepted those nodes.
             displaced: greatest number of accepted nodes whose keys and values are not in the slot of their position: 0 for a chain,
                 the depth for a tree.

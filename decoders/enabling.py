@@ -263,7 +263,7 @@ def _present(model: PreTrainedModel, function: str) -> Generate | None:
     """
     if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
-    # Not by "generate", over which the user may have set a function of his own.
+    # Not by "generate", over which the user may have set another function.
     return getattr(vars(model).get(GETSTATE), "__self__", None)
 
 
