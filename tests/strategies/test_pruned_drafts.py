@@ -33,7 +33,7 @@ PRUNED = {"compile": False, "prune": True, "memory": False}
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a draft half is verified, then it is not asked for, then one token is, then all, then nothing."""
-    steps = [0]
+    steps = [1]
 
     def nodes(worth: DraftWorth, draft: Draft, *_: Any) -> int:
         return (0, draft.tokens.shape[1] // 2, 1, draft.tokens.shape[1])[steps[0] % 4]

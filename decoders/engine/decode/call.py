@@ -19,7 +19,6 @@ from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_pa
 from ..model.static_inputs import StaticInputs
 from ..model.threads import release_threads
 from .batch import Batch
-from .clock import StepClock
 from .drafters.counts import DraftCounts
 from .drafters.drafter import ModelDrafter
 from .engine import Engine
@@ -32,6 +31,7 @@ from .request import Request
 from .rows import shapes_of
 from .sampling import sampling_of
 from .step import Stopwatch, step
+from .timed_steps import TimedSteps
 from .verify import Outcome
 
 #: Number of slots that a call first reserves behind its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
@@ -58,14 +58,11 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:
                 begin(proposer, output, stack, stopwatch)
-                clock = StepClock(proposer)
-                recording = StepRecording(proposer, clock) if recordable(proposer) else None
+                steps = TimedSteps(proposer)
+                recording = StepRecording(proposer, steps) if recordable(proposer) else None
                 booked, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
-                    if recording is None or batch.root is not None:
-                        step(proposer, batch, clock)
-                    else:
-                        recording.advance()
+                    (steps if recording is None or batch.root is not None else recording).advance()
                 timings.host += stopwatch.next() - (timings.steps + timings.prefill - booked)  # time between the steps
                 end(proposer)
             except BaseException as error:
@@ -196,13 +193,13 @@ class StepRecording:
 
     Args:
         proposer: a :func:`recordable` proposer, whose batch has run no step yet.
-        clock: times the steps that are not replayed.
+        steps: runs the steps that are not replayed.
     """
 
-    def __init__(self, proposer: Proposer, clock: StepClock) -> None:
+    def __init__(self, proposer: Proposer, steps: TimedSteps) -> None:
         batch = proposer.batch
         assert batch.session.recordings is not None
-        self.batch, self.proposer, self.clock = batch, proposer, clock
+        self.batch, self.proposer, self.steps = batch, proposer, steps
         self.recordings = batch.session.recordings
         self.inputs = StaticInputs(
             dict(
@@ -225,11 +222,11 @@ class StepRecording:
         if recorded is not None:
             self._replay(recorded, key)
         elif self._failed:
-            step(self.proposer, self.batch, self.clock)
+            self.steps.advance()
         else:
             self._plain[key] += 1
             with as_parts():
-                step(self.proposer, self.batch, self.clock)
+                self.steps.advance()
 
     def _earlier(self, key: tuple) -> Recording | None:
         """Returns an earlier call's recording after copying this call's state to the recording's tensors.

@@ -1,39 +1,66 @@
-"""The clock of a batch: it times the parts of each step (propose, mask, core, …) for the report and for the cost models."""
+"""The clock of a batch: it times the parts of each step (propose, mask, core, …)."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ...report.surroundings import waiting_share
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
-from .proposer import Proposer
+from .batch import Batch
 from .step import Clock, Stopwatch
 from .verify import Outcome
 
 
-class StepClock(Clock):
-    """Times the steps of a batch.
+@dataclass
+class TimedStep:
+    """What a clock has noted about a step. All seconds are without compilation.
 
     Attributes:
-        piece_seconds: seconds that the last prompt piece (:attr:`Batch.next_piece`) took: its share, by tokens, of the step's core.
+        outcome: the step's results.
+        nodes: number of nodes per row of the padded block.
+        drafted: whether the draft had tokens.
+        context: number of tokens of the longest row before the step.
+        compiled, replayed: whether the pass ran compiled, and whether a recording of a part of the step was replayed.
+        reads_prompt: whether the pass also ran prompt tokens, so that `core` does not show what the nodes cost.
+        wall, computing: wall-clock seconds from the step's begin until the host had read the results, and CPU seconds of this thread
+            in the same time.
+        core: seconds of the forward pass, verification and commit, until the host had read the results.
+        piece: the share of a prompt piece (:attr:`Batch.next_piece`) in `core`, by number of tokens; 0 without a piece.
+        drafting, observing: seconds of the strategy's `propose` and `observe`.
     """
 
-    def __init__(self, proposer: Proposer) -> None:
-        self.batch = batch = proposer.batch
-        self.proposer, self.report = proposer, batch.report
+    outcome: Outcome
+    nodes: int
+    drafted: bool
+    context: int
+    compiled: bool
+    replayed: bool
+    reads_prompt: bool
+    wall: float
+    computing: float
+    core: float
+    piece: float
+    drafting: float
+    observing: float = 0.0
+
+
+class StepClock(Clock):
+    """Times the parts of a batch's steps, and adds their seconds to the report.
+
+    Attributes:
+        last: the last step.
+    """
+
+    last: TimedStep
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.report = batch, batch.report
         self.timings = batch.report.timings
-        self.piece_seconds = 0.0
-        self._threads = batch.engine.threads
-        self._observing = 0.0  # seconds of the last `observe`, if the strategy does not observe steps without a draft
 
     def begun(self) -> None:
         self._before = replace(self.timings) if self.batch.shared else self.timings
         self._stopwatch, self._compile_seconds = Stopwatch(self.timings), self.timings.compile
-        self._compiled = self._replayed = False
-        if self._threads is not None and self._threads.most > 1:
-            self._threads.use()
         self._began = time.perf_counter(), time.thread_time()
 
     def proposed(self) -> None:
@@ -45,26 +72,32 @@ class StepClock(Clock):
         self._passes, self._replays = self.batch.forward_pass.compiled_passes, self.batch.session.replays
 
     def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
-        batch, report = self.batch, self.report
         assert outcome is not None
-        self._compiled = batch.forward_pass.compiled_passes > self._passes
-        self._replayed = batch.session.replays > self._replays
-        report.compiled_steps += self._compiled
-        report.replayed_steps += self._replayed
-        core = self._stopwatch.next()
-        if self._threads is not None:
-            seconds = self._seconds()
-            if self._threads.most > 1:
-                self._threads.judge(*seconds)
-            report.waiting += (waiting_share(*seconds) - report.waiting) / (report.steps + 1)
-            report.threads = self._threads.count
-        if self._replayed:
-            self.proposer.book_replay(self._drafting + core)
-        if batch.prompt_left and not report.steps:
+        batch, report = self.batch, self.report
+        core, nodes = self._stopwatch.next(), block.draft_tokens.shape[1] + 1 + block.text.length
+        prompt, read = batch.prompt_left and not report.steps, 0 if block.piece is None else block.piece.tokens.shape[1]
+        wall, computing = self._seconds()
+        self.last = step = TimedStep(
+            outcome=outcome,
+            nodes=nodes,
+            drafted=draft.tokens.shape[1] > 0,
+            context=max(batch.lengths),
+            compiled=batch.forward_pass.compiled_passes > self._passes,
+            replayed=batch.session.replays > self._replays,
+            reads_prompt=bool(prompt or read),
+            wall=wall,
+            computing=computing,
+            core=core,
+            piece=core * read / (read + nodes * batch.width),
+            drafting=self._drafting,
+        )
+        report.compiled_steps += step.compiled
+        report.replayed_steps += step.replayed
+        if prompt:
             report.prefill_steps = 1
-            self.timings.prefill += core  # the pass also ran prompt tokens: the seconds do not show what nodes cost
+            self.timings.prefill += core
         else:
-            self._learn_cost(core, draft, block, outcome)
+            self.timings.core += core - step.piece
         if not report.steps:
             report.time_to_first_token = self.timings.call
 
@@ -79,18 +112,15 @@ class StepClock(Clock):
             self.timings.mask += spent
 
     def observed(self) -> None:
-        observing = self._stopwatch.next()
-        self.timings.observe += observing
-        if self.batch.request.strategy.misses_steps and not self.proposer.skipped:
-            self._observing = observing
+        self.last.observing = self._stopwatch.next()
+        self.timings.observe += self.last.observing
 
     def delivered(self) -> None:
         self.timings.host += self._stopwatch.next()
         if self.batch.shared:
-            spent = self.timings.since(self._before)
+            spent, step = self.timings.since(self._before), self.last
             for member, _ in self.batch.members:
-                member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
-                member.report.waiting = self.report.waiting
+                member.report.share(spent, self.report.nodes, step.compiled, step.replayed)
 
     def _seconds(self) -> tuple[float, float]:
         """Returns the seconds since the step began, without compilation, and this thread's CPU seconds in the same time."""
@@ -98,29 +128,3 @@ class StepClock(Clock):
             now - began for now, began in zip((time.perf_counter(), time.thread_time()), self._began, strict=True)
         )
         return wall - (self.timings.compile - self._compile_seconds), computing
-
-    def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
-        """Adds the step's `core` seconds to the report, without a prompt piece's share. Cost models only learn if there is no piece."""
-        batch, timings = self.batch, self.timings
-        nodes = block.draft_tokens.shape[1] + 1 + block.text.length
-        if block.piece is not None:  # the pass also ran a prompt piece: the seconds do not show what nodes cost
-            read = block.piece.tokens.shape[1]
-            self.piece_seconds = core * read / (read + nodes * batch.width)
-            timings.core += core - self.piece_seconds
-            return
-        timings.core += core
-        if not draft.tokens.shape[1]:
-            batch.forward_pass.tiers.book_single(core, batch.row_count)
-        worth, costs = self.proposer.worth, self.proposer.resources.costs
-        if worth is None and costs is None:
-            return
-        # A step that is not replayed yet is slower than the later, replayed steps of its size: it would mislead the cost models.
-        if batch.session.recordings is not None and not self._replayed:
-            return
-        agreed = batch.target.ranks.first_number
-        seconds = agreed(core)
-        if worth is not None:
-            drafting = None if self.proposer.skipped else agreed(self._drafting + self._observing)
-            worth.observe(seconds, outcome.emitted, drafting)
-        if costs is not None:
-            costs.observe(nodes, seconds, max(batch.lengths), self._compiled)

@@ -15,7 +15,6 @@ from ...strategy import PromptChunk
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
-from .clock import StepClock
 from .engine import Engine
 from .grammar.host_guide import HostGuide
 from .losses import warn_of_load
@@ -26,7 +25,7 @@ from .proposer import Proposer
 from .request import Request, empty_report
 from .sampling import sampling_of
 from .session import Session
-from .step import step
+from .timed_steps import TimedSteps
 
 #: Number of slots per place (row) of a new pool; the pool is enlarged when its texts need more.
 FIRST_SLOTS = 256
@@ -61,7 +60,7 @@ class Lane:
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, capacity)
         self.proposer = Proposer(batch, self.stack)
-        self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
+        self.prompts, self._steps = PromptReader(self.proposer), TimedSteps(self.proposer)
         static = engine.target.static
         # The batch may be padded with rows. Places are reserved for the whole batch, so that padding rows overwrite no kept texts.
         reserved = row_bucket(capacity) if static else 0
@@ -180,16 +179,16 @@ class Lane:
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
-            step(self.proposer, batch, self._clock)
+            self._steps.advance()
             return
         seat, begin, count = piece
         self._move_to_front([*self.rows, seat])
         batch.next_piece = functools.partial(self.pool.piece, begin, count)
         try:
-            step(self.proposer, batch, self._clock)
+            self._steps.advance()
         finally:
             batch.next_piece = None
-        self.admission.was_read(seat, self._clock.piece_seconds, count)
+        self.admission.was_read(seat, self._steps.clock.last.piece, count)
 
     def _leave(self) -> list[RequestOutput]:
         """Removes and returns the requests that have ended or failed. Their rows are free from the next step on."""

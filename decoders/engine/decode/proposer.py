@@ -32,7 +32,7 @@ class Proposer:
         state: the strategy's state.
         worth: decides how many nodes of a draft are verified; None with ``prune=False``, or if drafts may not be cut.
         arranged: whether :meth:`arrange` was called yet.
-        skipped: whether this step has no draft, because drafting does not pay at present.
+        skipped: whether steps have no draft at present, because drafting does not pay. It is decided anew after every step.
 
     Args:
         batch: the batch that the strategy drafts for.
@@ -130,7 +130,6 @@ class Proposer:
         batch.where = "propose"
         if batch.verifier is not None:  # verifiers other than the built-in coupled rule need fresh noise in every step
             batch.rows.sampling.keys.copy_(step_keys(batch.noise_keys, batch.rows.length))
-        self.skipped = self.worth is not None and not self.worth.due()
         if self.skipped:
             draft = Draft.nothing(batch.width, batch.target.device)
         else:
@@ -188,8 +187,6 @@ class Proposer:
         """Shows the strategy which of its draft tokens were accepted."""
         batch, strategy = self.batch, self.batch.request.strategy
         batch.where = "observe"
-        if self.worth is not None and outcome is not None:
-            self.worth.follow(outcome.written)
         if not strategy.observes or (self.skipped and strategy.misses_steps):
             return
         sequences = batch.session.view(max(batch.lengths) + out.nodes.shape[1])[1]

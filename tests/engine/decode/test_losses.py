@@ -10,9 +10,10 @@ import torch
 
 import decoders
 from decoders.engine.decode import losses
-from decoders.engine.decode.clock import StepClock, waiting_share
+from decoders.engine.decode.clock import StepClock
 from decoders.engine.model.kernels import cpu
 from decoders.report import Report
+from decoders.report.surroundings import waiting_share
 from decoders.testing import decode, prompts, tiny_model
 
 
@@ -38,6 +39,14 @@ def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy:
         assert report.waiting == pytest.approx(1 - computing)
         assert report.busy == report.as_dict()["busy"] == busy
         assert ("steps waited 70% of their time" in str(report)) == busy
+
+
+def test_requests_that_share_steps_report_their_threads() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    with decoders.Scheduler(model, strategy="autoregressive", decoders_config={"compile": False}) as scheduler:
+        generation = scheduler.submit(prompts(1)["input_ids"], max_new_tokens=8)
+        generation.result(30)
+    assert generation.report.threads > 0 and call(model).threads > 0
 
 
 def test_waiting_for_a_compiler_is_no_load() -> None:
