@@ -69,17 +69,23 @@ class Kind(Generic[Provided]):
         return name
 
 
+def _form(value: object) -> object:
+    """The names of a function's parameters, or the type of another value."""
+    return list(inspect.signature(value).parameters) if inspect.isfunction(value) else type(value)
+
+
 @lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` cannot be called as the method of `base` with the same name is called, or has the
-    parameters of such a method and nearly its name.
+    """Raises PluginError if a method of `cls` cannot be called like the method of `base` with this name, or if a name in `cls` is
+    probably a misspelt name of `base`: the names are similar, and so are the parameters or the type of the value.
     """
-    hooks = {name: list(inspect.signature(f).parameters) for name, f in vars(base).items() if inspect.isfunction(f)}
-    for name, own in inspect.getmembers(cls, inspect.isfunction):
-        near = () if name.startswith("_") or hasattr(base, name) else get_close_matches(name, hooks, n=1, cutoff=0.8)
-        if near and list(inspect.signature(own).parameters) == hooks[near[0]]:
+    known = {name: _form(value) for name, value in inspect.getmembers(base) if not name.startswith("_")}
+    for name, own in inspect.getmembers(cls):
+        near = () if name.startswith("_") or name in known else get_close_matches(name, known, n=1, cutoff=0.8)
+        if near and _form(own) == known[near[0]]:
             raise PluginError(
-                f"{cls.__module__}.{cls.__qualname__}.{name} is no hook. Did you mean {near[0]!r}? If not, rename its parameters"
+                f"{cls.__module__}.{cls.__qualname__}.{name} means nothing to decoders.{base.__name__}. Did you mean {near[0]!r}? "
+                "If not, choose another name"
             )
     for name, method in vars(base).items():
         own = inspect.getattr_static(cls, name)

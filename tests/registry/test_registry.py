@@ -279,8 +279,9 @@ ODD: tuple[dict[str, Any], ...] = (
         ),
         (
             plugin_with(strategy_named("odd", obsrve=lambda self, state, step: None)),
-            "obsrve is no hook. Did you mean 'observe'",
+            "obsrve means nothing to decoders.Strategy. Did you mean 'observe'",
         ),
+        (plugin_with(strategy_named("odd", need_assistant=True)), "Did you mean 'needs_assistant'"),
         (plugin_with(BadSettings), "settings_class"),
         (plugin_with(Required), "setting 'width' of Widths must have a default"),
         *((plugin_with(strategy_named("odd", **wrong)), f"{next(iter(wrong))} must be") for wrong in ODD),
