@@ -227,7 +227,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """`pattern`; instead of outlines' patterns of ``date``, ``datetime`` and ``str``, a pattern whose texts Python can read back."""
+    """`pattern`. Outlines' patterns of ``date``, ``datetime`` and ``str`` are replaced, so that Python can read the texts back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern
@@ -235,8 +235,8 @@ def _pattern(pattern: str) -> str:
     return exact.get(pattern, pattern)
 
 
-#: For the full name of a type: the function that makes the specification of an object of this type. The keys are names, because
-#: importing some types takes seconds.
+#: Functions that make the specification of an object, by the full name of the object's type. Names are used because importing some
+#: types takes seconds.
 TYPES: dict[str, Callable[[Any], Spec]] = {
     full_name(Path): spec_of_file,
     full_name(re.Pattern): regex,

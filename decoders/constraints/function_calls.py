@@ -38,8 +38,8 @@ class FunctionCalls:
         """Describes the function calls that an answer may contain.
 
         Args:
-            functions: for each function its name; the JSON schema of its parameters, or None if it has none; and whether keywords
-                that a grammar cannot honour are refused (True) or left to validation (False; None: only if necessary).
+            functions: for each function its name, the JSON schema of its parameters (None: no parameters), and `strict` as in
+                :class:`~decoders.constraints.calls.Called`.
             format, required, several: see the attributes.
         """
         return FunctionCalls(tuple(Called.of(*each) for each in functions), format, required, several)

@@ -29,7 +29,7 @@ class LLGuidance(Backend):
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """Compiles `language` for `vocabulary`, without texts that contain bytes of :data:`_SELDOM` for which there is no token.
+        """Compiles `language` for `vocabulary`. Texts with a byte of :data:`_SELDOM` for which there is no token are left out.
 
         Raises:
             GrammarError: llguidance cannot read `language`, hits a limit at once, or may reach dead ends because another byte of
@@ -90,9 +90,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and the greatest overtime of a text (the sum of the seconds beyond that, over its queries): all
-#: rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With
-#: other grammars, counted patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had 0.05 seconds of overtime.
+#: CPU seconds after which a query is in overtime, and the greatest overtime of all queries of a text together. There are limits because
+#: all rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars.
+#: With other grammars, even with counted patterns and Unicode classes, 400 tokens (vocabulary 49,152) had 0.05 seconds of overtime.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -126,7 +126,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Appends the `tokens` in front of the first illegal one; returns their number.
+        """Appends `tokens` up to the first illegal one, and returns how many it appended.
 
         Raises:
             GrammarError: llguidance hits a limit. The matcher's position is unchanged.

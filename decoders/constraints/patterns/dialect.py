@@ -42,8 +42,8 @@ class Dialect:
     """What one dialect means by each construct, and what it refuses.
 
     Attributes:
-        messages: reasons for refusals, with ``{what}`` for the refused text. A construct without a reason here is not refused: it is
-            read as in other dialects, or kept verbatim.
+        messages: why a construct is refused, with ``{what}`` for the refused text. A construct without a message is not refused: it
+            is read as in other dialects, or kept verbatim.
         error: creates the error from the pattern, the problem, the refused text, the reason, and the index of the refused text.
         dot: the meaning of ``.``.
         escapes: letters that mean the same in a class and outside.

@@ -1,6 +1,6 @@
 """Bounds on size and on time. A pattern that exceeds a bound is refused with the bound's name.
 
-Time is CPU time of the thread, so that refusals do not depend on the machine's load. Loops of unknown length call :func:`check`.
+Time is CPU time of the thread, so that errors do not depend on the machine's load. Loops of unknown length call :func:`check`.
 """
 
 from __future__ import annotations

@@ -38,21 +38,21 @@ class Chars(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Cat(_Node):
-    """One part after the other; the empty string if there are no parts."""
+    """Concatenation: the parts one after the other. Without parts it matches the empty string."""
 
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Or(_Node):
-    """One of two or more parts."""
+    """Alternation of two or more parts."""
 
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat(_Node):
-    """`part` from `low` to `high` times; if `high` is None, without an upper bound."""
+    """Repetition: `part` from `low` to `high` times (None: any number of times)."""
 
     part: Pattern
     low: int
@@ -68,7 +68,7 @@ class Class(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Anchor(_Node):
-    """The string begins here, or ends here if `end`."""
+    """The condition that the string begins here or, if `end`, ends here."""
 
     end: bool
 

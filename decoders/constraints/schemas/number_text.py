@@ -1,7 +1,7 @@
-"""Sets of numbers as JSON text: exact regular expressions over decimal digits.
+"""Exact regular expressions for sets of numbers as JSON text.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits, so that the nearest
-float is within the bounds, too, and is no integer if the number is no integer.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits. So the nearest float
+is within the bounds, too, and it is an integer only if the number is one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def expression(numbers: Numbers) -> str | None:
 
 
 def _rounds(bound: Fraction | None, is_open: bool) -> bool:
-    """Whether a decimal near `bound`, even with few digits, may round to the bound, or across it, when it becomes a float."""
+    """Whether a decimal near `bound`, even one of few digits, may become a float that equals the bound or lies beyond it."""
     if bound is None or abs(bound) < _LARGE:
         return False
     return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound

@@ -1,5 +1,5 @@
-"""Sets of objects, given by declared properties in their order, sets (classes) of other keys, bounds on the number of properties, and
-required undeclared properties.
+"""Sets of JSON objects. A set has declared properties in order, classes (sets) of other keys, a bounded number of properties, and
+undeclared properties that must exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Keys:
-    """The properties that keywords have evaluated, by their names, or by classes (sets) of keys; or `all` properties."""
+    """The properties that keywords have evaluated: those with given names, those in given classes (sets) of keys, or `all`."""
 
     names: frozenset[str] = frozenset()
     classes: tuple[Strings, ...] = ()
@@ -33,7 +33,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects of `low` to `high` properties.
+    """A set of objects with between `low` and `high` properties (None: no upper bound).
 
     Attributes:
         properties: the declared properties.

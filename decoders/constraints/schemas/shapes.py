@@ -100,8 +100,8 @@ class SchemaAlgebra(NodeAlgebra):
 
     @abstractmethod
     def opposite(self, place: Place) -> Place:
-        """`place` with `subtracted` reversed, for a keyword that excludes the values of a schema: left-out keywords in this schema then
-        allow nothing instead of everything, or the reverse.
+        """`place` with `subtracted` reversed, for a keyword such as ``not`` that excludes the values of a schema. Left-out keywords in
+        this schema then allow nothing instead of everything, or the reverse.
         """
 
     @abstractmethod

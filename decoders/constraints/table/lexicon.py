@@ -1,6 +1,6 @@
 """A vocabulary sorted by spelling, as a trie, with the *rest* of each token. Computed once per vocabulary.
 
-A *plain* character needs no escape in a JSON string. The rest of a token is the text after the plain characters that it begins with.
+A *plain* character needs no escape in a JSON string. The rest of a token is what follows the plain characters at its beginning.
 Inside a string nearly the whole vocabulary is legal, and the automaton need not read every token: where any n plain characters are
 legal, all tokens of up to n plain characters are legal. Of other tokens it reads only the rest, and many tokens have the same rest.
 """

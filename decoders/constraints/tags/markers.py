@@ -68,7 +68,7 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. A node stands for the longest beginning of a marker that the text ends with; node 0: none.
+    """The automaton of a few markers. A node stands for the longest beginning of a marker at the end of the text so far; node 0: none.
 
     Args:
         markers: the symbols of each marker.

@@ -56,7 +56,7 @@ class Phases:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
     def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
-        """Adds the phase of `grammar`, up to the marker `end`, before the phase `behind`; returns the number of the new phase.
+        """Adds a phase for `grammar`, which ends with the marker `end` and leads to the phase number `behind`; returns its number.
 
         Without an end marker, the text ends with the grammar.
 

@@ -36,7 +36,7 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers that are tokens of `tokenizer`, else those whose end marker is in the chat template; None if none is."""
+        """The known markers that are tokens of `tokenizer`, else the known markers with an end in the chat template, else None."""
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
