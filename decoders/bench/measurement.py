@@ -279,8 +279,8 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload, whose text is compared with the baseline's, and which fills caches for the
-    shape. Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
+    """Makes one untimed call of each method per workload. It fills caches for the shape, and its text is compared with the baseline's.
+    Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.
