@@ -12,7 +12,7 @@ SHORTEST_LOOP = 8
 
 
 def in_loops(ids: Tensor) -> Tensor:
-    """Which tokens of `ids` ``[..., T]`` int64 are part of a loop, ``[..., T]`` bool.
+    """Returns which tokens of `ids` ``[..., T]`` int64 are part of a loop, as ``[..., T]`` bool.
 
     A token is part of a loop if it and the tokens before it equal the tokens one period earlier, for more than a whole period and
     for more than :data:`SHORTEST_LOOP` tokens. The first repetition of a passage does not count, because code repeats itself on

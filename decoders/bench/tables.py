@@ -198,7 +198,7 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table: first tokens, first calls, compiling, memory. Memory that all methods share is counted for the first method."""
+    """A table of first tokens, first calls, compiling and memory. Memory that all methods share is counted for the first method."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)

@@ -61,9 +61,9 @@ class CallFormat:
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: the ids that are written in front of `middle`; None: no ids are written.
-        source: texts that the source of a chat template contains if it has this format, for templates that cannot render calls.
-        shown: a text that a call rendered by a chat template contains if the template has this format; None: `begin`, `opening`, the
-            name and the text after it.
+        source: texts that all occur in the source of a chat template with this format; used if the template cannot render calls.
+        shown: a text in rendered calls by which a chat template is recognised to have this format; None: `begin`, `opening`, the name
+            and the text after the name.
     """
 
     name: str
@@ -100,7 +100,7 @@ class CallFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts of the format, in which names of special tokens may occur."""
+        """All texts of the format that may contain names of special tokens."""
         also = [text for pair in self.also for text in pair]
         own = self.notation.texts if self.notation is not None else ()
         return (

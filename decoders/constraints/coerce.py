@@ -57,7 +57,7 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
 
 
 def full_name(cls: type | str) -> str:
-    """The name of a type with its module, without private parts: ``pathlib.Path``, which Python 3.13 defines in ``pathlib._local``.
+    """The name of a type with its module, without private parts: ``pathlib.Path``, although Python 3.13 has it in ``pathlib._local``.
 
     cls: a type, or its name with its module.
     """

@@ -1,4 +1,4 @@
-"""A table with the next state of a :class:`Tabulated` grammar for each state and token, on a device; and arrays with lazy rows."""
+"""The next states of a :class:`Tabulated` grammar as a table on a device, and arrays whose rows are computed on first use."""
 
 from __future__ import annotations
 

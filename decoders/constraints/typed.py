@@ -95,7 +95,7 @@ class OfType(JsonSchema):
 
 
 def _judge(whole: Callable[[str], None] | None, kind: Any, text: str) -> None:
-    """Raises GrammarError if `whole`, the validation by the schema, or the type `kind` refuses `text`."""
+    """Raises GrammarError if `text` is invalid under the schema (`whole` raises), or is no value of the type `kind`."""
     if whole is not None:
         whole(text)
     try:

@@ -117,7 +117,7 @@ class Vocabulary:
 
     @cached_property
     def rules(self) -> str:
-        """A digest that differs between tokenizers that have the same tokens but encode differently."""
+        """A digest of how texts are encoded. It differs between tokenizers with the same tokens but other rules."""
         return self._rules if isinstance(self._rules, str) else self._rules()
 
     @cached_property

@@ -16,14 +16,14 @@ from ..vocabulary import Vocabulary
 from .source import compile_matcher, reason, source, tokenizer_for
 
 #: Bytes that occur in UTF-8 only for control characters (other than tabs and newlines) and characters of planes 4 to 16, which are
-#: unassigned or private. Tokenizers trained on little text lack tokens for some of them (SmolLM2's).
+#: unassigned or private. Tokenizers trained on little text, such as SmolLM2's, lack tokens for some of these bytes.
 _SELDOM = {*range(0x20), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
 #: All other bytes of UTF-8.
 _NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
 
 
 class LLGuidance(Backend):
-    """Languages compiled by llguidance: Lark grammars, recursion, languages too large for a table; masks are computed on the host."""
+    """Compiles Lark grammars, also recursive ones, and regular languages too large for a table. Computes masks on the host."""
 
     name = "llguidance"
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"

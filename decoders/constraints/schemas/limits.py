@@ -1,4 +1,4 @@
-"""Bounds on time and memory. A schema that exceeds a limit is refused with the limit's name; no partial result is left.
+"""Bounds on time and memory. A schema that exceeds a limit raises an error that names the limit; no partial result is left.
 
 The limits of patterns and their automata are in :mod:`decoders.constraints.patterns.limits`.
 """

@@ -193,7 +193,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
     known: dict[str, tuple[str, int] | None] = {}
 
     def write(expr: Expr) -> tuple[str, int] | None:
-        """The regular expression, in brackets if needed, and its size with repetitions expanded; None: none of limited length."""
+        """The regular expression, in brackets if needed, and its size with repetitions expanded; None if it would be too long."""
         check("writing the grammar")
         match expr:
             case Word(terminal):
@@ -247,7 +247,7 @@ class _Productive:
     """Finds the rules that derive at least one text.
 
     For every expression, the number of parts that must still derive a text is stored. When it becomes zero, the number of the enclosing
-    expression is decreased, so the work is linear in the size of the grammar.
+    expression decreases by one. So the work is linear in the size of the grammar.
     """
 
     def __init__(self, rules: dict[str, Expr]) -> None:

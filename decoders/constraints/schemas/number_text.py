@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """A regular expression for `numbers`, a simplified set; None if it would be too long, empty if no number can be written."""
+    """A regular expression for `numbers`, a simplified set; None if it would be too long, "" if no number can be written."""
     step = numbers.step
     if step is not None:
         return _multiples_between(numbers, step)
@@ -67,7 +67,7 @@ def _within(numbers: Numbers, most: int) -> Numbers | None:
 
 
 def _between(numbers: Numbers | None) -> str:
-    """A regular expression for the decimals between the bounds of `numbers`, at least one of which is given; empty for None."""
+    """A regular expression for the decimals between the bounds of `numbers`, at least one of which is given; "" for None."""
     if numbers is None:
         return ""
     alternatives = []
@@ -280,7 +280,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """A regex for `integer`, itself a regex, and a fraction. fractions: whether it may be absent, and regexes for its digits."""
+    """A regex for `integer` (itself a regex) and a fraction. fractions: whether it may be absent, and regexes for its digits."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""

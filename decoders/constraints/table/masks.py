@@ -119,13 +119,13 @@ class EquivalentStates:
 
     @staticmethod
     def of(transitions: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
-        """The partition at depth 0: the dead state, a part for each class of states inside strings, and a part of all other states."""
+        """The partition at depth 0: the dead state, a part for each class of states inside strings, and a part for all others."""
         part = np.where(strings < 0, strings.max() + 2, strings + 1)
         part[0] = 0
         return EquivalentStates(transitions, strings, part)
 
     def finer(self) -> EquivalentStates:
-        """The partition at twice the depth (:data:`FIRST` after 0), or the final partition if a smaller depth reaches it."""
+        """The partition at twice the depth (after 0, at :data:`FIRST`), or the final partition if a smaller depth reaches it."""
         others = np.flatnonzero(self.strings < 0)[1:]
         transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
         depth = 2 * self.depth or FIRST

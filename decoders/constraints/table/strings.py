@@ -28,8 +28,8 @@ class StringStates:
         room: ``[K]`` int64, how many plain characters may come next.
         sets: ``[K, longest + 1]`` int32, index of the set of rests that are legal after 0, 1, … plain characters; -1 (the empty set)
             where that many plain characters are illegal.
-        legal: ``[sets + 1, rests]`` bool, the rests in each set. The last set is empty. All other sets contain the empty rest, which
-            is the end of a token.
+        legal: ``[sets + 1, rests]`` bool, which rests are in each set. The last set is empty. All other sets contain the empty rest,
+            which is the end of a token.
     """
 
     class_of: NDArray[np.int64]

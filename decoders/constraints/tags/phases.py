@@ -45,7 +45,7 @@ class Inside:
     """A phase that a grammar restricts.
 
     Attributes:
-        grammar: the grammar; its language includes an end marker that is text.
+        grammar: the grammar. If the end marker is text, the grammar's language includes it.
         then: number of the next phase; None: the text ends with this phase.
         end: the token that ends the phase; None: the phase ends where the grammar's text is complete.
         opens: a token that may be written instead of the grammar's text, and the number of the phase that the token leads to.
@@ -61,7 +61,7 @@ class Inside:
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token`, if written at `place`, leads to the phase of `opens`: only at the beginning of the grammar's text."""
+        """Whether `token` at `place` leads to the phase of `opens`. It does so only at the beginning of the grammar's text."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:

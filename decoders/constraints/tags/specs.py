@@ -112,7 +112,7 @@ class After(Structure):
         grammar: grammar of the text after the marker; None for free text.
         budget: number of tokens of free text after which the marker is forced; None: it is never forced.
         closing: the text that is forced, if it is more than the marker; it ends with the marker.
-        begin: the marker that begins the free text; None: the prompt contains it. A text without this marker is text of the grammar.
+        begin: the marker that begins the free text; None: the prompt contains it. A text without this marker follows the grammar.
     """
 
     marker: Marker
