@@ -69,7 +69,7 @@ def arrivals(
     prompts: Sequence[list[int]], count: int, median: float, longest: int, rate: float | None = None, seed: int = 0,
     spread: float = SPREAD,
 ) -> list[Arrival]:  # fmt: skip
-    """`count` requests whose numbers of new tokens follow a log-normal distribution.
+    """`count` requests. Their numbers of new tokens follow a log-normal distribution.
 
     Args:
         prompts: token ids of the prompts, which the requests use in turns.

@@ -285,12 +285,12 @@ def named_grammar(name: str) -> Spec | CompiledGrammar:
 
 @dataclass(frozen=True)
 class Configured:
-    """A variant (:class:`~decoders.bench.variants.Variant`) whose settings have been checked: they exist and have allowed values.
+    """A variant (:class:`~decoders.bench.variants.Variant`) with checked settings: they exist and have allowed values.
 
     Attributes:
         variant: the variant as written.
         classes: the strategy classes of its parts.
-        settings: the given settings of each part, those in brackets included.
+        settings: the given settings of each part, including settings in brackets.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
         verifier: the verifier of its calls.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Longest passage whose repetition is looked for, in tokens.
+#: Longest repeated passage to look for, in tokens.
 LONGEST_PERIOD = 64
 #: Repetitions of at most this number of tokens are no loop, whatever their period: `((((` and `1, 1, 1` are text.
 SHORTEST_LOOP = 8

@@ -16,7 +16,7 @@ VERIFIER = "verifier"
 GRAMMAR = "grammar"
 COMPILE = "compile"
 #: Settings of the loop that brackets may hold, and their values: compiling, memory of strategies between calls, number formats of
-#: the target's matrices and cache, and number format of the draft model's matrices.
+#: the target's matrices and cache, and of the draft model's matrices.
 LOOP: dict[str, tuple[bool | str, ...]] = {
     COMPILE: (True, False, "auto"),
     "memory": (True, False),

@@ -56,7 +56,7 @@ class CallFormat:
         begin: text in front of all calls.
         end: text after all calls.
         between: text between two calls; None: an answer contains at most one call.
-        message: text that begins a message, in formats whose thoughts, calls and answers are separate messages.
+        message: text that begins a message, in formats with separate messages for thoughts, calls and answers.
         message_end: text that ends a message.
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.

@@ -60,7 +60,7 @@ class FunctionCalls:
 
         Args:
             ended: whether the answer is complete. Otherwise text that may become a call is held back.
-            known: a dict, empty at first, that all reads of one answer share, so that nothing is parsed again.
+            known: a dict, empty at first. All reads of one answer share it, so that no text is parsed twice.
         """
         written = self.format.read(text, self._kinds, ended, known)
         return written if self.several else replace(written, calls=written.calls[:1])

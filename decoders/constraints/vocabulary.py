@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: "full": every token after which the text can be completed is legal. "canonical": where the grammar forces the next bytes, only
-#: the token that the tokenizer would write there is legal, which changes the distribution of texts.
+#: the token that the tokenizer would write there is legal. This changes the distribution of texts.
 Policy = Literal["full", "canonical"]
 
 

@@ -29,7 +29,7 @@ class Report:
 
     Attributes:
         strategy: registry name.
-        settings: the strategy's settings; for merged strategies, the settings of every part by name, and those of the merge itself.
+        settings: the strategy's settings; for merged strategies, the settings of every part by name, and of the merge itself.
         exact: False if the strategy or verifier may change the distribution of the tokens.
         verifier, verifier_settings: name of the verifier, "coupled" by default, and its settings.
         compiled_steps: number of `steps` that ran compiled.

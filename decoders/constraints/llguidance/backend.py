@@ -105,9 +105,9 @@ class LLGuidanceMatcher(Matcher):
 
     Only text tokens are passed to the ``LLMatcher``; whether the text has ended is stored here.
 
-    An ``LLMatcher`` must not be rolled back after it has computed a mask: its parser keeps what it read ahead, so if other tokens
+    An ``LLMatcher`` must not be rolled back after it has computed a mask. Its parser keeps what it read ahead, so if other tokens
     follow, the next mask may be wrong (llguidance 1.9.1). So there is a second matcher that is only advanced and rolled back, never
-    queried; a rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at
+    queried. A rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at
     4 kB), so a copy is made per rollback, not per query.
     """
 

@@ -61,7 +61,7 @@ class Repeat(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Class(_Node):
-    r"""One character of a class whose characters are not listed. `text` is the class in Rust's notation: ``\p{L}``, ``[^\p{L}\-]``."""
+    r"""One character of a class that is kept as text, in Rust's notation: ``\p{L}``, ``[^\p{L}\-]``."""
 
     text: str
 
@@ -183,7 +183,7 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 _MARKS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
 _NOT_NEWLINE = characters.complement(((0x0A, 0x0A),))
 _NO_CHARACTER = r"[^\x00-\U0010FFFF]"
-#: A class whose content can be merged into other brackets.
+#: Matches a class in brackets that can be merged into other brackets, because it is not negated.
 _BRACKETED = re.compile(r"\[(?!\^)(.*)\]", re.DOTALL)
 
 

@@ -114,7 +114,7 @@ def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
 
 
 def evaluate(a: Arrays, node: Node, algebra: NodeAlgebra) -> Arrays | None:
-    """The arrays of `a` whose unevaluated items all satisfy `node`. In the result, all items are evaluated."""
+    """The arrays of `a` in which every unevaluated item satisfies `node`. In the result, all items are evaluated."""
     if a.evaluated.first is None:
         return a
     nodes = algebra.nodes

@@ -33,7 +33,7 @@ class Place:
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
         resolver, specification: objects of the package ``referencing`` that resolve references and describe the draft.
-        dynamic: whether the document has dynamic references, whose targets depend on the path to them.
+        dynamic: whether the document has dynamic references. The target of a dynamic reference depends on the path to it.
         subtracted: whether the values of the schema are excluded, as under ``not``. A left-out keyword must make an excluded schema
             allow fewer values, and any other schema allow more.
     """

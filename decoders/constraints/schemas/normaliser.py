@@ -135,8 +135,8 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword of
-        :data:`_COARSE` whose path is close to the path of `problem`; None if there is none.
+        """Returns (path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword of
+        :data:`_COARSE` near the path of `problem`. None if there is none.
         """
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places

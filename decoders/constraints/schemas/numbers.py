@@ -101,7 +101,7 @@ def complement(a: Numbers) -> list[Numbers]:
     """The numbers that are not in `a`, as alternatives.
 
     Raises:
-        GrammarError: `a` is a set of multiples, whose complement cannot be expressed.
+        GrammarError: `a` is a set of multiples. Its complement cannot be expressed.
     """
     alternatives: list[Numbers] = []
     if a.low is not None:

@@ -145,7 +145,7 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Returns :data:`NOTHING`: ``minProperties`` needs two or more undeclared members here, whose keys could be equal.
+        """Returns :data:`NOTHING`: ``minProperties`` needs several undeclared members here, but undeclared keys could be equal.
 
         Raises:
             GrammarError: the declared properties and one undeclared property are too few for ``minProperties``.

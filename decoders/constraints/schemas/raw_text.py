@@ -174,7 +174,7 @@ def writer(notation: Notation, normaliser: Normaliser, closed: bool, kinds: Kind
 
 
 class _RawWriter(Writer):
-    """Writes objects whose names are unquoted."""
+    """Writes objects with unquoted names."""
 
     def __init__(self, normaliser: Normaliser, closed: bool, notation: Notation, whitespace: Whitespace) -> None:
         super().__init__(normaliser, whitespace, closed)
@@ -219,7 +219,7 @@ class _ParameterWriter(_RawWriter):
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """A string in JSON, without special tokens, because its reader would see the tokens' names."""
+        """A string in JSON. It contains no special tokens, because a reader would see the tokens' names."""
         within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
         return string_text.write_string(strings, behind, within)
 

@@ -115,7 +115,7 @@ class SchemaAlgebra(NodeAlgebra):
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """The set of all values of one type, and operations on sets of values of this type, which return lists of alternatives."""
+    """A type of JSON values: the set of all its values, and operations on its sets, which return lists of alternatives."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]

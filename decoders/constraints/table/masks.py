@@ -139,7 +139,7 @@ class EquivalentStates:
 
 #: Greatest number of tokens that are read at a time, from several states; each needs 16 bytes, and more while it is read.
 TOKENS = 1 << 21
-#: Number of states whose masks are packed together, at a byte per token.
+#: Number of states in a chunk. The masks of a chunk are packed together; unpacked they take a byte per token.
 CHUNK = 32
 
 

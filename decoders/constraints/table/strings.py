@@ -65,7 +65,7 @@ class StringStates:
         ]
 
     def below(self, nodes: Ints, classes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The legal tokens whose paths in the trie go through given nodes.
+        """The legal tokens below given nodes of the trie.
 
         Args:
             nodes, classes: pairs of a node, and the class of the automaton's state at this node.

@@ -2,8 +2,8 @@
 
 Markers in free text begin other phases. Free text is sampled without a mask, so that the text before a marker is the text that the
 model would write without a grammar. Few tokens are illegal there: a token that completes a begin marker and goes on with bytes that the
-grammar after the marker forbids, and a stop token where the text may not end yet. When an illegal token was sampled, another token
-replaces it: a token of only those bytes that belong to the marker, or the marker's next token.
+grammar after the marker forbids, and a stop token where the text may not end yet. After an illegal token was sampled, it is
+replaced by a token of only the bytes that belong to the marker, or by the marker's next token.
 """
 
 from __future__ import annotations

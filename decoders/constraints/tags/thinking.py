@@ -47,7 +47,7 @@ class ThinkingMarkers:
         return next((each for each in KNOWN if str(each.end) in text), None)
 
     def begun(self, prompt: Sequence[int], vocabulary: Vocabulary) -> bool | None:
-        """True if `prompt` (token ids) ends within a thought, False if after a thought, None if its last turn has no thought.
+        """Whether `prompt` (token ids) ends within a thought; False if it ends after one, None if its last turn has no thought.
 
         Text in front of the last special token, which begins the turn, is ignored.
         """
