@@ -1,4 +1,4 @@
-"""``decoders.advise`` measures in a minute or two which strategy suits a model, its prompts and this machine, and what else helps."""
+"""``decoders.advise`` measures in two to three minutes which strategy suits a model, prompts and this machine, and what else helps."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def advise(
     compile = compile and seconds >= 2 * COMPILING
     first_parts = seconds - COMPILING * compile
     new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
-    #: The latest measurements, in seconds: a method writes all texts once; weights are converted to a number format.
+    #: The latest measured seconds: of a method that writes all texts once, and of converting weights to a number format.
     each, packing = 0.0, time.monotonic() - begin
 
     def told(what: str, _: float = 0.0) -> None:

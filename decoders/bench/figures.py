@@ -58,7 +58,7 @@ class StageFigures:
 
     Attributes:
         model: name or path.
-        depth: 0 for a model that drafts for the target, 1 for a model that drafts for that model, and so on.
+        depth: 0 for a draft model of the target, 1 for a draft model of that draft model, and so on.
         drafter: name of the strategy that drafts for this model.
         passes: forward passes per target step.
         tokens_per_pass: mean number of tokens per row and pass with the help of `drafter`; None without a drafter.
@@ -98,7 +98,7 @@ def looping(rows: Sequence[Sequence[int]]) -> float | None:
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models, each followed by those of its own draft model. calls: pairs of a call's stages and the call."""
+    """Figures of the draft models. After each model come those of its own draft model. calls: pairs of a call's stages and the call."""
     figures: list[StageFigures] = []
     for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
         passes, tokens_and_passes, shares = [], [0, 0], []

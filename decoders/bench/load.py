@@ -69,13 +69,13 @@ def arrivals(
     prompts: Sequence[list[int]], count: int, median: float, longest: int, rate: float | None = None, seed: int = 0,
     spread: float = SPREAD,
 ) -> list[Arrival]:  # fmt: skip
-    """`count` requests whose numbers of new tokens follow a log-normal distribution.
+    """`count` requests. Their numbers of new tokens follow a log-normal distribution.
 
     Args:
         prompts: token ids of the prompts, which the requests use in turns.
         median, longest: median and greatest number of new tokens.
         rate: arrivals per second, a Poisson process; None: all arrive at once.
-        spread: standard deviation of the logarithm of these numbers; 0: all requests have the median.
+        spread: standard deviation of the logarithm of the numbers of new tokens; 0: all requests have the median.
     """
     drawn, now, requests = random.Random(seed), 0.0, []
     for number in range(count):

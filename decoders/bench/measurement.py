@@ -1,7 +1,7 @@
 """Interleaved measurement: the compared methods take turns, in an order that rotates.
 
 They take turns because a machine's speed changes by the minute. The order rotates, so that no method
-always runs on the caches that the same predecessor leaves.
+always runs after the same other method, on the caches that it left.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Progress = Callable[[str, float], None]
 class Measurement:
     """One timed call; times in seconds.
 
-    Attributes that are not listed here are those of our :class:`~decoders.report.Report` and of its timings; they are None, empty or 0
-    for transformers.
+    Attributes that are not listed here come from our :class:`~decoders.report.Report` and its timings; they are None, empty or 0 for
+    transformers.
 
     Attributes:
         workload: the workload's name.
@@ -187,8 +187,8 @@ def measure(
     A method that raises is not called again, and its entry's `reason` says why. `progress` is called before every call.
 
     Args:
-        seconds: duration of the run, compiling included. Methods whose warm-up would begin in the second half of this time are
-            skipped, and no call begins after this time. The baseline, one strategy and one prompt are always measured.
+        seconds: duration of the run, compiling included. Methods that would begin their warm-up in the second half of this time
+            are skipped, and no call begins after this time. The baseline, one strategy and one prompt are always measured.
         measured: called whenever every method has decoded a prompt, with the measurements so far.
 
     Raises:
@@ -242,8 +242,7 @@ def warm_up(
 
     Args:
         rounds: number of texts that each method writes per workload after the warm-up, to estimate the remaining seconds.
-        deadline: by ``time.monotonic``; methods whose turn comes later are skipped, except the first method and the first strategy
-            of ours.
+        deadline: by ``time.monotonic``; methods that would begin later are skipped, except the first method and our first strategy.
     """
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
@@ -279,8 +278,8 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload, whose text is compared with the baseline's, and which fills caches for the
-    shape. Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
+    """Makes one untimed call of each method per workload. It fills caches for the shape, and its text is compared with the baseline's.
+    Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.

@@ -22,7 +22,7 @@ from .variants import Variant, assistant_tokens, parse
 
 #: transformers' generate with its dynamic cache: the baseline of all ratios, and of "identical" in greedy runs.
 BASELINE = "transformers"
-#: The baseline of "identical" in sampled runs, because transformers draws from another random generator.
+#: The baseline of "identical" in sampled runs, because transformers samples with another random generator.
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
@@ -38,7 +38,7 @@ LOOKUP, ASSISTED = "transformers-prompt-lookup", "transformers-assisted"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     Attributes:
         temperature: divides the logits.
@@ -100,9 +100,9 @@ class Method:
         settings: the settings that the user gave, for the record.
         impossible: why it cannot run at all; "" if it can.
         one_row_only: why it cannot decode several rows; "" if it can.
-        sampling: how tokens are drawn; None: greedy.
+        sampling: how tokens are sampled; None: greedy.
         verifier: name of the verifier; "" for transformers' methods.
-        coupled: whether the verifier makes every strategy draw the same tokens from the same seed.
+        coupled: whether, with this verifier, every strategy samples the same tokens from the same seed.
         grammar: the grammar that the text must follow, as the user wrote it; "" without one.
         assistant: transformers' assistant model.
         assistant_config: values set in the assistant's generation config during a call.
@@ -285,12 +285,12 @@ def named_grammar(name: str) -> Spec | CompiledGrammar:
 
 @dataclass(frozen=True)
 class Configured:
-    """A variant (:class:`~decoders.bench.variants.Variant`) whose settings have been checked: they exist and have allowed values.
+    """A variant (:class:`~decoders.bench.variants.Variant`) with checked settings: they exist and have allowed values.
 
     Attributes:
         variant: the variant as written.
         classes: the strategy classes of its parts.
-        settings: the given settings of each part, those in brackets included.
+        settings: the given settings of each part, including settings in brackets.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
         verifier: the verifier of its calls.

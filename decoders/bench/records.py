@@ -155,7 +155,7 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns `records` and "". If steps waited for more than `BUSY` of their time, returns copies without ratios, and a warning."""
+    """Returns `records` and no warning. If steps waited for more than `BUSY` of their time: copies without ratios, and a warning."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (
@@ -207,7 +207,7 @@ def _record(
     entry: Competitor, kind: str, speed_baseline: Competitor | None, token_baseline: Competitor | None,
     bandwidth: float | None,
 ) -> Record:  # fmt: skip
-    """The record of an entry for one kind of prompt. Speed is compared with `speed_baseline`, tokens with `token_baseline`."""
+    """The record of `entry` for one kind of prompt. Its speed is compared with `speed_baseline`, its tokens with `token_baseline`."""
     method = entry.method
     record = Record(
         method.name, method.dtype, entry.rows, kind, entry.status, entry.reason, method.ours,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Longest passage whose repetition is looked for, in tokens.
+#: Longest repeated passage to look for, in tokens.
 LONGEST_PERIOD = 64
 #: Repetitions of at most this number of tokens are no loop, whatever their period: `((((` and `1, 1, 1` are text.
 SHORTEST_LOOP = 8
 
 
 def in_loops(ids: Tensor) -> Tensor:
-    """Which tokens of `ids` ``[..., T]`` int64 are part of a loop, ``[..., T]`` bool.
+    """Returns which tokens of `ids` ``[..., T]`` int64 are part of a loop, as ``[..., T]`` bool.
 
     A token is part of a loop if it and the tokens before it equal the tokens one period earlier, for more than a whole period and
     for more than :data:`SHORTEST_LOOP` tokens. The first repetition of a passage does not count, because code repeats itself on

@@ -27,8 +27,8 @@ SHORT_NAME, GAP = 26, 2
 
 
 def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
-    """A table with a line for each method, in sections by heading, and notes that say why figures are missing or where outputs differ.
-    It fits into 80 columns.
+    """A table for 80 columns with a line for each method, in sections by heading. Notes say why figures are missing or where outputs
+    differ.
     """
     table = plain_table("", "tokens/s", "ratio", "tok/step", "identical")
     for heading, records in sections.items():
@@ -53,7 +53,7 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """The records of each group by the group's heading, which is "" for a single group whose model was not padded."""
+    """Maps the heading of each group to its records. A single group has the heading "", unless its model was padded."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}
@@ -198,7 +198,7 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table: first tokens, first calls, compiling, memory. Memory that all methods share is counted for the first method."""
+    """A table of first tokens, first calls, compiling and memory. Memory that all methods share is counted for the first method."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)

@@ -97,7 +97,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
 
 
 def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Writes this call's text by plain decoding, and stores it in a synthetic drafter, unless its last text is from an equal call."""
+    """Writes this call's text by plain decoding, and stores it in `drafter`, unless the drafter's last text is from an equal call."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
     if drafter.rehearsed == key:

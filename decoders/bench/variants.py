@@ -10,13 +10,13 @@ from typing import Any
 from ..errors import SettingsError
 from ..settings import parse_assignments
 
-#: A key in the brackets that is no setting of the strategy: the verifier.
+#: The key in brackets that names the verifier. It is not a setting of the strategy.
 VERIFIER = "verifier"
-#: A key in the brackets that is no setting of the strategy: the grammar, by a name that ``decoders grammars`` lists or as a file.
+#: The key in brackets that names the grammar: a name that ``decoders grammars`` lists, or a file. It is not a setting of the strategy.
 GRAMMAR = "grammar"
 COMPILE = "compile"
 #: Settings of the loop that brackets may hold, and their values: compiling, memory of strategies between calls, number formats of
-#: the target's matrices and cache, and number format of the draft model's matrices.
+#: the target's matrices and cache, and of the draft model's matrices.
 LOOP: dict[str, tuple[bool | str, ...]] = {
     COMPILE: (True, False, "auto"),
     "memory": (True, False),
@@ -84,7 +84,7 @@ def bracketed(text: str) -> tuple[str, str | None]:
     """Splits `text` into a name and the text in its brackets, which is None if there are no brackets.
 
     Raises:
-        SettingsError: there is text behind the brackets, or no name before them.
+        SettingsError: there is text after the brackets, or no name before them.
     """
     name, opened, inside = text.partition("[")
     if not opened:

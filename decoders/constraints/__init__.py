@@ -1,6 +1,6 @@
-"""Grammars, which restrict a text by masks over its next token. Other packages import only the names listed here.
+"""Grammars: masks over the next token restrict a text to a language. Other packages import only the names listed here.
 
-``base`` defines the contract of a backend.
+``base`` defines the interface of a grammar backend.
 """
 
 from ..common import library
@@ -21,7 +21,7 @@ from .table import Table, TableGrammar
 from .tags import After, Calls, Tagged, TaggedGrammar, Thinking, ThinkingMarkers, after, tagged
 from .vocabulary import Policy, Vocabulary
 
-#: The built-in backends, in the order of listings.
+#: The built-in backends, in the order in which listings show them.
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [

@@ -17,7 +17,7 @@ from .vocabulary import Vocabulary
 
 
 class Auto(Backend):
-    """Compiles regular languages with a small enough automaton by the table backend, where masks are looked up; else by llguidance."""
+    """Compiles a language with the table backend if it is regular and its automaton is small enough, otherwise with llguidance."""
 
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
@@ -57,7 +57,7 @@ class Auto(Backend):
         return self.choices[0]().restore(content, language, vocabulary, policy)
 
 
-#: Only expressions with a repetition such as ``{10}`` or ``{2,10}``, of two digits or more, are estimated.
+#: A repetition with a count of two digits or more, such as ``{10}`` or ``{2,10}``. Only expressions with one are estimated.
 _COUNT = re.compile(r"\{(?:\d*,)?\d{2,}")
 #: Number of states of an automaton that reads any one character in UTF-8, besides its first state.
 _ANY = 8
@@ -67,7 +67,7 @@ _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 
 
 def least_states(regex: str) -> int:
-    """An estimate of the least number of states of an automaton of `regex`; 0 without large counts, or if `regex` cannot be read.
+    """Estimates how many states an automaton of `regex` has at least; 0 if `regex` has no large counts, or cannot be read.
 
     Assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
     """

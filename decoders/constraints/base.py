@@ -1,4 +1,4 @@
-"""The contract of a grammar backend: a language compiled for a vocabulary, and matchers, which track a text and can roll back.
+"""The interface of grammar backends. A backend compiles a language for a vocabulary; a matcher tracks one text and can roll back.
 
 Letters: ``V`` size of the model's logits, ``W = ceil(V / 32)`` words of a packed mask. Bit ``v % 32`` of word ``v // 32`` says
 whether token ``v`` may come next.
@@ -20,17 +20,17 @@ from .vocabulary import Policy, Vocabulary
 
 @dataclass(frozen=True)
 class Language:
-    """A set of texts, in one or both of the notations that backends read; in neither if it is free text with grammars in it.
+    """A set of texts, given as a regular expression, a Lark grammar, or both. Free text with grammars in it has neither.
 
     Attributes:
         name: the language's name in messages and reports.
         regex: a pattern that the whole text must match, in the syntax of Rust's ``regex`` crate; no look-around, no back-references,
             no flags.
-        lark: a grammar in llguidance's dialect of Lark; texts are derived from its rule ``start``.
+        lark: a grammar in llguidance's dialect of Lark, with the start rule ``start``.
         warnings: how the language differs from its specification (:class:`~decoders.constraints.specs.Spec`), one sentence each.
-        whole: raises GrammarError if a finished text breaks the specification; None if every text of the language meets it.
-        special: names of special tokens that texts may contain; in the notations, a private character stands for each name
-            (:func:`~decoders.constraints.vocabulary.stand_in`).
+        whole: a function that raises GrammarError if a finished text breaks the specification; None if the language has no such text.
+        special: names of special tokens that texts may contain. In `regex` and `lark`, a private-use character stands for each
+            name (:func:`~decoders.constraints.vocabulary.stand_in`).
     """
 
     name: str
@@ -43,12 +43,12 @@ class Language:
 
 @dataclass(frozen=True)
 class Tables:
-    """A compiled language as tensors: a byte automaton, and its ``R`` distinct packed masks; states may share a mask.
+    """A compiled language as tensors: a byte automaton with ``S`` states, and ``R`` distinct packed masks. States may share a mask.
 
     Attributes:
         next: ``[S, C]`` int32, the next state for each state and each class of bytes; 0 is the dead state.
         classes: ``[256]`` int64, the class of each byte, an index into the ``C`` columns of `next`.
-        mask_of: ``[S]`` int64, for each state the row of its mask in `masks`.
+        mask_of: ``[S]`` int64, the row in `masks` of each state's mask.
         masks: ``[R, W]`` int32. Masks of accepting states allow the stop tokens, too; the dead state's mask allows all tokens, so
             that a softmax over its masked logits is finite.
         start: the first state.
@@ -98,7 +98,7 @@ class CompiledGrammar(ABC):
         return (self,)
 
     def judge(self, tokens: Sequence[int]) -> None:
-        """Validates a finished text, given as tokens, if the language is wider than the specification.
+        """Validates a finished text, given as tokens; does nothing if every text of the language meets the specification.
 
         Raises:
             GrammarError: the text breaks the specification.
@@ -112,12 +112,12 @@ class CompiledGrammar(ABC):
 
 
 class Tabulated(CompiledGrammar):
-    """A grammar that is an automaton with a mask for each state, so that a token costs only table look-ups.
+    """A grammar as an automaton with a mask for each state: checking a token takes only table look-ups.
 
     Attributes:
         first: the state of the empty text.
         accepting: for every state, whether the text may end there, or has ended.
-        mask_rows: for every state the row of its mask in ``tables().masks``.
+        mask_rows: for every state, the index of its mask in ``tables().masks``.
     """
 
     first: int
@@ -152,7 +152,7 @@ class Tabulated(CompiledGrammar):
 
 
 class Matcher(ABC):
-    """A grammar's state after the tokens so far. A matcher stays usable after every call, also after illegal tokens.
+    """The position of one text in a grammar, after the tokens so far. A matcher stays usable after illegal tokens, too.
 
     The decoding loop creates a matcher per row. To compute the mask of another node of a draft tree, the loop rolls the matcher back to
     where the paths of the two nodes diverge, then advances it.
@@ -167,7 +167,7 @@ class Matcher(ABC):
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Appends the `tokens` in front of the first illegal one; returns their number. After a stop token every token is illegal."""
+        """Appends `tokens` up to the first illegal one, and returns how many it appended. After a stop token all tokens are illegal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
@@ -193,9 +193,9 @@ class Matcher(ABC):
         return None
 
     def replacements(self) -> Mapping[int, int] | None:
-        """In free text, where any token may be drawn: for each illegal token, the token that replaces it after the draw.
+        """For each token that is illegal here in free text: the token that replaces it after it was sampled.
 
-        None in text where :meth:`fill_mask` restricts the draw.
+        None where the text is not free, because :meth:`fill_mask` restricts what is sampled there.
         """
         return None
 
@@ -248,14 +248,14 @@ class Backend(ABC):
         """Compiles `language` for `vocabulary`, in bounded time and memory.
 
         Raises:
-            GrammarError: the backend reads no notation of `language`, or `language` exceeds the backend's limits; the error says which
+            GrammarError: the backend cannot read `language`, or `language` exceeds the backend's limits; the error says which
                 backend would work.
         """
 
     def restore(
         self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
     ) -> CompiledGrammar:
-        """The grammar that :meth:`CompiledGrammar.dump` serialized as `content`, after it was compiled from the same arguments.
+        """The grammar that :meth:`CompiledGrammar.dump` serialized as `content`, for the same language, vocabulary and policy.
 
         Raises:
             GrammarError: `content` is no dump of a grammar for these arguments.
@@ -267,7 +267,7 @@ class Backend(ABC):
 
 
 def mask_words(vocabulary: int) -> int:
-    """``W``, number of words of a packed mask over `vocabulary` tokens."""
+    """Returns ``W``, the number of words of a packed mask over `vocabulary` tokens."""
     return -(-vocabulary // 32)
 
 

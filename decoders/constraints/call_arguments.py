@@ -105,7 +105,7 @@ def _read_parameters(
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
     """The value at `begin` as JSON; the index after its end marker (None: not written yet); whether it is valid, or incomplete."""
-    # A JSON string may contain the end marker, so if the value is an object or list, the marker is searched behind it.
+    # A JSON string may contain the end marker, so if the value is an object or list, the marker is searched after it.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
     behind = _object_end(text, begin) if inside else begin
     place = text.find(notation.mark, behind) if behind is not None else -1
@@ -128,7 +128,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
 
 @lru_cache
 def _parameter(notation: Parameters) -> re.Pattern[str]:
-    """A regular expression for the text in front of a value. A newline at its end may be missing; further ones belong to the value."""
+    """A regular expression for the text in front of a value. A newline at its end is optional; further ones belong to the value."""
     between = f"(?:{loose(notation.between)})?" if notation.between.strip() else ""
     middle = loose(notation.middle.rstrip("\n")) + "\n?" * notation.middle.endswith("\n")
     return re.compile(rf"\s*{between}{loose(notation.opening)}(.+?){middle}", re.DOTALL)
@@ -187,7 +187,7 @@ def _object_end(text: str, begin: int) -> int | None:
 
 
 def _loaded(text: str) -> Any:
-    """The value of a JSON text, its integers as floats, however large; None if `text` is not JSON."""
+    """The value of a JSON text, with all integers as floats; None if `text` is not JSON."""
     try:
         return json.loads(text, parse_int=float)
     except (ValueError, RecursionError):

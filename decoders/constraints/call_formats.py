@@ -22,7 +22,7 @@ class CallIds:
         before: the text in front of an id.
         pattern: a regular expression for ids.
         plain: format string that makes an id from a call's number (its index in the answer, or in the conversation).
-        whole: format string that makes the id that chat templates take from the function's name and the id that the model wrote.
+        whole: format string for the id in chat templates; its fields are the function's name and the id that the model wrote.
     """
 
     before: str
@@ -31,19 +31,19 @@ class CallIds:
     whole: str = "{id}"
 
     def of(self, name: str, id: str, number: int) -> str:
-        """`id` if it has the form that a template takes, else an id of this form, made from the call's `number`."""
+        """`id` if it has the form that chat templates expect, else an id of that form, made from the call's `number`."""
         head, tail = self.whole.format(name=re.escape(name), id="\0").split("\0")
         return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.told(name, self.plain.format(number))
 
     def told(self, name: str, written: str) -> str:
-        """The id of a call in the form that a template takes. written: the id that the model wrote."""
+        """The id of a call in the form that chat templates expect. written: the id that the model wrote."""
         return self.whole.format(name=name, id=written)
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format of function calls: ``begin``; ``opening NAME middle ARGUMENTS closing`` per call, ``between`` between two calls;
-    ``end``.
+    """How a model writes function calls: ``begin``, the calls with ``between`` between two of them, and ``end``. A call is
+    ``opening NAME middle ARGUMENTS closing``.
 
     Attributes:
         name: the format's name for ``--tool-format``.
@@ -56,14 +56,14 @@ class CallFormat:
         begin: text in front of all calls.
         end: text after all calls.
         between: text between two calls; None: an answer contains at most one call.
-        message: text that begins a message, in formats whose thoughts, calls and answers are separate messages.
+        message: text that begins a message, in formats with separate messages for thoughts, calls and answers.
         message_end: text that ends a message.
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: the ids that are written in front of `middle`; None: no ids are written.
-        source: texts; a chat template that cannot render calls has this format if the template's source contains all these texts.
-        shown: a text that a chat template's rendering of a call contains if it has this format; None: `begin`, `opening`, the name and
-            the text behind it.
+        source: texts that all occur in the source of a chat template with this format; used if the template cannot render calls.
+        shown: a text in rendered calls by which a chat template is recognised to have this format; None: `begin`, `opening`, the name
+            and the text after the name.
     """
 
     name: str
@@ -100,7 +100,7 @@ class CallFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts of the format, in which names of special tokens may occur."""
+        """All texts of the format that may contain names of special tokens."""
         also = [text for pair in self.also for text in pair]
         own = self.notation.texts if self.notation is not None else ()
         return (
@@ -134,7 +134,7 @@ class CallFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A regular expression for a call from behind :attr:`mark` (or from `opening`, if it is only the mark) up to the arguments."""
+        """A regular expression for a call after its :attr:`mark` (including it, if `opening` is only the mark) up to the arguments."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
@@ -148,7 +148,7 @@ class CallFormat:
     def read(
         self, text: str, functions: Mapping[str, Kinds | None], ended: bool = True, known: dict[int, Progress] | None = None
     ) -> Written:  # fmt: skip
-        """Parses a growing text: the text in front of the calls, and the calls.
+        """Parses a growing text into the text in front of the calls, and the calls.
 
         Args:
             functions: the known functions, with the types of their parameters (None: any). Parsing ends at a call of another function.
@@ -200,7 +200,7 @@ class Call:
         name: the function's name.
         arguments: the arguments so far, as JSON.
         complete: whether the arguments are complete.
-        id: the id that the model has written, in the form that templates take; None if the format has no ids.
+        id: the id that the model has written, in the form that chat templates expect; None if the format has no ids.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Written:
     """A parsed text.
 
     Attributes:
-        text: the text in front of the calls; while it grows, without an end that may become part of a call.
+        text: the text in front of the calls. While the text grows, an end that may become part of a call is left out.
         calls: the calls after this text.
     """
 

@@ -34,8 +34,8 @@ class Called:
     Attributes:
         name: the function's name.
         parameters: the schema of its parameters, as JSON.
-        strict: whether keywords that the language cannot honour are refused (True) or left to validation (False); None: as with True,
-            or if that fails as with False.
+        strict: True: keywords that the language cannot express raise an error. False: they are checked when the finished text is
+            validated. None: as with True if that works, else as with False.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self, notation: Notation | None = None) -> Language:
-        """The language of the arguments, in `notation` (None: JSON). Raises GrammarError, which names the function: there is none."""
+        """The language of the arguments, in `notation` (None: JSON). Raises GrammarError, with the function's name: it has none."""
         try:
             language = self._language(notation)
         except GrammarError as error:
@@ -133,7 +133,7 @@ class CallSpec(Spec):
             arguments.
         several: whether there may be more than one call.
         text: the specification of an answer without calls; None: any text that does not begin like a call.
-        special: names of special tokens that have stand-ins in the format.
+        special: names of special tokens for which `format` has stand-ins (:func:`~decoders.constraints.vocabulary.stand_in`).
     """
 
     functions: tuple[Called, ...]
@@ -211,8 +211,9 @@ class CallSpec(Spec):
         return Language("text", not_beginning(self.format.trigger or "{"))
 
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
-        """The function that validates finished answers: arguments if their language is wider than their schema, and answers without
-        calls if the language `text` is wider than its specification. None if there is nothing to validate.
+        """The function that validates finished answers; None if there is nothing to validate.
+
+        It validates arguments if their language is wider than their schema, and answers without calls in the same way.
         """
         pairs = zip(self.functions, inner, strict=True)
         judges = {

@@ -57,7 +57,7 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
 
 
 def full_name(cls: type | str) -> str:
-    """The name of a type with its module, without private parts: ``pathlib.Path``, which Python 3.13 defines in ``pathlib._local``.
+    """The name of a type with its module, without private parts: ``pathlib.Path``, although Python 3.13 has it in ``pathlib._local``.
 
     cls: a type, or its name with its module.
     """
@@ -197,7 +197,7 @@ def _of_schema(term: Any) -> Spec:
             "a whitespace_pattern of outlines is not read: use decoders.json_schema(schema, whitespace=…)",
             "whitespace_pattern",
         )
-    # Closed, as in outlines, whose schemas come from types and functions.
+    # Closed, as in outlines, where schemas come from types and functions.
     return json_schema(json.loads(term.schema), closed=True)
 
 
@@ -227,7 +227,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """`pattern`; instead of outlines' patterns of ``date``, ``datetime`` and ``str``, a pattern whose texts Python can read back."""
+    """`pattern`. Outlines' patterns of ``date``, ``datetime`` and ``str`` are replaced, so that Python can read the texts back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern
@@ -235,8 +235,8 @@ def _pattern(pattern: str) -> str:
     return exact.get(pattern, pattern)
 
 
-#: For the full name of a type: the function that makes the specification of an object of this type. The keys are names, because
-#: importing some types takes seconds.
+#: Functions that make the specification of an object, by the full name of the object's type. Names are used because importing some
+#: types takes seconds.
 TYPES: dict[str, Callable[[Any], Spec]] = {
     full_name(Path): spec_of_file,
     full_name(re.Pattern): regex,

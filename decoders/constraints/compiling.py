@@ -149,8 +149,8 @@ compiled, forget = _shared.compiled, _shared.clear
 
 
 # A file consists of a header line and the result of :meth:`CompiledGrammar.dump`. Nothing in a file is executed. The file's name is a
-# hash of all that the content depends on, so another version of the language or vocabulary has another file. Only tables are stored:
-# llguidance compiles in a millisecond and cannot serialize its state.
+# hash of all that the content depends on, so a changed language or vocabulary has another file. Only tables are stored: llguidance
+# compiles in a millisecond and cannot serialize its state.
 
 #: Increased when the format of the files or of the automata in them changes. Files of other versions are replaced.
 VERSION = 2

@@ -30,14 +30,14 @@ _NO_SCHEMA = (type(None), int, float, bytes, list, tuple, set)
 
 @keywords_named
 def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy: Policy = "full") -> Regex:
-    """Texts that match `pattern` as a whole, for ``generate(grammar=…)``.
+    """The grammar of all texts that match `pattern` as a whole, for ``generate(grammar=…)``.
 
     Args:
-        pattern: in the common syntax of Python's ``re`` and Rust's ``regex``. Look-around, back-references, word boundaries
-            and flags are refused; ``^`` and ``$`` around the whole have no effect. ``.`` is any character but a newline.
+        pattern: a pattern in the syntax that Python's ``re`` and Rust's ``regex`` share. Look-around, back-references, word
+            boundaries and flags raise an error; ``^`` and ``$`` around the whole have no effect. ``.`` is any character but a newline.
         backend: name of the grammar backend; automatic by default.
-        policy: ``full``: any tokenization; ``canonical``: where only one text is possible, only the tokens that the tokenizer would
-            write for it are legal.
+        policy: ``full`` allows every tokenization of a text. ``canonical``: where the grammar forces the next characters, only the
+            tokenizer's own tokens for these characters are legal.
 
     Raises:
         GrammarError: the pattern cannot be compiled; the error names the construct, its place and what to write instead.
@@ -56,11 +56,11 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
 
 @keywords_named
 def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "full") -> Lark:
-    """Texts of a context-free grammar, for ``generate(grammar=…)``.
+    """A context-free grammar, for ``generate(grammar=…)``.
 
     Args:
-        text: llguidance's dialect of Lark, or the path of a file with it; a single line that names an existing file is
-            taken for its path.
+        text: a grammar in llguidance's dialect of Lark, or the path of its file. A single line that names an existing file
+            is taken for a path.
         backend, policy: as in :func:`regex`.
 
     Raises:
@@ -87,8 +87,8 @@ def choice(
     """One of several texts, for ``generate(grammar=…)``.
 
     Args:
-        options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
-            Repeated options are merged.
+        options: texts are used verbatim; numbers, booleans and None are written as in JSON; members of an Enum stand for
+            their values. Repeated options are merged.
         backend, policy: as in :func:`regex`.
 
     Raises:
@@ -105,23 +105,23 @@ def json_schema(
     schema: Any, *, whitespace: str = "space", indent: int | None = None, strict: bool = True, closed: bool | None = None,
     backend: str | None = None, policy: Policy = "full",
 ) -> JsonSchema:  # fmt: skip
-    """JSON texts that a schema allows, for ``generate(grammar=…)``.
+    """The grammar of the JSON texts that are valid under a schema, for ``generate(grammar=…)``.
 
     Args:
-        schema: a JSON schema as a dict, its text or the path of its file; a Pydantic model, TypedDict, dataclass or another
-            type that Pydantic knows.
+        schema: a JSON schema (a dict, its text, or the path of its file), or a type that Pydantic knows, such as a Pydantic
+            model, TypedDict or dataclass.
         whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
             break with its indent, wherever JSON allows white space inside brackets.
         indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
             replaces `whitespace`. The schema must bound the depth of its values.
-        strict: whether to refuse every keyword that cannot be honoured; if not, the finished text is validated instead.
-        closed: whether objects that declare properties allow no other properties unless the schema mentions them. The default is True
+        strict: whether keywords that the grammar cannot express raise an error. If False, the finished text is validated instead.
+        closed: whether an object schema that declares properties, and does not mention others, forbids others. The default is True
             for Python's types and False for schemas, as in the standard.
         backend, policy: as in :func:`regex`.
 
     Raises:
-        GrammarError: `schema` is no schema; or, at compilation, a keyword cannot be honoured: the error names the keyword, its
-            path and what would work.
+        GrammarError: `schema` is no schema. Also at compilation, if the grammar cannot express a keyword; the error names the
+            keyword, its path and what would work.
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
     file = schema if isinstance(schema, Path) else library.file_named(schema) if isinstance(schema, str) else None

@@ -38,8 +38,8 @@ class FunctionCalls:
         """Describes the function calls that an answer may contain.
 
         Args:
-            functions: for each function its name; the JSON schema of its parameters, or None if it has none; and whether keywords
-                that a grammar cannot honour are refused (True) or left to validation (False; None: only if necessary).
+            functions: for each function its name, the JSON schema of its parameters (None: no parameters), and `strict` as in
+                :class:`~decoders.constraints.calls.Called`.
             format, required, several: see the attributes.
         """
         return FunctionCalls(tuple(Called.of(*each) for each in functions), format, required, several)
@@ -60,7 +60,7 @@ class FunctionCalls:
 
         Args:
             ended: whether the answer is complete. Otherwise text that may become a call is held back.
-            known: a dict, empty at first, that all reads of one answer share, so that nothing is parsed again.
+            known: a dict, empty at first. All reads of one answer share it, so that no text is parsed twice.
         """
         written = self.format.read(text, self._kinds, ended, known)
         return written if self.several else replace(written, calls=written.calls[:1])

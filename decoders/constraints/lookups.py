@@ -1,4 +1,4 @@
-"""Look-up tables: next states of a :class:`Tabulated` grammar by state and token, on a device; rows that are computed on first use."""
+"""The next states of a :class:`Tabulated` grammar as a table on a device, and arrays whose rows are computed on first use."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _TABLES: WeakKeyDictionary[Tabulated, dict[torch.device, TokenTable | None]] = W
 
 def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> TokenTable | None:
     states = len(tables.next)
-    # Columns are compared by two sums of their states with random weights, which collide with a probability of 2^-100.
+    # Columns are compared by two randomly weighted sums of their states; different columns collide with a probability of 2^-100.
     chance = torch.Generator().manual_seed(0)
     weights = (
         torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance, device="cpu").mul(2).add(1).to(device)
@@ -95,7 +95,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
     used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
     stops = [token for token in vocabulary.stops if token in used]
     spelled = sorted(used.difference(stops), key=lambda token: len(vocabulary.tokens[token] or b""))
-    # A further column for padding after a token's end: it leads back to the same state.
+    # One more column, for the padding after a token's end, leads back to the same state.
     after = torch.cat([tables.next.long()[:, tables.classes], every[:, None]], dim=1).to(device)
     every, living, masks, mask_of = (t.to(device) for t in (every, living, tables.masks, tables.mask_of))
 
@@ -120,7 +120,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
 
 
 class LazyMasks:
-    """Rows of an array that are computed on first use; all earlier rows are dropped when a new row would exceed `most`.
+    """An array whose rows are computed on first use. All held rows are dropped when a new row would exceed `most`.
 
     Attributes:
         most: greatest number of rows that are held at a time.
@@ -140,7 +140,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """The rows of `numbers`: their indices in a read-only array ``[R, width]``, and the array; None for more than `most` rows."""
+        """Returns where the rows `numbers` are in a read-only array ``[R, width]``, and the array; None for more than `most` rows."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

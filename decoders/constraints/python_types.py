@@ -1,4 +1,4 @@
-"""JSON schemas of Python's types, and types that list their values."""
+"""JSON schemas of Python types, and the values of types that list them (``Literal``, ``Enum``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def is_json(value: Any) -> bool:
-    """Whether values of a type are written as JSON: the type has a structure, or conditions that only a schema can express."""
+    """Whether values of the type `value` are written as JSON, because the type has parts or conditions (``Annotated``)."""
     origin = typing.get_origin(value)
     if origin in (typing.Union, types.UnionType):
         return any(is_json(arm) for arm in typing.get_args(value))
@@ -39,7 +39,7 @@ def has_fields(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[str] | None:
-    """The texts of the values of a Literal or an Enum; None for other types, or if a value has no text."""
+    """The values of a Literal or an Enum as texts. None for other types, or if a value is no str, bool, int, float or None."""
     if typing.get_origin(value) is typing.Literal:
         values = list(typing.get_args(value))
     elif isinstance(value, EnumMeta):
@@ -52,10 +52,10 @@ def listed(value: Any) -> list[str] | None:
 
 
 def schema_of(value: Any) -> dict[str, Any]:
-    """The JSON schema that Pydantic makes of a type.
+    """The JSON schema that Pydantic generates for a type.
 
     Raises:
-        GrammarError: Pydantic has no schema of the type, or a pattern has another meaning in ECMA-262 and cannot be translated.
+        GrammarError: Pydantic has no schema for the type, or a pattern has another meaning in ECMA-262 and cannot be translated.
     """
     from pydantic import PydanticUserError, TypeAdapter
 
@@ -69,7 +69,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 
 def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
-    """Patterns of the outlines terms among the fields of a type, nested fields included."""
+    """Yields the pattern of each outlines term that the type `value` is or contains, for example as the type of a field."""
     dsl = sys.modules.get("outlines.types.dsl")  # without outlines imported, no value is a term
     if dsl is None or id(value) in seen:
         return
@@ -108,7 +108,7 @@ def translated(schema: Any, core_schema: Any) -> Any:
 
 
 def _patterns(core_schema: Any) -> set[str]:
-    """The patterns of `core_schema` that Rust's engine reads; empty if it selects Python's engine, whose syntax is like ECMA-262."""
+    """The patterns in `core_schema`, for Rust's engine. Empty if the schema selects Python's engine: its syntax is like ECMA-262."""
     patterns: set[str] = set()
     waiting = [core_schema]
     while waiting:
@@ -125,7 +125,7 @@ def _patterns(core_schema: Any) -> set[str]:
 
 
 def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
-    """`schema` with the patterns that are keys of `patterns` replaced by its values; if `of_keys`, also in ``patternProperties``."""
+    """`schema` with patterns replaced as `patterns` says (old pattern → new pattern); if `of_keys`, also in ``patternProperties``."""
     if isinstance(schema, list):
         return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):
@@ -140,7 +140,7 @@ def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> An
 
 
 def readable(kind: Any) -> Any:
-    """`kind` with its TypedDicts, except those inside other classes, replaced by TypedDicts that Pydantic reads (before Python 3.12).
+    """`kind` in a form that Pydantic reads: before Python 3.12, TypedDicts are replaced, except those inside other classes.
 
     Raises:
         NameError: a TypedDict names an unknown type. RecursionError: a TypedDict refers to itself.

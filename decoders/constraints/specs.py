@@ -1,4 +1,4 @@
-"""Specifications, to which values of ``grammar=`` are coerced. A specification describes a language, which a backend compiles."""
+"""Specifications of languages, which backends compile. Values of ``grammar=`` are coerced to specifications."""
 
 from __future__ import annotations
 
@@ -205,17 +205,17 @@ _CLOSED = "Objects that declare properties take no other properties, unless the 
 
 @dataclass(frozen=True)
 class JsonSchema(Spec):
-    """Texts that are JSON and valid under a schema (drafts 4, 6, 7, 2019-09 and 2020-12, by its ``$schema``).
+    """JSON texts that are valid under a schema. Its ``$schema`` selects the draft: 4, 6, 7, 2019-09 or 2020-12.
 
     Attributes:
-        schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
+        schema: a dict, a boolean, or JSON text; for Python types see :meth:`of`.
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
             break with its indent wherever JSON allows white space inside brackets.
         indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
             replaces `whitespace`.
-        strict: whether keywords that the language cannot honour are refused. If not, the language ignores them, and the finished
-            text is validated.
-        closed: whether objects that declare properties allow no other properties unless the schema mentions them.
+        strict: whether keywords that the language cannot express raise an error. If not, the language ignores them, and the
+            finished text is validated.
+        closed: whether an object schema that declares properties, and does not mention others, forbids others.
     """
 
     schema: Any
@@ -286,7 +286,7 @@ class JsonSchema(Spec):
         steps = 0
         while True:
             normaliser, root = self._read(dropped)
-            # Keywords whose rules take too long are left out, too: so each attempt may take half of the remaining time.
+            # A keyword whose rules take too long is left out, too. So each attempt may take only half of the remaining time.
             seconds = left() if self.strict else left() / 2
             try:
                 with deadline(seconds):

@@ -1,4 +1,4 @@
-"""Types with conditions that JSON Schema cannot express: validators, keys that are no strings, digits of decimals, addresses."""
+"""Python types with conditions that JSON Schema cannot express, such as validators, keys that are no strings, digits of decimals."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .specs import JsonSchema
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 
-#: For each kind of Pydantic's core schemas whose JSON schema is complete: the conditions that the JSON schema covers. If a core schema
-#: has another kind or condition, perhaps of a later version of Pydantic, the type itself validates the finished text.
+#: Kinds of Pydantic's core schemas, each with the conditions (keys) that its JSON schema covers. If a core schema has another kind or
+#: condition, perhaps from a later version of Pydantic, the type itself validates the finished text.
 _TOLD: dict[str, frozenset[str]] = {
     kind: frozenset(conditions.split())
     for kind, conditions in {
@@ -53,18 +53,18 @@ _IDLE = frozenset((
     "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
     "polymorphic_serialization",
 ))  # fmt: skip
-#: For some other keys of core schemas: the value with which the key restricts nothing. With the value None, no key restricts anything.
+#: Other keys of core schemas, each with the value at which it restricts nothing. A key with the value None restricts nothing, either.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
     "ascii_only": False, "validate_default": False, "str_strip_whitespace": False, "str_to_lower": False, "str_to_upper": False,
 }  # fmt: skip
-#: Keys of core schemas whose content holds no schema for a part of the value.
+#: Keys of core schemas that hold no nested schema for a part of the value.
 _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
 ))  # fmt: skip
-#: Negated classes, which in Rust are narrower than in ECMA-262, because Rust's classes are wider.
+#: Classes that are narrower in Rust than in ECMA-262: negated classes, because Rust's classes are wider, and ``\s``.
 _NARROWER = re.compile(r"\\[DWSsP]|\[\^|--|~~|\[:\^")
 
 
@@ -90,12 +90,12 @@ class OfType(JsonSchema):
 
     def language(self) -> Language:
         base = super().language()
-        # The language keeps the type alive, because keys of caches contain its id.
+        # The language keeps the type alive: cache keys contain the type's id, which must not be reused.
         return replace(base, warnings=(*base.warnings, _WARNING), whole=partial(_judge, base.whole, self.kind))
 
 
 def _judge(whole: Callable[[str], None] | None, kind: Any, text: str) -> None:
-    """Raises GrammarError if `whole`, the validation by the schema, or the type `kind` refuses `text`."""
+    """Raises GrammarError if `text` is invalid under the schema (`whole` raises), or is no value of the type `kind`."""
     if whole is not None:
         whole(text)
     try:
@@ -192,14 +192,14 @@ _DIGITS = 15
 
 
 def completed(schema: Any, kind: Any) -> Any:
-    """`schema`, as :func:`~decoders.constraints.python_types.schema_of` returns it for `kind`, plus conditions that Pydantic drops."""
+    """`schema` plus conditions of the type `kind` that Pydantic drops. schema: the result of :func:`.python_types.schema_of`."""
     adapter = TypeAdapter(readable(kind))
     new = translated(adapter.json_schema(schema_generator=_Schemas), adapter.core_schema)
     return _completed(new, schema)
 
 
 def _completed(new: Any, old: Any) -> Any:
-    """`new` with the anchored patterns of `old`, and with a pattern for the version of a UUID, for which Pydantic has only a format."""
+    """`new` with the anchored patterns of `old`, and with a pattern in place of each format that names a UUID version (``uuid4``)."""
     if isinstance(new, list):
         same = isinstance(old, list) and len(old) == len(new)
         return [_completed(*pair) for pair in zip(new, old if same else [None] * len(new), strict=True)]
@@ -216,13 +216,13 @@ class _Schemas(GenerateJsonSchema):
     """Pydantic's JSON schemas, plus conditions that Pydantic leaves out."""
 
     def datetime_schema(self, schema: core_schema.DatetimeSchema) -> dict[str, Any]:
-        """Date and time; without an offset, if the type forbids offsets."""
+        """The schema of a date with a time; without a UTC offset if the type forbids offsets."""
         if schema.get("tz_constraint") == "naive":
             return {"type": "string", "pattern": _NAIVE}
         return super().datetime_schema(schema)
 
     def decimal_schema(self, schema: core_schema.DecimalSchema) -> dict[str, Any]:
-        """A number, or a number in a string. No keyword bounds numbers in strings: if the type has bounds, strings are left out."""
+        """The schema of a number, or of a number in a string. If the type has bounds, without strings: no keyword bounds them."""
         arms = super().decimal_schema(schema).get("anyOf", [])
         number = next((arm for arm in arms if arm.get("type") == "number"), {"type": "number"})
         most, places = schema.get("max_digits"), schema.get("decimal_places")
@@ -244,7 +244,7 @@ def _counted(most: int | None, places: int | None) -> dict[str, Any]:
 
 
 def _spelled(most: int | None, places: int | None) -> str:
-    """A pattern for strings that contain the numbers of :func:`_counted`; only the type itself checks the total number of digits."""
+    """A pattern for strings that contain a number of limited length. Only the type itself checks the total number of digits."""
     whole = "[0-9]*" if most is None else f"[0-9]{{0,{most - (places or 0) - 1}}}"
     integer = "0" if most is not None and most <= (places or 0) else f"(?:0|[1-9]{whole})"
     behind = places if places is not None else most

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: "full": every token after which the text can be completed is legal. "canonical": where the grammar forces the next bytes, only
-#: the token that the tokenizer would write there is legal, which changes the distribution of texts.
+#: the token that the tokenizer would write there is legal. This changes the distribution of texts.
 Policy = Literal["full", "canonical"]
 
 
@@ -24,11 +24,11 @@ class Vocabulary:
     """The tokens of a model's logits as bytes.
 
     Attributes:
-        tokens: ``V`` entries; None for tokens without text: special tokens, stop tokens, unused rows of the logits.
+        tokens: the bytes of each of the ``V`` tokens; None for special tokens, stop tokens and unused rows of the logits.
         stops: ids that end a text.
         encode: returns the tokenizer's ids of a text, without added special tokens.
         special: ids of special tokens by their names.
-        spelled: names of the special tokens that this vocabulary spells as private characters, see :meth:`spelling`.
+        spelled: names of the special tokens that this vocabulary spells as private-use characters, see :meth:`spelling`.
 
     Raises:
         UnsupportedError: stop tokens are given, and none is among `tokens`.
@@ -56,8 +56,8 @@ class Vocabulary:
         """The vocabulary of `tokenizer` for logits of `size` entries.
 
         Raises:
-            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or all `stops` are
-                outside of the logits.
+            UnsupportedError: the bytes of its tokens are unknown (it is neither byte-level nor has byte fallback), or all `stops`
+                are outside of the logits.
         """
         backend, vocabulary = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
@@ -84,8 +84,9 @@ class Vocabulary:
         return len(self.tokens)
 
     def spelling(self, names: tuple[str, ...]) -> Vocabulary:
-        """This vocabulary, with the special tokens of these `names` spelt as private characters (:func:`stand_in`, in order), so
-        that grammars can contain them.
+        """This vocabulary with the special tokens `names` spelt as private-use characters, so that grammars can contain them.
+
+        ``stand_in(i)`` is the character for ``names[i]``.
 
         Raises:
             GrammarError: a name belongs to a stop token.
@@ -116,7 +117,7 @@ class Vocabulary:
 
     @cached_property
     def rules(self) -> str:
-        """A digest that differs between tokenizers that have the same tokens but encode differently."""
+        """A digest of how texts are encoded. It differs between tokenizers with the same tokens but other rules."""
         return self._rules if isinstance(self._rules, str) else self._rules()
 
     @cached_property
@@ -129,7 +130,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The first token of each spelling."""
+        """For each spelling (the bytes of a token), the first token that has it."""
         first_ids: dict[bytes, int] = {}
         for token, text in enumerate(self.tokens):
             if text is not None:
@@ -168,7 +169,7 @@ class Vocabulary:
         return b"".join(self.tokens[token] or b"" for token in tokens if token >= 0)
 
     def encoded(self, text: bytes) -> list[int]:
-        """The tokens of `text` as the tokenizer encodes it, without an incomplete character at its end.
+        """The tokens of `text` as the tokenizer encodes it; an incomplete character at the end of `text` is left out.
 
         If `text` is not valid UTF-8, each token is the longest that matches.
         """
@@ -183,7 +184,7 @@ class Vocabulary:
     def canonical(self, forced: bytes) -> list[int]:
         """The tokens of `forced` as the tokenizer encodes it, up to (not including) the first token that following bytes could change.
 
-        Following bytes could change a token if the bytes from the token on are the beginning of a longer token.
+        Following bytes could change a token if the rest of `forced`, from this token on, is the beginning of a longer token.
         """
         if not _decodable(forced):  # empty, or the last bytes of a character, which a tokenizer cannot encode alone
             return []
@@ -196,8 +197,8 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """The tokens of :meth:`canonical`, at most `limit`. With the policy ``canonical``, the tokens end before a token that would
-        differ if the remaining bytes were encoded alone: in the whole text, the tokenizer may see special tokens or group digits.
+        """At most `limit` tokens of :meth:`canonical`. With the policy ``canonical``, they end before the first token that would differ
+        if the bytes from there on were encoded alone. In the whole text, the tokenizer may see special tokens or group digits.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):
@@ -295,7 +296,7 @@ def _spelling(
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[tuple[str, str] | None]:
-    """The steps by which `decoder` turns a token's name into text: a text and its replacement, or None for reading bytes (``<0x0A>``).
+    """The steps by which `decoder` turns a token's name into text: pairs (text, replacement), or None for reading ``<0x0A>`` as a byte.
 
     Raises:
         UnsupportedError: `decoder` has other steps.
@@ -323,7 +324,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
 
 @lru_cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """For each character by which byte-level tokenizers write a byte: the byte (Radford et al. 2019). Printable bytes are unchanged."""
+    """Maps each character that byte-level tokenizers write for a byte to the byte (Radford et al. 2019). Printable bytes are kept."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,1 +1,1 @@
-"""Prompts: prompts that come with the package, files of texts and conversations, and benchmarks as they are published."""
+"""Prompts that come with the package, prompts from files, published benchmarks, and chat templates."""

@@ -24,8 +24,8 @@ Content = str | list[dict[str, str]]
 #: Prompts, each as its name, its kind (category), and its text or messages.
 Texts = list[tuple[str, str, Content]]
 
-#: Made-up kinds: texts with an obvious continuation, each cut off within a line; random printable characters; and, as for an agent
-#: that works on one file, ten successive versions of a file with the same edit to make.
+#: Kinds of made-up prompts: texts with an obvious continuation, each cut off within a line; random printable characters; and ten
+#: successive versions of one file, each with the same edit to make, as an agent gets them.
 MADE_UP = ("predictable", "random", "agent")
 #: Kinds of instructions. A story repeats neither its prompt nor itself, so n-gram lookups find little.
 INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
@@ -55,13 +55,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
 
 
 def bare(content: Content) -> str:
-    """The text of a prompt; messages are joined by empty lines, without a chat template."""
+    """The text of a prompt without a chat template: messages are joined by empty lines."""
     if isinstance(content, str):
         return content
     return "\n\n".join(message["content"] for message in content) + "\n\n"
 
 
-#: Selects all kinds of instructions; ``instruct:edit`` selects one.
+#: The value of ``--prompts`` for all kinds of instructions; ``instruct:edit`` selects one kind.
 INSTRUCT = "instruct"
 
 
@@ -111,7 +111,7 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
 
 
 def read_file(path: Path) -> list[tuple[str, Content]]:
-    """Kind and content of each prompt in a file, which is one text, or a list of objects with a text or messages (:func:`read_rows`).
+    """The kind and content of each prompt in a file. The file is one text, or objects with a text or messages (:func:`read_rows`).
 
     Raises:
         OSError, ValueError: the file has another format.

@@ -63,7 +63,7 @@ class Question:
 
 
 def read_suite(name: str, data: Path | None, samples: int | None = None, seed: int = 0) -> list[Question]:
-    """The questions of the suite `name`, in the order of its file: `samples` of each category (None: all), drawn with `seed`.
+    """The questions of the suite `name`, in the order of its file. Draws `samples` of each category (None: all) with `seed`.
 
     Raises:
         UnknownNameError: no such suite. SettingsError: `data` is missing, or is no file of this suite.

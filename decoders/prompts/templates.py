@@ -1,5 +1,5 @@
-"""Chat templates: reading a template; and rendering short conversations (probes), to find out which messages the template accepts and
-how it writes function calls.
+"""Chat templates. Renders short conversations (probes) by a template, to find out which messages the template accepts and how it writes
+function calls.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class CallStyle:
     special: bool = False
 
     def call(self, name: str, arguments: dict[str, Any], id: str, text: str | None = None) -> dict[str, Any]:
-        """A function call in the form that the template takes.
+        """A function call in the form that the template expects.
 
         Args:
             text: the arguments as the model wrote them.
@@ -116,7 +116,7 @@ class CallStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def id_of(self, id: str, name: str | None = None, number: int = 0) -> str:
-        """`id` in a form that the template takes; equal arguments give the same id.
+        """`id` in a form that the template accepts; equal arguments give the same id.
 
         Args:
             name: the function's name, if known.
@@ -154,7 +154,7 @@ class MessageStyle:
 
 
 def message_style(render: Render) -> MessageStyle:
-    """The style of a template. Probes show for each role whether a message's text is rendered if it is a string, or a list of parts."""
+    """The style of a template. For each role, probes show whether the template renders a string, a list of parts, or neither."""
     style = MessageStyle()
     for role in ("user", "assistant", "system", "tool"):
         forms = (style, MessageStyle(style.parts | {role}, style.unread))
@@ -170,8 +170,8 @@ def message_style(render: Render) -> MessageStyle:
 def encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> BatchEncoding:
-    """Renders `messages` with the tokenizer's own template and generation prompt, and encodes the text. String contents become parts
-    where the template needs them. options: arguments of the tokenizer.
+    """Renders `messages` with the tokenizer's own template and generation prompt, and encodes the text. A string becomes a list of
+    parts where the template needs one. options: arguments of the tokenizer.
     """
 
     def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool) -> str:
@@ -192,7 +192,7 @@ _STYLES = (
     CallStyle(reads_calls=True, values_as_text=True),
 )
 _ARGUMENTS = {_KEY: _VALUE}
-#: Arguments that Python and JSON write differently, and Python's words for them.
+#: Arguments that Python and JSON write differently, and a pattern for Python's words.
 _FLAG = {"probe_flag": True}
 _TELLING, _PYTHON = _ARGUMENTS | _FLAG | {"probe_list": [False, None]}, re.compile("True|False|None")
 

@@ -1,4 +1,4 @@
-"""The figures of a call (:class:`Report`, returned as ``out.report``), and :class:`Observer`, whose methods are called during calls."""
+"""The figures of a call (:class:`Report`, returned as ``out.report``), and the base class of objects that observe calls."""
 
 from .figures import GrammarUse, Stage, Timings, mean_length
 from .report import BUSY, ObservedCall, Observer, Report

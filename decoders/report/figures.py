@@ -100,16 +100,16 @@ class Stage:
     weights: str = "keep"
 
 
-#: End of the warning about a keyword (of a JSON schema, say) that a compiled grammar without ``strict`` does not enforce.
+#: The end of a warning about a keyword, for example of a JSON schema, that a compiled grammar without ``strict`` does not enforce.
 LEFT_OUT = "is left to the validation of the finished text."
 
 
 @dataclass
 class GrammarUse:
-    """A row's grammar, which describes a language of allowed texts, and whether the text is complete and valid.
+    """The grammar of a row, what it cost, and whether the text is complete and valid.
 
     Attributes:
-        name: name of the language.
+        name: name of the grammar's language, which is the set of allowed texts.
         backend: name of the backend that compiled it.
         policy: which tokenizations of a text are allowed.
         source: origin of the compiled grammar: "compiled", "memory", "disk" or "given".

@@ -18,7 +18,8 @@ from .written import Tree, Written, bars
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Speeds cannot be compared if steps waited for processors for more than the share BUSY of their time. Judged from FEW_STEPS steps on.
+#: If steps waited for processors for more than the share BUSY of their time, speeds cannot be compared. Calls of fewer than FEW_STEPS
+#: steps are not judged.
 BUSY, FEW_STEPS = 0.5, 4
 
 
@@ -28,7 +29,7 @@ class Report:
 
     Attributes:
         strategy: registry name.
-        settings: the strategy's settings; for merged strategies, the settings of every part by name, and of the merging.
+        settings: the strategy's settings; for merged strategies, the settings of every part by name, and of the merge itself.
         exact: False if the strategy or verifier may change the distribution of the tokens.
         verifier, verifier_settings: name of the verifier, "coupled" by default, and its settings.
         compiled_steps: number of `steps` that ran compiled.
@@ -55,7 +56,7 @@ class Report:
         nodes: size of the largest verified block.
         timings: see :class:`Timings`.
         time_to_first_token: seconds from the call to the first committed token.
-        peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
+        peak_memory: bytes of the static caches (CPU), or the peak of the device's allocator (CUDA).
         recorded_memory: bytes that recordings keep for replays, including recordings of earlier calls (CUDA).
         compilations: number of graphs compiled during the call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
@@ -109,7 +110,7 @@ class Report:
             self.timings.finish += time.perf_counter() - begun - self.timings.call
 
     def share(self, spent: Mapping[str, float], nodes: int, compiled: bool, replayed: bool) -> None:
-        """Adds a step that also served other requests. spent: by part, all seconds of the step; nodes: the size of its block."""
+        """Adds a step that also served other requests. spent: all seconds of the step, by part; nodes: the size of its block."""
         own = vars(self.timings)
         for part, seconds in spent.items():
             own[part] += seconds

@@ -10,14 +10,14 @@ from ..common.devices import processor_name
 
 __all__ = ["WAITING", "busy_share", "processor_name"]
 
-#: Code waits too long if its calling thread has no processor for more than this share of the time.
+#: A share of time. Code waits too long if its thread has no processor for a larger share.
 WAITING = 0.25
 
 
 def busy_share(seconds: float = 0.01) -> float:
-    """The share of time (0 to 1) for which code on torch's number of threads now waits for cores that other processes use.
+    """Measures the share of time (0 to 1) in which code on torch's threads waits for cores that other processes use.
 
-    0.0 for a share of at most :data:`WAITING`.
+    A share of at most :data:`WAITING` is returned as 0.0.
 
     Args:
         seconds: how long to measure.

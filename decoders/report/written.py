@@ -69,7 +69,7 @@ class Written:
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
 
     def pieces(self, row: int = 0) -> list[tuple[str, str]]:
-        """A row's new text as pieces ``(text, drafter of its last token)``; "": the target's own. Without a tokenizer: ids."""
+        """A row's new text as pieces ``(text, drafter of its last token)``; the drafter "" is the target. Ids without a tokenizer."""
         if self._pieces is not None:
             return self._pieces[row]
         tokens, drafters = self.tokens[row], self.drafters[row]

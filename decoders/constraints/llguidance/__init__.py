@@ -1,7 +1,7 @@
 """llguidance (Microsoft, Rust): an Earley parser over a lexer of regular expressions, for any context-free grammar.
 
-It compiles in about a millisecond and computes masks on demand, on the host. This package adapts llguidance to the contract of a
-backend: it tracks the end of a text, because llguidance stops by itself and afterwards counts tokens differently; and if a limit is hit
+It compiles in about a millisecond and computes masks on demand, on the host. This package adapts llguidance to the interface of a
+backend. It tracks the end of a text, because llguidance stops by itself and afterwards counts tokens differently. If a limit is hit
 within a text, it raises an error, while llguidance would end the text.
 """
 

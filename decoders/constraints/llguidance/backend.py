@@ -16,20 +16,20 @@ from ..vocabulary import Vocabulary
 from .source import compile_matcher, reason, source, tokenizer_for
 
 #: Bytes that occur in UTF-8 only for control characters (other than tabs and newlines) and characters of planes 4 to 16, which are
-#: unassigned or private. Tokenizers trained on little text lack tokens for some of them (SmolLM2's).
+#: unassigned or private. Tokenizers trained on little text, such as SmolLM2's, lack tokens for some of these bytes.
 _SELDOM = {*range(0x20), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
 #: All other bytes of UTF-8.
 _NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
 
 
 class LLGuidance(Backend):
-    """Languages compiled by llguidance: Lark grammars, recursion, languages too large for a table; masks are computed on the host."""
+    """Compiles Lark grammars, also recursive ones, and regular languages too large for a table. Computes masks on the host."""
 
     name = "llguidance"
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """Compiles `language` for `vocabulary`, without texts that contain bytes of :data:`_SELDOM` for which there is no token.
+        """Compiles `language` for `vocabulary`. Texts with a byte of :data:`_SELDOM` for which there is no token are left out.
 
         Raises:
             GrammarError: llguidance cannot read `language`, hits a limit at once, or may reach dead ends because another byte of
@@ -90,9 +90,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a query may take, and the greatest overtime of a text (the sum of the seconds beyond that, over its queries): all
-#: rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. With
-#: other grammars, counted patterns and classes of Unicode included, 400 tokens of a vocabulary of 49,152 had 0.05 seconds of overtime.
+#: CPU seconds after which a query is in overtime, and the greatest overtime of all queries of a text together. There are limits because
+#: all rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars.
+#: With other grammars, even with counted patterns and Unicode classes, 400 tokens (vocabulary 49,152) had 0.05 seconds of overtime.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
@@ -105,9 +105,9 @@ class LLGuidanceMatcher(Matcher):
 
     Only text tokens are passed to the ``LLMatcher``; whether the text has ended is stored here.
 
-    An ``LLMatcher`` must not be rolled back after it has computed a mask: its parser keeps what it read ahead, so if other tokens
+    An ``LLMatcher`` must not be rolled back after it has computed a mask. Its parser keeps what it read ahead, so if other tokens
     follow, the next mask may be wrong (llguidance 1.9.1). So there is a second matcher that is only advanced and rolled back, never
-    queried; a rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at
+    queried. A rollback after a query continues with a copy of the second matcher. Copying takes longer for longer texts (50 µs at
     4 kB), so a copy is made per rollback, not per query.
     """
 
@@ -126,7 +126,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Appends the `tokens` in front of the first illegal one; returns their number.
+        """Appends `tokens` up to the first illegal one, and returns how many it appended.
 
         Raises:
             GrammarError: llguidance hits a limit. The matcher's position is unchanged.

@@ -1,7 +1,7 @@
 """The source text for llguidance, compiling it within limits, and llguidance's error messages.
 
 llguidance's compiler recurses along chains of rules, and a stack overflow kills the process. So the length of texts is bounded, and a
-text is compiled in a thread whose stack it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430 for negated
+text is compiled in a thread with a stack that it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430 for negated
 terminals).
 
 Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
@@ -238,7 +238,7 @@ def _uses(lark: str) -> dict[str, dict[str, int]]:
     return uses
 
 
-#: Greatest number of vocabularies whose tries are cached; a trie of 128k tokens takes 13 to 50 MB and 0.4 s.
+#: Greatest number of cached tries, one per vocabulary; a trie of 128k tokens takes 13 to 50 MB and 0.4 s.
 KEPT_TOKENIZERS = 4
 #: llguidance's mark of special tokens, which never occurs in UTF-8.
 _MARKER = b"\xff"

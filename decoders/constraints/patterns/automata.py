@@ -255,7 +255,7 @@ def refined(
 
 
 class Symbols:
-    """Numbers (symbols) for classes of characters; all characters of a class are in the same character sets of the trees.
+    """Classes of characters, with numbers (symbols). All characters of a class are in the same character sets of the trees.
 
     Attributes:
         count: number of symbols; they are numbered from 0.

@@ -42,8 +42,8 @@ class Dialect:
     """What one dialect means by each construct, and what it refuses.
 
     Attributes:
-        messages: reasons for refusals, with ``{what}`` for the refused text. A construct without a reason here is not refused: it is
-            read as in other dialects, or kept verbatim.
+        messages: why a construct is refused, with ``{what}`` for the refused text. A construct without a message is not refused: it
+            is read as in other dialects, or kept verbatim.
         error: creates the error from the pattern, the problem, the refused text, the reason, and the index of the refused text.
         dot: the meaning of ``.``.
         escapes: letters that mean the same in a class and outside.
@@ -53,7 +53,7 @@ class Dialect:
         named_property: returns the characters of ``\\p{name}``, or of ``\\P{name}`` if negated; None if the name is unknown.
         short_properties: whether ``\\pL`` is a property too.
         codes: letters of escapes that give the digits of a code point.
-        codes_in_braces: the letters of `codes` whose digits may stand in braces.
+        codes_in_braces: the letters of `codes` after which the digits may stand in braces.
         surrogate_pairs: whether two escapes may be the two surrogates of one character; a single surrogate is a character, too.
         control_letters: whether ``\\cA`` is U+0001.
         open_low: whether ``{,n}`` is a quantifier.

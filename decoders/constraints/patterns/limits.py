@@ -1,6 +1,6 @@
-"""Bounds on size and on time. A pattern that exceeds a bound is refused with the bound's name.
+"""Bounds on size and on time. A pattern that exceeds a bound raises an error that names the bound.
 
-Time is CPU time of the thread, so that refusals do not depend on the machine's load. Loops of unknown length call :func:`check`.
+Time is CPU time of the thread, so that errors do not depend on the machine's load. Loops of unknown length call :func:`check`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ INSTEAD = {
 def exceeded(
     limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
 ) -> NoReturn:
-    """Refuses `what` because it exceeds `limit` of `module`. most: the limit's value. path: ``$`` if `what` is the whole schema.
+    """Raises the error that `what` exceeds `limit` of `module`. most: the limit's value. path: ``$`` if `what` is the whole schema.
 
     Raises:
         GrammarError: always.

@@ -44,7 +44,7 @@ class _Group:
         opening: the text that opens the group, if it is of another kind than ``(?:``.
         alternatives: the complete alternatives.
         parts: parts of the current alternative.
-        last: what a quantifier that came next would repeat.
+        last: what a quantifier would repeat if it came next.
         anchored: whether the group contains anchors.
     """
 
@@ -210,7 +210,7 @@ class _Reader(ClassReader):
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
-        """The lower and upper bound (or None) of the quantifier `text` in braces; too many digits, if not refused, mean a large one."""
+        """The bounds (None: no upper bound) of the quantifier `text` in braces. A bound with too many digits, if allowed, is large."""
         least, comma, most = text[1:-1].partition(",")
         if max(len(least), len(most)) > self.dialect.most_digits:
             self.refuse("too often", shortened(text, 20), begin)

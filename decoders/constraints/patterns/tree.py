@@ -38,21 +38,21 @@ class Chars(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Cat(_Node):
-    """One part after the other; the empty string if there are no parts."""
+    """Concatenation: the parts one after the other. Without parts it matches the empty string."""
 
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Or(_Node):
-    """One of two or more parts."""
+    """Alternation of two or more parts."""
 
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat(_Node):
-    """`part` from `low` to `high` times; if `high` is None, without an upper bound."""
+    """Repetition: `part` from `low` to `high` times (None: any number of times)."""
 
     part: Pattern
     low: int
@@ -61,14 +61,14 @@ class Repeat(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Class(_Node):
-    r"""One character of a class whose characters are not listed. `text` is the class in Rust's notation: ``\p{L}``, ``[^\p{L}\-]``."""
+    r"""One character of a class that is kept as text, in Rust's notation: ``\p{L}``, ``[^\p{L}\-]``."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor(_Node):
-    """The string begins here, or ends here if `end`."""
+    """The condition that the string begins here or, if `end`, ends here."""
 
     end: bool
 
@@ -183,7 +183,7 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 _MARKS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
 _NOT_NEWLINE = characters.complement(((0x0A, 0x0A),))
 _NO_CHARACTER = r"[^\x00-\U0010FFFF]"
-#: A class whose content can be merged into other brackets.
+#: Matches a class in brackets that can be merged into other brackets, because it is not negated.
 _BRACKETED = re.compile(r"\[(?!\^)(.*)\]", re.DOTALL)
 
 

@@ -50,7 +50,7 @@ def _one_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
 
 
 def one_of_as_any_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
-    """The values of `current` that the schemas under ``oneOf`` allow, read as ``anyOf``: for schemas whose ``oneOf`` is left out."""
+    """The values of `current` that a schema under ``oneOf`` allows, as if the keyword were ``anyOf``; used if ``oneOf`` is left out."""
     return _any_of(algebra, place, current, "oneOf")
 
 

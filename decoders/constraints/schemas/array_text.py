@@ -1,4 +1,4 @@
-"""Writing arrays as rules: items by position, and automata that count items (for ``contains``) or remember the values used."""
+"""Rules for the JSON texts of arrays: items by position, and automata that count items (``contains``) or remember used values."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def _plain(rules: Rules, array: Arrays) -> Expr:
 
 
 def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
-    """An expression for the items of arrays with bounds on how many items satisfy given nodes (:class:`.arrays.Count`). A rule stands
-    for a state: the position, and the number of such items for each bound, up to the greatest number that matters.
+    """An expression for the items of arrays in which a bounded number of items satisfies given nodes (:class:`.arrays.Count`).
+
+    A rule stands for a state: the position, and for each bound the number of such items, up to the greatest number that matters.
     """
     nodes, counts = rules.normaliser.nodes, array.counts
     last = max(len(array.prefix), array.low, array.high or 0, *(count.start for count in counts), 1)

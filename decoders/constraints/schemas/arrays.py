@@ -1,4 +1,4 @@
-"""Sets of arrays, given by nodes (sets of values) for each position, bounds on numbers of items, and uniqueness."""
+"""Sets of arrays. A set has a node (a set of values) for each position, bounds on numbers of items, and may require unique items."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays of `low` to `high` items: the first items satisfy the nodes of `prefix`, all further items satisfy `rest`.
+    """A set of arrays with between `low` and `high` items. The first items satisfy the nodes of `prefix`, all others `rest`.
 
     Attributes:
         counts: bounds on the number of items that satisfy a node.
@@ -114,7 +114,7 @@ def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
 
 
 def evaluate(a: Arrays, node: Node, algebra: NodeAlgebra) -> Arrays | None:
-    """The arrays of `a` whose unevaluated items all satisfy `node`. In the result, all items are evaluated."""
+    """The arrays of `a` in which every unevaluated item satisfies `node`. In the result, all items are evaluated."""
     if a.evaluated.first is None:
         return a
     nodes = algebra.nodes

@@ -33,9 +33,9 @@ class Place:
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
         resolver, specification: objects of the package ``referencing`` that resolve references and describe the draft.
-        dynamic: whether the document has dynamic references, whose targets depend on the path to them.
-        subtracted: whether the values of the schema are excluded, as under ``not``. If a keyword is left out, an excluded schema must
-            allow fewer values, while all other schemas must allow more.
+        dynamic: whether the document has dynamic references. The target of a dynamic reference depends on the path to it.
+        subtracted: whether the values of the schema are excluded, as under ``not``. A left-out keyword must make an excluded schema
+            allow fewer values, and any other schema allow more.
     """
 
     schema: dict[str, Any]
@@ -62,7 +62,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The ``$id`` of each schema on the path to this one, on which dynamic references depend; empty if no reference is dynamic."""
+        """The ``$id`` of each schema on the path to this one. Only dynamic references depend on it; without them it is empty."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))

@@ -1,11 +1,11 @@
 """The known formats of strings as patterns; unknown formats restrict nothing.
 
-A pattern allows what its standard allows, except
+A pattern allows what its standard allows, with these exceptions:
 
-- date: the year 0000; time: leap seconds, more than nine digits of a second, small t and z; date-time: all of these
-- email: quoted local parts, addresses in brackets
-- hostname: names of more than 3 labels, but 7 labels of at most 35 characters are allowed, 11 of at most 18 (the first may be longer),
-  and 42 of at most 5
+- date: not the year 0000; time: no leap seconds, at most nine digits of a second, no small t and z; date-time: all of these
+- email: no quoted local parts, no addresses in brackets
+- hostname: at most 3 labels; but up to 7 labels of at most 35 characters, 11 of at most 18 (the first may be longer), and 42 of at
+  most 5
 
 Values in the schema itself (``enum``, ``const``) are validated by the full standard (:func:`valid`).
 """
@@ -21,7 +21,7 @@ from functools import lru_cache
 from ..patterns import automata, ecma
 from ..patterns.tree import Pattern
 
-# Without year 0, which the standard has and dates of programming languages do not.
+# Without the year 0: the standard has it, dates of programming languages do not.
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _YEAR_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (

@@ -1,6 +1,6 @@
 """Validates values and finished texts against a schema: every keyword of every draft, in bounded time.
 
-Every pair of schema and value is evaluated once, which bounds the cost of references that fan out; automata match regular patterns.
+Each pair of a schema and a value is evaluated once, which bounds the cost of references that fan out. Automata match regular patterns.
 Formats are annotations, as in the drafts since 2019.
 """
 
@@ -47,7 +47,7 @@ class Judgement:
 
     Attributes:
         failure: None if the value is valid.
-        evaluated: keys, or indices, that a keyword has evaluated, for ``unevaluatedProperties`` and ``unevaluatedItems``.
+        evaluated: keys or indices that a keyword has evaluated, for ``unevaluatedProperties`` and ``unevaluatedItems``.
     """
 
     failure: Failure | None = None
@@ -242,7 +242,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """The verdict if all alternatives fail: the deepest failure inside `value`, or a failure of `keyword` if none is inside `value`."""
+    """The verdict if all alternatives fail: the deepest failure in a part of `value`, or a failure of `keyword` if there is none."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest

@@ -1,4 +1,4 @@
-"""The values that the keywords about numbers, strings, arrays and objects allow, and warnings about unknown names."""
+"""The sets of values that the keywords for numbers, strings, arrays and objects allow, and warnings about unknown names."""
 
 from __future__ import annotations
 

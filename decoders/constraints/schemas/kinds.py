@@ -1,4 +1,4 @@
-"""The types that the properties of an object may have, read from a schema's text: all types that the schema allows, perhaps more."""
+"""The types that the properties of an object may have, read from a schema: every type that the schema allows, perhaps more."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Kinds:
         return self._of(self._root, name if name in self.names else UNDECLARED, _DEPTH) or KINDS
 
     def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
-        """The types of the property `name` in objects that `schema` allows; `name` None: of the allowed values themselves. Cached."""
+        """The types of the property `name` in objects that `schema` allows; if `name` is None, of the allowed values."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or not depth:

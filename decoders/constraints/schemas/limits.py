@@ -1,4 +1,4 @@
-"""Bounds on time and memory. A schema that exceeds a limit is refused with the limit's name; no partial result is left.
+"""Bounds on time and memory. A schema that exceeds a limit raises an error that names the limit; no partial result is left.
 
 The limits of patterns and their automata are in :mod:`decoders.constraints.patterns.limits`.
 """
@@ -13,7 +13,7 @@ from ..patterns import limits
 SCHEMA_CHARACTERS = 1_000_000
 #: Greatest depth of nested schemas.
 NESTING = 100
-#: Greatest number of alternatives of one type (objects, say) at one place of the text, after allOf, oneOf, not, … are multiplied out.
+#: Greatest number of alternatives of one type, such as objects, at one place of the text after allOf, oneOf, not, … are multiplied out.
 ALTERNATIVES = 256
 #: Greatest number of steps of multiplying out, for the whole schema.
 STEPS = 150_000

@@ -1,6 +1,6 @@
 """Boolean expressions over schemas (nodes), each identified by a number: equal expressions have equal numbers.
 
-A node stands for a set of JSON values: those that a schema allows, a single value, or "all of", "any of", "not" other nodes.
+A node stands for a set of JSON values: the values that a schema allows, a single value, or "all", "any" or "not" of other nodes.
 A node refers to a schema and does not contain it, so schemas may be recursive through ``$ref``.
 """
 

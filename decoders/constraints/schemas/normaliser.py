@@ -1,5 +1,5 @@
-"""Computes the shapes (:mod:`.shapes`) of schemas: a keyword stands for the set of values that it allows, a schema for the
-intersection of these sets.
+"""Computes the shapes (:mod:`.shapes`) of schemas. A keyword stands for the set of values that it allows, a schema for the
+intersection of the sets of its keywords.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, raised while `node` was written, with a keyword and its path: the error's own keyword, or a possible cause."""
+        """`problem`, which was raised for `node`, plus the path of its keyword, or of a keyword that may be the cause."""
         seen, queue = {node}, [node]
         places: list[Place] = []
         for queued in queue:
@@ -135,8 +135,8 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword of
-        :data:`_COARSE` whose path is close to the path of `problem`; None if there is none.
+        """Returns (path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword of
+        :data:`_COARSE` near the path of `problem`. None if there is none.
         """
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places
@@ -214,7 +214,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
-        """`current` after the left-out keywords of `place`, which evaluate everything or, if `place` is subtracted, allow nothing."""
+        """`current` after the left-out keywords of `place`. They evaluate everything or, if `place` is subtracted, allow nothing."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
             return _without(current, dropped)

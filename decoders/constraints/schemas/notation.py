@@ -18,7 +18,7 @@ from . import limits
 
 @dataclass(frozen=True)
 class Terminal:
-    """Texts that are not divided further.
+    """A terminal of the grammar: a set of texts with a definition of its own.
 
     Attributes:
         lark: the definition in Lark's notation. Terminals with equal definitions are equal.
@@ -40,21 +40,21 @@ class Word:
 
 @dataclass(frozen=True)
 class Seq:
-    """One part after the other."""
+    """Concatenation: the parts one after the other. Without parts, the empty string."""
 
     parts: tuple[Expr, ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the parts; no text if there are no parts."""
+    """Alternation: one of the parts. Without parts it derives no text, not even the empty string."""
 
     parts: tuple[Expr, ...]
 
 
 @dataclass(frozen=True)
 class Rep:
-    """`part` from `low` to `high` times; if `high` is None, without an upper bound."""
+    """Repetition: `part` from `low` to `high` times (None: any number of times)."""
 
     part: Expr
     low: int
@@ -114,7 +114,7 @@ def inline(schema: dict[str, Any]) -> Word:
 
 
 def calls(expr: Expr) -> list[str]:
-    """Rules that `expr` refers to."""
+    """Names of the rules that `expr` refers to."""
     match expr:
         case RuleReference(rule):
             return [rule]
@@ -135,7 +135,7 @@ def _callers(rules: dict[str, Expr]) -> dict[str, list[str]]:
 
 
 def lark(rules: dict[str, Expr]) -> str:
-    """`rules` in Lark's notation; texts are derived from the rule ``start``."""
+    """`rules` in Lark's notation, with the start rule ``start``."""
     names = {rule: "start" if rule == "start" else f"r{index}" for index, rule in enumerate(rules)}
     terminals: dict[str, str] = {}
     size = 0
@@ -168,13 +168,13 @@ def lark(rules: dict[str, Expr]) -> str:
 
 
 def _size(regex: str) -> int:
-    """Estimated length of `regex` with its repetitions expanded, as if every repetition repeated a character of a JSON string."""
+    """The estimated length of `regex` with its repetitions expanded. Each repeated part counts as one character of a JSON string."""
     counts = [int(high or low or 0) for low, high in _COUNT.findall(regex)]
     return len(regex) + _UNIT * sum(counts)
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or indirectly: such rules remain when rules that use no remaining rule are removed."""
+    """Whether a rule uses itself, directly or indirectly. Removes the rules that use only removed rules; recursive rules remain."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -193,7 +193,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
     known: dict[str, tuple[str, int] | None] = {}
 
     def write(expr: Expr) -> tuple[str, int] | None:
-        """The regular expression, in brackets if needed, and its size with repetitions expanded; None: none of limited length."""
+        """The regular expression, in brackets if needed, and its size with repetitions expanded; None if it would be too long."""
         check("writing the grammar")
         match expr:
             case Word(terminal):
@@ -247,7 +247,7 @@ class _Productive:
     """Finds the rules that derive at least one text.
 
     For every expression, the number of parts that must still derive a text is stored. When it becomes zero, the number of the enclosing
-    expression is decreased, so the work is linear in the size of the grammar.
+    expression decreases by one. So the work is linear in the size of the grammar.
     """
 
     def __init__(self, rules: dict[str, Expr]) -> None:

@@ -1,7 +1,7 @@
-"""Sets of numbers as JSON text: exact regular expressions over decimal digits.
+"""Exact regular expressions for sets of numbers as JSON text.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits, so that the nearest
-float is within the bounds, too, and is no integer if the number is no integer.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits. So the nearest float
+is within the bounds, too, and it is an integer only if the number is one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """A regular expression for `numbers`, a simplified set; None if it would be too long, empty if no number can be written."""
+    """A regular expression for `numbers`, a simplified set; None if it would be too long, "" if no number can be written."""
     step = numbers.step
     if step is not None:
         return _multiples_between(numbers, step)
@@ -56,7 +56,7 @@ def expression(numbers: Numbers) -> str | None:
 
 
 def _rounds(bound: Fraction | None, is_open: bool) -> bool:
-    """Whether a decimal near `bound`, even with few digits, may round to the bound, or across it, when it becomes a float."""
+    """Whether a decimal near `bound`, even one of few digits, may become a float that equals the bound or lies beyond it."""
     if bound is None or abs(bound) < _LARGE:
         return False
     return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
@@ -67,7 +67,7 @@ def _within(numbers: Numbers, most: int) -> Numbers | None:
 
 
 def _between(numbers: Numbers | None) -> str:
-    """A regular expression for the decimals between the bounds of `numbers`, at least one of which is given; empty for None."""
+    """A regular expression for the decimals between the bounds of `numbers`, at least one of which is given; "" for None."""
     if numbers is None:
         return ""
     alternatives = []
@@ -280,7 +280,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """A regex for `integer`, itself a regex, and a fraction. fractions: whether it may be absent, and regexes for its digits."""
+    """A regex for `integer` (itself a regex) and a fraction. fractions: whether it may be absent, and regexes for its digits."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""

@@ -1,4 +1,4 @@
-"""Sets of numbers: intervals of integers, of non-integers or of both, and multiples; and equality of JSON values."""
+"""Sets of numbers (intervals of integers, non-integers or both, and multiples), and equality of JSON values."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def complement(a: Numbers) -> list[Numbers]:
     """The numbers that are not in `a`, as alternatives.
 
     Raises:
-        GrammarError: `a` is a set of multiples, whose complement cannot be expressed.
+        GrammarError: `a` is a set of multiples. Its complement cannot be expressed.
     """
     alternatives: list[Numbers] = []
     if a.low is not None:
@@ -125,7 +125,7 @@ def point(value: Any) -> Numbers:
 
 
 def fraction(value: Any) -> Fraction:
-    """The number that a schema means by `value`: 0.1 is one tenth, but floats from 2**53 on mean their binary value: 1e23 < 10**23.
+    """The exact number that a schema means by `value`. 0.1 is one tenth; floats from 2**53 on mean their binary value (1e23 < 10**23).
 
     Raises:
         GrammarError: `value` is infinite or not a number.

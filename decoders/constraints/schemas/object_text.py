@@ -1,8 +1,8 @@
-"""Writing objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
+"""Rules for the JSON texts of objects: declared properties in their order, then undeclared members.
 
-A grammar does not remember which keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may
-occur twice, and JSON readers keep the last value: so a lower bound counts at most one undeclared member, and undeclared members that a
-condition requires come last.
+The rules also bound the number of members, and write undeclared members that a condition requires. A grammar does not remember which
+keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may occur twice, and JSON readers keep the
+last value. So a lower bound counts at most one undeclared member, and undeclared members that a condition requires come last.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ObjectWriter:
         return inside
 
     def declared(self, position: int, count: int) -> Expr:
-        """The rest of the object, from the property at `position` on, after `count` members; `count` stops at ``self.last``."""
+        """The rest of the object, from the property at `position` on, after `count` members; `count` is at most ``self.last``."""
         if position == len(self.members):
             return self.undeclared_members(count, frozenset())
         if self.high is None and count == self.last:  # enough members: the count does not matter any more
@@ -145,7 +145,7 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Returns :data:`NOTHING`: ``minProperties`` needs two or more undeclared members here, whose keys could be equal.
+        """Returns :data:`NOTHING`: ``minProperties`` needs several undeclared members here, but undeclared keys could be equal.
 
         Raises:
             GrammarError: the declared properties and one undeclared property are too few for ``minProperties``.

@@ -1,5 +1,5 @@
-"""Sets of objects, given by declared properties in their order, sets (classes) of other keys, bounds on the number of properties, and
-required undeclared properties.
+"""Sets of JSON objects. A set has declared properties in order, classes (sets) of other keys, a bounded number of properties, and
+undeclared properties that must exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .strings import Strings
 
 @dataclass(frozen=True)
 class Property:
-    """A declared property. An optional property whose node is ``FALSE`` must be absent."""
+    """A declared property. An optional property with the node ``FALSE`` must be absent."""
 
     name: str
     node: Node
@@ -24,7 +24,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Keys:
-    """The properties that keywords have evaluated, by their names, or by classes (sets) of keys; or `all` properties."""
+    """The properties that keywords have evaluated: those with given names, those in given classes (sets) of keys, or `all`."""
 
     names: frozenset[str] = frozenset()
     classes: tuple[Strings, ...] = ()
@@ -33,13 +33,13 @@ class Keys:
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects of `low` to `high` properties.
+    """A set of objects with between `low` and `high` properties (None: no upper bound).
 
     Attributes:
         properties: the declared properties.
         rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
             the same node.
-        exists: each entry requires an undeclared property whose key is in the entry's class, and whose value satisfies its node.
+        exists: each entry requires an undeclared property with a key in the entry's class and a value that satisfies its node.
         evaluated: the properties that keywords have evaluated; this does not change which objects are in the set.
     """
 
@@ -156,7 +156,7 @@ def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
 
 
 def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
-    """The objects of `a` whose unevaluated properties all satisfy `node`. In the result, all properties are evaluated."""
+    """The objects of `a` in which every unevaluated property satisfies `node`. In the result, all properties are evaluated."""
     if a.evaluated.all:
         return a
     nodes = algebra.nodes

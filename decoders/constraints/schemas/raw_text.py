@@ -1,4 +1,4 @@
-"""Writing function arguments in notations whose strings are unescaped and end at a mark."""
+"""Function arguments in notations with unescaped strings, each of which ends at a mark."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _READ = {
     "null": "null", "boolean": "true, false", "number": "a number", "array": "what begins with [",
     "object": "what begins with {",
 }  # fmt: skip
-#: For each type, the strings that a parameter of several types cannot have, because readers would take them for values of the type.
+#: For each type, the strings that readers would take for a value of the type. A parameter of several types cannot have these strings.
 _ALIKE = {
     "null": "^null$", "boolean": "^(?:true|false)$", "array": r"^\[", "object": r"^\{",
     "number": r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?$",
@@ -78,8 +78,8 @@ def containing(mark: str) -> Pattern:
 
 
 def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: str = "") -> Expr:
-    """An expression for `strings`, unescaped, except those that a tree of `never` matches. Each stands between matches of the regular
-    expressions `begin` and `end`.
+    """An expression for the unescaped texts of `strings`, except strings that a tree of `never` matches. Each text stands between a
+    match of the regular expression `begin` and a match of `end`.
     """
     written = strings.written
     if written is None:
@@ -116,7 +116,7 @@ def _inside(conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | 
 
 @dataclass(frozen=True)
 class Quoted:
-    """A notation: objects as ``{key:value,…}``, in which every string stands between two `quote` marks.
+    """A notation of arguments: objects are written as ``{key:value,…}``, and every string stands between two `quote` marks.
 
     Attributes:
         quote: the mark around strings.
@@ -139,7 +139,7 @@ class Quoted:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A notation: `opening`, name, `middle`, value and `closing` for each parameter. Strings are unescaped, other values are JSON.
+    """A notation of arguments: each parameter is `opening`, name, `middle`, value, `closing`. Strings are unescaped, other values JSON.
 
     Attributes:
         between: the text between two parameters.
@@ -174,7 +174,7 @@ def writer(notation: Notation, normaliser: Normaliser, closed: bool, kinds: Kind
 
 
 class _RawWriter(Writer):
-    """Writes objects whose names are unquoted."""
+    """Writes objects with unquoted names."""
 
     def __init__(self, normaliser: Normaliser, closed: bool, notation: Notation, whitespace: Whitespace) -> None:
         super().__init__(normaliser, whitespace, closed)
@@ -219,7 +219,7 @@ class _ParameterWriter(_RawWriter):
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """A string in JSON, without special tokens, because its reader would see the tokens' names."""
+        """A string in JSON. It contains no special tokens, because a reader would see the tokens' names."""
         within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
         return string_text.write_string(strings, behind, within)
 
@@ -264,7 +264,7 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        """An undeclared member; its value has one of the types that :class:`Kinds` finds for its name anywhere in the schema."""
+        """An undeclared member. Its value has a type that :class:`Kinds` finds for its name anywhere in the schema."""
         notation, kinds = self.rules.notation, self.rules.kinds
         names: dict[frozenset[str], set[str]] = {}
         for name in kinds.names:

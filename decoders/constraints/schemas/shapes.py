@@ -100,8 +100,8 @@ class SchemaAlgebra(NodeAlgebra):
 
     @abstractmethod
     def opposite(self, place: Place) -> Place:
-        """`place` with `subtracted` reversed, for a keyword that excludes the values of a schema: left-out keywords in this schema then
-        allow nothing instead of everything, or the reverse.
+        """`place` with `subtracted` reversed, for a keyword such as ``not`` that excludes the values of a schema. Left-out keywords in
+        this schema then allow nothing instead of everything, or the reverse.
         """
 
     @abstractmethod
@@ -115,7 +115,7 @@ class SchemaAlgebra(NodeAlgebra):
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """The set of all values of one type, and operations on sets of values of this type, which return lists of alternatives."""
+    """A type of JSON values: the set of all its values, and operations on its sets, which return lists of alternatives."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]

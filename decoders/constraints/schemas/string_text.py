@@ -1,4 +1,4 @@
-"""Strings as JSON text: regular expressions for the JSON texts of sets of characters, trees and automata.
+"""Regular expressions for strings as JSON text, from sets of characters, trees and automata.
 
 A string under a condition is spelt in one way, as ``json.dumps(…, ensure_ascii=False)`` writes it. A character stands for itself
 unless JSON requires an escape: an escape of two characters (``\\n``), if there is one, or else the character's number in lower case
@@ -111,8 +111,8 @@ def inside(pattern: Pattern) -> str | None:
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
-    """A regular expression, which can be repeated as a unit, for a character of `ranges` as JSON text; None if no character of
-    `ranges` can be written.
+    """A regular expression, which can be repeated as a unit, for a character of `ranges` as JSON text; None if none of these
+    characters can be written.
     """
     tree = _escaped_set(ranges)
     return None if tree == NOTHING else unit(tree)
@@ -124,7 +124,7 @@ def length(low: int, high: int | None) -> str:
 
 
 def raw_chars(ranges: Ranges) -> str | None:
-    """A regular expression, which can be repeated as a unit, for an unescaped character of `ranges`; None if no character of `ranges`
+    """A regular expression, which can be repeated as a unit, for an unescaped character of `ranges`; None if none of these characters
     can be written.
     """
     return unit(Chars(ranges)) if characters.common(ranges, characters.ENCODABLE) else None

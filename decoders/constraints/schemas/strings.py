@@ -1,4 +1,4 @@
-"""Sets of strings, given by patterns that must match or must not match, lengths in characters, enumerated and excluded values."""
+"""Sets of strings. A set has patterns that must match or must not match, a range of lengths, enumerated values and excluded values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strings:
-    """Strings that meet every condition.
+    """A set of strings: all strings that meet every condition.
 
     Attributes:
         conditions: trees that the strings must match (True) or must not match (False).
@@ -124,7 +124,7 @@ def complement(a: Strings) -> list[Strings]:
 
 
 def _nothing(strings: Strings) -> bool:
-    """Whether `strings` is empty, by its automaton; if this is too large, by an automaton without lengths and the lengths it allows.
+    """Whether `strings` is empty. If its automaton is too large, the automaton without lengths tells which lengths are possible.
 
     Raises:
         GrammarError: the automaton of the patterns alone is too large, or the lengths are too great.

@@ -1,4 +1,4 @@
-"""White space in JSON texts; and the rules of a grammar under construction, with the places of the text that still need a rule."""
+"""White space in JSON texts, and the rules of a grammar while it is written, with the places of the text that still need a rule."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ WHITESPACE = {
 
 
 class Rules:
-    """The rules written so far.
+    """The rules of a grammar that have been written so far.
 
     Args:
         whitespace: the white space of the texts; or the number of blanks per level, for texts with a line per member.
-        closed: whether objects that declare properties allow no other properties unless the schema mentions them.
+        closed: whether an object schema that declares properties, and does not mention others, forbids others.
 
     Attributes:
         rules: the rules, by their names.

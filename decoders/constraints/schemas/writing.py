@@ -1,4 +1,4 @@
-"""From shapes (sets of values by type) to a grammar of JSON texts: rules for places of the text, arrays and objects."""
+"""Writes a grammar of JSON texts from shapes (sets of values by type): rules for places of the text, arrays and objects."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A vocabulary sorted by spelling, as a trie, with the *rest* of each token. Computed once per vocabulary.
 
-A *plain* character needs no escape in a JSON string. The rest of a token is the text after the plain characters that it begins with.
+A *plain* character needs no escape in a JSON string. The rest of a token is what follows the plain characters at its beginning.
 Inside a string nearly the whole vocabulary is legal, and the automaton need not read every token: where any n plain characters are
 legal, all tokens of up to n plain characters are legal. Of other tokens it reads only the rest, and many tokens have the same rest.
 """
@@ -159,7 +159,7 @@ class Lexicon:
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
         longest: greatest number of consecutive plain characters in a token, at its beginning or after another character (where a
-            string may begin). States inside strings differ by how many plain characters may follow, up to this number.
+            string may begin). How many plain characters may follow a state is counted up to this number.
         rests: the rests of all spellings, and the rests of all suffixes of these rests; in ascending order, the empty rest first.
         rest: ``[T]`` int64, index of each spelling's rest.
         twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.

@@ -19,7 +19,7 @@ from .strings import StringStates
 
 @dataclass(frozen=True)
 class Row:
-    """A packed mask, stored as only the words that are not zero if these are few.
+    """A packed mask. If few of its words are not zero, only these are stored.
 
     Attributes:
         places: ``[k]``, ascending indices of the words that are not zero; None: `words` are all words of the mask.
@@ -99,8 +99,8 @@ FIRST = 4
 
 @dataclass(frozen=True)
 class EquivalentStates:
-    """A partition of the states of an automaton ``[S, C]``. From all states of a part, the same bytes (up to `depth`) lead to the dead
-    state, into strings (to states of one class of :class:`.strings.StringStates`), or to other states.
+    """A partition of the states of an automaton ``[S, C]``: the states of a part agree on where sequences of up to `depth` bytes lead.
+    They lead to the dead state, into strings (to a class of :class:`.strings.StringStates`), or to other states.
 
     Inside a string the legal texts depend only on the state's class. So in all states of a part the same tokens are legal, apart from
     tokens with more than `depth` bytes outside of strings.
@@ -119,13 +119,13 @@ class EquivalentStates:
 
     @staticmethod
     def of(transitions: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
-        """The partition at depth 0: the dead state, a part for each class of states inside strings, and a part of all other states."""
+        """The partition at depth 0: the dead state, a part for each class of states inside strings, and a part for all others."""
         part = np.where(strings < 0, strings.max() + 2, strings + 1)
         part[0] = 0
         return EquivalentStates(transitions, strings, part)
 
     def finer(self) -> EquivalentStates:
-        """The partition at twice the depth (:data:`FIRST` after 0), or the final partition if a smaller depth reaches it."""
+        """The partition at twice the depth (after 0, at :data:`FIRST`), or the final partition if a smaller depth reaches it."""
         others = np.flatnonzero(self.strings < 0)[1:]
         transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
         depth = 2 * self.depth or FIRST
@@ -139,7 +139,7 @@ class EquivalentStates:
 
 #: Greatest number of tokens that are read at a time, from several states; each needs 16 bytes, and more while it is read.
 TOKENS = 1 << 21
-#: Number of states whose masks are packed together, at a byte per token.
+#: Number of states in a chunk. The masks of a chunk are packed together; unpacked they take a byte per token.
 CHUNK = 32
 
 
@@ -150,7 +150,7 @@ class StateMasks:
     Attributes:
         rows: the ``R`` distinct masks; row 0, for the dead state and unreachable states, allows all tokens.
         of: ``[S]`` int64, row of each state.
-        alive: ``[S]`` bool: tokens lead from the state to the end of a text.
+        alive: ``[S]`` bool, whether some tokens lead from each state to the end of a text.
         stops: the row that allows stop tokens only.
     """
 
@@ -241,7 +241,7 @@ class _Automaton:
     def _walk_states(
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-        """Yields batches of states: the states, the most bytes of their tokens outside of strings (``[n]``), and masks ``[n, W]``."""
+        """Yields batches: ``n`` states, the most bytes that a token of each reads outside of strings, and masks ``[n, W]``."""
         # Upper bounds: tokens are counted if their first byte is legal.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):

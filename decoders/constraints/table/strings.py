@@ -27,9 +27,9 @@ class StringStates:
         class_of: ``[S]`` int64, class of each state, -1 outside of strings.
         room: ``[K]`` int64, how many plain characters may come next.
         sets: ``[K, longest + 1]`` int32, index of the set of rests that are legal after 0, 1, … plain characters; -1 (the empty set)
-            where so many plain characters may not come.
-        legal: ``[sets + 1, rests]`` bool, the rests in each set. The last set is empty. All other sets contain the empty rest, which
-            is the end of a token.
+            where that many plain characters are illegal.
+        legal: ``[sets + 1, rests]`` bool, which rests are in each set. The last set is empty. All other sets contain the empty rest,
+            which is the end of a token.
     """
 
     class_of: NDArray[np.int64]
@@ -65,7 +65,7 @@ class StringStates:
         ]
 
     def below(self, nodes: Ints, classes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The legal tokens whose paths in the trie go through given nodes.
+        """The legal tokens below given nodes of the trie.
 
         Args:
             nodes, classes: pairs of a node, and the class of the automaton's state at this node.

@@ -1,8 +1,8 @@
 """Structural tags: free text in which grammars begin after markers, for models that think before they answer or call tools.
 
-A text consists of phases: free text, and text of a grammar. ``markers`` finds begin markers in free text, ``phases`` determines the
-next phase, ``tagged`` is the compiled grammar, ``specs`` and ``calls`` (function calls) are specifications, and ``thinking`` finds the
-markers of models' thoughts.
+A text consists of phases: free text, or text that a grammar restricts. ``markers`` finds begin markers in free text, and ``phases``
+determines the next phase. ``tagged`` has the compiled grammar, ``specs`` and ``calls`` (function calls) have specifications, and
+``thinking`` finds the markers of models' thoughts.
 """
 
 from .calls import Calls

@@ -57,7 +57,7 @@ class Found:
     """The effect of a token on free text.
 
     Attributes:
-        node: the node of the longest beginning of a marker that the text ends with; 0 if a marker is complete.
+        node: the node of the longest beginning of a marker at the end of the text; 0 if a marker is complete.
         marker: index of the marker that the token completes; None if it completes no marker.
         rest: bytes of the token after the complete marker.
     """
@@ -68,7 +68,7 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. A node stands for the longest beginning of a marker that the text ends with; node 0: none.
+    """The automaton of a few markers. A node stands for the longest beginning of a marker at the end of the text so far; node 0: none.
 
     Args:
         markers: the symbols of each marker.

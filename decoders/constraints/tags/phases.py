@@ -1,9 +1,9 @@
-"""The phases of a text (free text, where markers begin other phases, and text of a grammar), and the automaton that moves between them.
+"""The phases of a text, and the automaton that moves between them. A phase is free text, or text that a grammar restricts.
 
-In free text every token may be drawn, without a mask. Few tokens are illegal there: a token that completes a begin marker and goes on
-with bytes that the grammar after the marker forbids, and a stop token where the text may not end yet. After an illegal token was
-drawn, another token replaces it: a token of only those bytes that belong to the marker, or the marker's next token. So the text
-before a marker is the text that the model would write without a grammar.
+Markers in free text begin other phases. Free text is sampled without a mask, so that the text before a marker is the text that the
+model would write without a grammar. Few tokens are illegal there: a token that completes a begin marker and goes on with bytes that the
+grammar after the marker forbids, and a stop token where the text may not end yet. After an illegal token was sampled, it is
+replaced by a token of only the bytes that belong to the marker, or by the marker's next token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .markers import TOKEN, Found, Markers, Symbols, shown
 
 @dataclass(frozen=True)
 class Free:
-    """Free text.
+    """A phase of free text.
 
     Attributes:
-        markers: the markers that end the free text, each with the number of the next phase; None: the marker may not be written here.
+        markers: the markers that end the free text, each with the number of the next phase (None: the marker is illegal here).
         ends: whether the text may end here.
         budget: number of tokens after which a marker is forced; None: no marker is forced.
         closing: index of the marker that is forced.
@@ -42,10 +42,10 @@ class Free:
 
 @dataclass(frozen=True)
 class Inside:
-    """Text of a grammar.
+    """A phase that a grammar restricts.
 
     Attributes:
-        grammar: the grammar; its language includes an end marker that is text.
+        grammar: the grammar. If the end marker is text, the grammar's language includes it.
         then: number of the next phase; None: the text ends with this phase.
         end: the token that ends the phase; None: the phase ends where the grammar's text is complete.
         opens: a token that may be written instead of the grammar's text, and the number of the phase that the token leads to.
@@ -61,7 +61,7 @@ class Inside:
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token`, if written at `place`, leads to the phase of `opens`: only at the beginning of the grammar's text."""
+        """Whether `token` at `place` leads to the phase of `opens`. It does so only at the beginning of the grammar's text."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
@@ -103,10 +103,10 @@ ENDED = -1
 
 
 class PhaseAutomaton:
-    """An automaton whose states are places: which tokens are legal at a place, and the place after each of them.
+    """An automaton with places as states. It knows which tokens are legal at a place, and the place after each token.
 
     Attributes:
-        markers: for each phase, the automaton of its markers; None if the phase is text of a grammar.
+        markers: for each phase, the automaton of its markers; None if a grammar restricts the phase.
         stops: tokens that end a text.
 
     Raises:
@@ -221,7 +221,7 @@ class PhaseAutomaton:
         return known
 
     def next_token(self, number: int, node: int) -> int:
-        """The next token of the forced marker after free text at `node`: the marker that has begun, or else the closing marker."""
+        """The next token of the marker that is forced after free text at `node`: the begun marker, or else the closing marker."""
         known = self._next_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]

@@ -56,7 +56,7 @@ class Phases:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
     def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
-        """Adds the phase of `grammar`, up to the marker `end`, before the phase `behind`; returns the number of the new phase.
+        """Adds a phase for `grammar`, which ends with the marker `end` and leads to the phase number `behind`; returns its number.
 
         Without an end marker, the text ends with the grammar.
 
@@ -112,7 +112,7 @@ class After(Structure):
         grammar: grammar of the text after the marker; None for free text.
         budget: number of tokens of free text after which the marker is forced; None: it is never forced.
         closing: the text that is forced, if it is more than the marker; it ends with the marker.
-        begin: the marker that begins the free text; None: the prompt contains it. A text without this marker is text of the grammar.
+        begin: the marker that begins the free text; None: the prompt contains it. A text without this marker follows the grammar.
     """
 
     marker: Marker

@@ -22,7 +22,7 @@ def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Voca
 
 
 class TaggedGrammar(CompiledGrammar):
-    """Phases (free text, or text of a grammar), compiled for a vocabulary."""
+    """Free text and grammars, as the phases of a text, compiled for a vocabulary."""
 
     backend = "tags"
     policy = "full"

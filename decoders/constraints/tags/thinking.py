@@ -36,7 +36,7 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers that are tokens of `tokenizer`, else those whose end marker is in the chat template; None if none is."""
+        """The known markers that are tokens of `tokenizer`, else the known markers with an end in the chat template, else None."""
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
@@ -47,7 +47,7 @@ class ThinkingMarkers:
         return next((each for each in KNOWN if str(each.end) in text), None)
 
     def begun(self, prompt: Sequence[int], vocabulary: Vocabulary) -> bool | None:
-        """True if `prompt` (token ids) ends within a thought, False if after a thought, None if its last turn has no thought.
+        """Whether `prompt` (token ids) ends within a thought; False if it ends after one, None if its last turn has no thought.
 
         Text in front of the last special token, which begins the turn, is ignored.
         """
