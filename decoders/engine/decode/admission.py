@@ -110,7 +110,7 @@ class Admission:
         )
 
     def read(self, pause: float) -> None:
-        """Prefills waiting prompts in turns. If rows are being decoded, stops after about `pause` seconds, but not before one pass."""
+        """Prefills waiting prompts in turns. If rows are being decoded, stops after about `pause` seconds; at least one pass runs."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -261,7 +261,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """Returns ``(pool, place, text in its slots)`` for each place; for the place of `seat` the text is an earlier request's."""
+        """Returns ``(pool, place, text in its slots)`` for each place. The place of `seat` still has the text of an earlier request."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:

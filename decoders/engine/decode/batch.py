@@ -44,7 +44,7 @@ class Batch:
     (:mod:`~decoders.engine.decode.lane`) requests with one row each join and leave.
 
     Attributes:
-        request: a request that stands for all requests of the batch, with their common settings, and all rows' texts as prompts.
+        request: one request that represents all requests of the batch: it has their common settings, and all rows' texts as prompts.
         members: per request, its output and the index of its first row, in the order of rows. Padding rows belong to no member.
         capacity: greatest number of rows that the batch can have.
         shared: whether requests join and leave. If so, errors and reports are per request.
@@ -57,8 +57,8 @@ class Batch:
         noise_keys: ``[B]`` int64, the key of each row's sampling noise.
         guide: tracks the rows' positions in their grammars; None if no row has a grammar.
         core: runs the forward pass over a block, verifies the block, and commits the accepted tokens.
-        pending: number of tokens that the next step runs in front of the root (the last committed token): the end of the prompts, or
-            tokens that were accepted on a later branch of a tree and run once more (:mod:`~decoders.engine.model.invariance`).
+        pending: number of tokens before the root (the last committed token) that the next step also runs. They are the end of the
+            prompts, or tokens that were accepted on a later branch of a tree and run again (:mod:`~decoders.engine.model.invariance`).
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
@@ -215,7 +215,9 @@ class Batch:
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """Returns `block` with the grammars' masks after each node, and without forbidden tokens unless a verifier judges the draft."""
+        """Returns `block` with the grammars' masks after each node. Draft tokens that grammars forbid are removed, unless a verifier
+        judges the draft.
+        """
         self.where = "forward pass and verification"
         if self.guide is None:
             return block
@@ -311,7 +313,7 @@ class Batch:
         """A context for a callback of `member`. In a shared batch an exception of the callback ends only this request."""
         try:
             yield
-        except BaseException as error:  # in a scheduler's thread, SystemExit is a callback's own
+        except BaseException as error:  # in a scheduler's thread, SystemExit comes from a callback
             if not self.shared:
                 raise
             error.add_note(f"decoders: {self.where} of one request, after {amount(member.report.steps, 'step')}")
@@ -332,9 +334,10 @@ class Batch:
         self.pending = self.prompt_left = 0
 
     def rerun(self, count: int) -> int:
-        """The number of committed tokens that the next step runs again in front of the root, if it must run the last `count` again.
+        """Returns how many committed tokens before the root the next step runs again. At least the last `count` must run again.
 
-        This is `count` rounded up to a multiple of `Target.multiple`, without tokens whose keys and values the loop cannot compute.
+        The result is `count`, rounded up to a multiple of `Target.multiple`. It never reaches back to prompt tokens whose keys and
+        values the loop cannot compute (:attr:`Request.reach`).
         """
         multiple, reaches = self.target.multiple, [n for member, _ in self.members for n in member.request.reach]
         tokens = round_up(count, multiple)

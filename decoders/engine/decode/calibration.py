@@ -37,15 +37,15 @@ NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Number of timed steps per size.
 REPEATS = 5
 #: Numbers of nodes to measure within a call, once per number of rows and tier (compiled or not). They are few, because the call waits.
-#: On devices that record steps, many nodes may cost as much as one, and a node budget is at most twice the largest measured number: so
-#: 33 is measured, too.
+#: On devices that record steps, many nodes may cost as much as one. A node budget is at most twice the largest measured number, so 33
+#: is measured, too.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
 
 
 def subject_of(target: Target) -> Subject:
-    """What the cost curve of `target` is valid for: the model, the machine and the versions of the software."""
+    """Returns what the cost curve of `target` is valid for: the model, the machine and the versions of the software."""
     config = target.model.config
     text = config.get_text_config()
     names = (

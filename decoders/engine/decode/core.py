@@ -52,7 +52,7 @@ class StepOutput:
     for_host: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> StepOutput:
-        """The results of the rows from `begin` to `end`, as views."""
+        """The results of the rows from `begin` up to, not including, `end`, as views."""
         rows, scores, layers = slice(begin, end), self.scores, self.layers
         return StepOutput(
             self.nodes[rows], self.chosen[rows], self.path[rows], self.new[rows], self.summary[:, rows], self.logits[rows],
@@ -138,8 +138,8 @@ class Core:
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
     ) -> StepOutput:  # fmt: skip
-        """Appends the accepted path's tokens to the rows. Moves the path's keys and values behind the text, unless they are there
-        already (`in_place`).
+        """Appends the accepted path's tokens to the rows. Moves the path's keys and values to the slots after the text, unless they are
+        there already (`in_place`).
 
         Recurrent states are not advanced here, because stopping criteria may still cut the rows.
         """

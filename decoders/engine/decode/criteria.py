@@ -1,6 +1,6 @@
 """Callbacks on the host: stopping criteria, which are called after every token, and logits processors that read the text so far.
 
-Whatever the draft tree, processors get the same calls in the same order as in plain decoding. So processors with a state work, too.
+Processors get the same calls in the same order as in plain decoding, whatever the draft tree is. So stateful processors work, too.
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ def choose_along_path(
 def _scores_behind(
     ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
 ) -> Tensor:  # fmt: skip
-    """Applies all processors to the `logits` ``[B, V]`` after the texts `ids` ``[B, T]``, and returns scores; the grammar's bans stay.
+    """Applies all processors to the `logits` ``[B, V]`` after the texts `ids` ``[B, T]``, and returns the scores. Tokens that a grammar
+    forbids stay forbidden.
 
     Raises:
         InputError: the processors leave no token to draw in an `active` row.

@@ -19,7 +19,7 @@ def take_over(
         held: the texts to copy from: a session, the index of a row in that session, and the text in the row.
 
     Returns:
-        per prompt, the number of first tokens whose keys and values are in its row now.
+        per prompt, the number of leading tokens whose keys and values are in its row now.
     """
     index = PrefixIndex([text for *_, text in held])
     reused, moves = [], []

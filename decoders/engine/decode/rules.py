@@ -142,7 +142,7 @@ class HostRule:
                     nodes[own], tree.of_rows(first, end), logits[own], rows.of_rows(first, end), member.padded_rows, processors, plan,
                     block.masks and block.masks.of_rows(first, end), scores[own] if scores is not None else None,
                 )  # fmt: skip
-            except BaseException as error:  # in a scheduler's thread, SystemExit is a processor's own
+            except BaseException as error:  # in a scheduler's thread, SystemExit comes from a processor
                 if not self.shared:
                     raise
                 member.error = error

@@ -35,7 +35,7 @@ class ModuleTwin:
 
     Args:
         example: the module's inputs for one node, ``[1, 1, …]`` each.
-        attends: name of the target's attention.
+        attends: name of the target's attention implementation.
 
     Attributes:
         layout: the shapes of keys and values that the module's attention layers store.
@@ -154,7 +154,7 @@ class SlotPasses(ModulePasses):
 
     Args:
         rows, slots: number of rows of the module's cache, and of slots per row without `ahead`.
-        ahead: greatest number of nodes that a step writes behind a row's text.
+        ahead: greatest number of nodes that a step writes after a row's text.
         compile: ``Context.compile``.
 
     Attributes:

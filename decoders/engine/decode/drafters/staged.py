@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts; its target is the draft model."""
+"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts, with the draft model as its target."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class DeviceAutomaton:
         entries: 1-D int64; for every state its number, then the next position for each column. Tokens share a column
             if, from every state, they all lead to the same next state.
         free: position of rows without a grammar: every column leads back to it.
-        first: ``[B]`` int64, position of each row's empty text.
+        first: ``[B]`` int64, each row's position before its first generated token.
         columns: ``[G, V]`` int64, column of each token in each of the ``G`` grammars, as an offset from a state's position.
         grammar: ``[B]`` int64, index of each row's grammar in `columns`.
         mask_of: ``[S]`` int64, for each of the ``S`` states the index of its mask in `masks`.

@@ -56,7 +56,7 @@ class Guide(ABC):
 
     @abstractmethod
     def end(self) -> Masks:
-        """The masks after every row's last token (so ``N`` is 1), which becomes the root of the tree that :meth:`expand` extends."""
+        """Returns the masks after every row's last token (so ``N`` is 1). This token becomes the root of :meth:`expand`'s tree."""
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
