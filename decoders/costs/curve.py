@@ -128,8 +128,8 @@ class CostCurve(_Stored):
 
 
 def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolates points ``(x, y)``, sorted by x, at `x`. Below the first point: the first y. Beyond the last point: extrapolates,
-    but to no less than the last y.
+    """Interpolates linearly between points ``(x, y)``, which are sorted by x. Returns the first y below the first point. Extrapolates
+    beyond the last point, but to no less than the last y.
     """
     if len(line) == 1 or x <= line[0][0]:
         return line[0][1]

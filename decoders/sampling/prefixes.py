@@ -63,7 +63,7 @@ class Prefixes:
         return torch.cat([text[:, None].expand(-1, self.nodes.shape[1], -1), self.path], -1)
 
     def last(self, count: int) -> Tensor:
-        """The last `count` tokens up to each node, the node's own token first, ``[B, N, count]``."""
+        """The last `count` tokens up to each node in reverse order, ``[B, N, count]``: the node's own token comes first."""
         back = torch.arange(count, device=self.nodes.device)
         place = self.offsets[..., None] - back  # relative to node 0
         on_path = self.visible[:, :, None] & (self.offsets[:, None, None] == place[..., None])  # [B, N, count, N]
@@ -129,7 +129,7 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`scores` with new scores of generated tokens. change: returns them, given old scores and how often each token was generated."""
+    """`scores` with new scores for generated tokens. change: computes them from old scores and the tokens' numbers of occurrences."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])

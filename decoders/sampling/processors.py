@@ -1,4 +1,4 @@
-"""Choosing a token: operations, equal to transformers' logits processors, turn logits into scores; Gumbel noise then draws a token.
+"""Chooses a token: operations that equal transformers' logits processors turn logits into scores, and Gumbel noise draws a token.
 
 A step verifies ``N`` nodes in each of ``B`` rows: the last committed token and draft tokens. A token is drawn after each node.
 """
@@ -105,7 +105,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Replacements:
-    """Mappings that replace drawn tokens by other tokens. Each node uses one mapping, whose number is called the node's kind.
+    """Mappings that replace drawn tokens by other tokens. Each node uses one mapping; the mapping's number is the node's kind.
 
     Attributes:
         keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.
@@ -171,7 +171,7 @@ def mix64(z: Tensor) -> Tensor:
 
 
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
-    """splitmix64's state, `steps` draws after the state `start`: ``start + steps * GOLDEN``.
+    """Returns splitmix64's state after `steps` draws from the state `start`: ``start + steps * GOLDEN``.
 
     Computed as ``(start / GOLDEN + steps) * GOLDEN`` modulo 2^64: if `steps` is an ``arange``, inductor's Triton code would compute
     ``steps * GOLDEN`` in 32 bits. A sum that contains a value from memory, such as `start`, has 64 bits.
@@ -341,7 +341,7 @@ def first_of(
 
 
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`, but `legal` (the masked logits) at nodes where operations removed all tokens: the grammar takes precedence."""
+    """Returns `scores`, replaced by `legal` (the masked logits) at nodes where operations removed all tokens that a grammar allows."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 

@@ -86,10 +86,10 @@ class Outcomes:
     """The outcome distribution of a step.
 
     Attributes:
-        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Except for the root,
+        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Apart from the root, it is
             zero for nodes without a draft token and for nodes that are no candidates.
-        next: ``[B, N, V]``, distribution of the token after each node if the path ends there: finite everywhere,
-            and summing to 1 wherever ``end > 0``.
+        next: ``[B, N, V]``, distribution of the token after each node if the path ends there. It is finite everywhere
+            and sums to 1 wherever ``end > 0``.
     """
 
     end: Tensor
@@ -121,8 +121,8 @@ class Verifier(Configured, ABC):
         exact: whether the committed tokens follow the target's distribution. A lossy rule is marked in every report.
         trees: whether the rule judges trees. If False, it judges only chains: node ``i+1`` continues node ``i``, and shorter rows end
             in ``-1``.
-        coupled: whether the engine accepts draft tokens that equal the target's own draw, made with the same noise as the draft, and
-            does not call :meth:`outcomes`, which then serves comparisons: it returns the distribution for drafts without the noise.
+        coupled: whether the engine does not call :meth:`outcomes`, and accepts the draft tokens that equal the target's own draw, made
+            with the same noise as the draft. :meth:`outcomes` then only serves comparisons, for drafts made without the noise.
     """
 
     name: ClassVar[str]
