@@ -73,7 +73,7 @@ def inputs_of(
     ends = [int(places[-1]) + 1 if len(places) else 0 for places in rows]
     if not contents and not any(ends):
         return None
-    if not any(ends):  # no placeholder says where the images stand
+    if not any(ends):  # no placeholder marks the places of the images
         ends = [length - 1 for length in lengths]
     if any(end == length for end, length in zip(ends, lengths, strict=True)):
         raise UnsupportedError(
@@ -166,8 +166,8 @@ def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # With M-RoPE, a token has several positions. A text token's are equal, but the first may be the token's index instead, so the
-    # last position is read.
+    # With M-RoPE, a token has several positions. They are equal for a text token, except that the first may be the token's index. So
+    # the last position is read.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]

@@ -63,7 +63,7 @@ class PaddedPrompts:
         return self.ids.shape[1]
 
     def starts_at(self, places: Tensor) -> bool:
-        """Whether the prompts begin at `places` ``[B]``, behind their padding."""
+        """Whether the padding of the prompts ends, and their text begins, at `places` ``[B]``."""
         if self.mask is None or self.mask.shape != self.ids.shape:
             return not places.any()
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))

@@ -28,7 +28,7 @@ class Kind(Generic[Provided]):
     """A kind of class that plugins provide, such as strategies. Names of classes are unique within a kind.
 
     Attributes:
-        noun, plural: what a class of the kind, and several classes, are called in errors.
+        noun, plural: the kind's name in errors, for one class and for several.
         base: base class of the provided classes.
         hook: name of the hook that returns the classes.
         check_more: function with further checks of a class; takes the class and its name for errors, raises PluginError.
@@ -71,8 +71,8 @@ class Kind(Generic[Provided]):
 
 @lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` cannot be called as the method of `base` with the same name is called, or has the
-    parameters of such a method and nearly its name.
+    """Raises PluginError if a method of `cls` overrides a method of `base` and does not take the same arguments. Also raises it for a
+    method that looks like a misspelt one of `base`: it has the same parameters and nearly the same name.
     """
     hooks = {name: list(inspect.signature(f).parameters) for name, f in vars(base).items() if inspect.isfunction(f)}
     for name, own in inspect.getmembers(cls, inspect.isfunction):
@@ -172,7 +172,7 @@ def _check_settings(cls: type[Configured], shown: str) -> None:
             raise PluginError(f"{shown}: setting {setting!r} of {settings.__name__} must have a default")
 
 
-#: The declarations of strategies besides flags: whether a value is right, and what it must be.
+#: The attributes that strategies declare: name → (test whether a value is right, the right values).
 _DECLARED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_layers": (lambda v: isinstance(v, tuple) and all(type(n) is int for n in v), "a tuple of integers"),
     "grade_rates": (
@@ -294,7 +294,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """The class of a usable name (for grammars, grammar types and commands: the object), with its distribution and version."""
+    """A usable name with its class (for grammars, grammar types and commands: the object), and the class's distribution and version."""
 
     name: str
     cls: type[Provided]

@@ -108,7 +108,7 @@ class Registry:
         return dict(self._names[GRAMMAR_TYPE].usable)
 
     def grammar_of(self, value: object) -> Any:
-        """What a plugin's function for the type of `value` returns for it; `value` itself if no plugin claims the type.
+        """Turns `value` into a grammar with the plugin's function for its type. Returns `value` itself if no plugin claims the type.
 
         Raises:
             PluginError: several plugins claim the type. GrammarError: the plugin's function fails, or returns no grammar.

@@ -61,7 +61,7 @@ def generate_many(
         prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
             a prompt that could not be read, and becomes the prompt's error.
         ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. With `ordered`,
-            a very long completion delays further prompts once 16 times `rows` completions wait behind it.
+            completions wait for a very long one before them. Once 16 times `rows` are waiting, no further prompts are taken.
         errors: "raise" the first error, or "keep" each error in its prompt's completion and go on.
         arguments: arguments of ``generate`` for all prompts.
 
