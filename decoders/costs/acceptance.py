@@ -251,7 +251,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: A row's probability of ending last falls by a factor of e if it needs fewer steps than the longest row by this share of them.
+#: If a row needs this share of steps less than the longest row, it is e times less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 

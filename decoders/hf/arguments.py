@@ -192,7 +192,7 @@ def refuse_misspelt(arguments: Iterable[str], function: Callable[..., Any]) -> N
 def refuse_arguments(
     configs: list[GenerationConfig], kwargs: Mapping[str, Any], takes: frozenset[str] = frozenset()
 ) -> None:
-    """Raises for arguments that the loop cannot honour exactly, before anything is changed.
+    """Raises an error for arguments that the loop cannot honour exactly, before anything is changed.
 
     Args:
         configs: generation configs; the first config that sets a value decides.
@@ -308,7 +308,7 @@ ID_TYPES = (torch.int64, torch.int32)
 
 
 def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, cached: int = 0) -> None:
-    """Raises if the prompts have an error, before anything is changed.
+    """Raises an error for invalid prompts, before anything is changed.
 
     Args:
         input_ids: ``[B, P]``.

@@ -254,7 +254,7 @@ class Generate:
             self._assistants.release()
 
     def forget(self) -> None:
-        """Drops the texts and memories that earlier calls have left; see :func:`decoders.forget`."""
+        """Drops the texts and memories that earlier calls have left or the user has given; see :func:`decoders.forget`."""
         with self._lock:
             if self._engine is not None:
                 self._engine.forget()

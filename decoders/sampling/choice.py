@@ -204,7 +204,7 @@ def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) ->
 
 
 def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """The result of :func:`_left` for values ``[B, K]`` that differ by row. Rows with equal values are processed together."""
+    """The tokens that the operations keep, for values ``[B, K]`` that differ by row. Rows with equal values are processed together."""
     kinds, kind_of = values.unique(dim=0, return_inverse=True)
     if len(kinds) == 1:
         return _left(legal, names, kinds[0], at_least)

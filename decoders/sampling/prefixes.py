@@ -129,7 +129,7 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`scores` with new scores for generated tokens. change: computes them from old scores and the tokens' numbers of occurrences."""
+    """`scores` with new scores for generated tokens. change: computes them from old scores and how often each token was generated."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])

@@ -35,7 +35,7 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The logits processors that run inside the step, in order. Hashable: another plan needs another graph, other parameters do not.
+    """The logits processors that run inside the step, in order. Each plan needs its own compiled graph; new parameters need none.
 
     Attributes:
         operations: names of :data:`OPERATIONS`; the parameter of operation ``i`` is entry ``i`` of :attr:`SamplingInputs.values`.
@@ -186,7 +186,7 @@ def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
 
 
 def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
-    """For every seed the noise key that :func:`row_keys` gives to row 0, ``[B]`` int64."""
+    """Returns, for every seed, the noise key that :func:`row_keys` gives to row 0, ``[B]`` int64."""
     return _keys(torch.tensor(seeds, dtype=torch.int64, device=device), 1)
 
 
@@ -278,8 +278,8 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
     return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: By name, the operations inside the step, equal to transformers' logits processors. Their arguments are scores ``[B, N, V]`` and the
-#: parameter `value`, ``[]`` or ``[B, 1, 1]``; operations of :data:`FIRST` take more.
+#: The operations inside the step, by name. Each equals a logits processor of transformers. Their arguments are scores ``[B, N, V]`` and
+#: the parameter `value`, ``[]`` or ``[B, 1, 1]``; operations of :data:`FIRST` take more arguments.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **READ_TEXT,
     "min_new_tokens": _min_new_tokens,

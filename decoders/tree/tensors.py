@@ -71,7 +71,7 @@ class TreeTensors:
     def sound(self, wait: bool = False) -> Tensor:
         """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent.
 
-        A candidate must come one position after its parent and attend only to its path: otherwise its logits would belong to
+        A candidate must come one position after its parent and attend only to its path, because otherwise its logits would belong to
         another text. Nodes that are never accepted may attend to any node. wait: whether the host may wait for the device.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors

@@ -171,7 +171,7 @@ class Admission:
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
-        """Returns `seat` and the seats whose next chunks can run in the same pass as its next chunk."""
+        """Returns `seat` and the other seats whose next chunk can run in the same pass."""
         following = seat.to_read[0]
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
@@ -215,7 +215,7 @@ class Admission:
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
         """Writes the seats' prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
 
-        Returns whether a pass over images ran. An exception in this pass is stored in its request's output, and ends only this request.
+        Returns whether a pass over images ran. An exception in this pass is stored in the request's output, and ends only that request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:

@@ -252,7 +252,7 @@ class Batch:
         return outcome
 
     def check_drawn(self, outcome: Outcome, out: StepOutput | None = None) -> None:
-        """Raises InputError if logits processors left a row no token to draw. In a shared batch the error ends only the row's request,
+        """Raises InputError if logits processors removed all tokens of a row. In a shared batch the error ends only the row's request,
         and the row loses the tokens of this step. out: the step's output; None after a replay of the whole step.
         """
         for member, first in self.members if self.request.plan.reads_text else ():
@@ -276,7 +276,7 @@ class Batch:
         out.summary[:, row] = torch.tensor([0, 0, outcome.drafted[row], 1], device=out.summary.device)
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None:
-        """Cuts each row's new tokens after the token at which one of its request's stopping criteria ends the row."""
+        """Cuts each row's new tokens after the token at which a stopping criterion of the row's request ends the row."""
         for member, first in self.members:
             if member.criteria is not None:
                 self.where = "stopping criteria"

@@ -123,8 +123,8 @@ class Calibrator:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
             compile: a call's setting, which decides the tier (compiled or not); "auto" means the tier in which a call would run now.
             seconds: time limit. Measuring stops when the time is up, but not before two numbers of nodes are measured.
-            anew: whether to measure everything again. Otherwise only a few numbers of nodes are measured, because a call waits for the
-                result, and only for numbers of rows that were not measured at any context.
+            anew: whether to measure everything again. Otherwise a call waits for the result. So only a few numbers of nodes are
+                measured, and only for numbers of rows that were not measured at any context.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)

@@ -191,7 +191,7 @@ def choose_along_path(
     rows lose matching draft tokens.
 
     Args:
-        masks: grammar masks, whose replacements are applied to the chosen tokens; `logits` are already masked.
+        masks: grammar masks. Their replacements are applied to the chosen tokens; `logits` are already masked.
         scores: ``[B, N, V]``, a buffer for the processed scores of nodes on the path; None if scores are not kept.
 
     Returns:

@@ -48,7 +48,7 @@ KEPT_MEMORY_BYTES = 256 << 20
 #: Key of a strategy's memory: the strategy's class name, the strategy's ``repr`` (it shows the settings), and the memory's name. If
 #: the call has a salt, the name includes it.
 MemoryKey = tuple[str, str, str]
-#: The key of the texts that the user gave. Strategies with any settings read these texts, in calls with any salts.
+#: The key of the texts that the user gave. All strategies read these texts, independent of their settings and of salts.
 TEXTS: MemoryKey = ("", "", "texts")
 
 
@@ -124,7 +124,7 @@ class Engine:
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
-        """Returns the seconds spent on packing the model, compiling kernels and checks; zeros if this began before `begun`."""
+        """Returns the seconds spent on packing the model, compiling kernels and checks; zeros if that work began before `begun`."""
         started, *seconds = self._prepared
         making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
         return making, kernels, checking

@@ -16,7 +16,7 @@ from .rows import stop_tensor
 
 
 def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) -> SamplingInputs:
-    """The tensors for one request, or for several requests of one row each. Parameters that are equal in all rows are stored once.
+    """Returns the sampling tensors of one request, or of several requests with one row each. Equal parameters are stored once.
 
     Args:
         rows: number of rows, padding rows included.

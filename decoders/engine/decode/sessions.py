@@ -1,4 +1,4 @@
-"""The sessions of a model (rows with their cache slots). Some are kept after a call, and the next call gets the most suitable."""
+"""The sessions of a model (rows with their cache slots). Some are kept after a call, and the next call gets the most suitable one."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class StepFunctions(Beside):
 
 
 def _laid_out(tree: TreeTensors) -> TreeTensors:
-    """A copy of `tree` for the compiled :func:`settle`. The ancestors stand in for visibility, which :func:`settle` does not read."""
+    """A copy of `tree` for the compiled :func:`settle`, with the ancestors in place of visibility, which :func:`settle` never reads."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
 

@@ -19,7 +19,7 @@ LONGEST = 64
 
 
 class DraftCounts:
-    """Passes, tokens and seconds of a draft model. If another strategy drafts for it, the two are a *stage*.
+    """Passes, tokens and seconds of a draft model. If a strategy drafts for it, the model and this strategy are a *stage*.
 
     Args:
         model: the draft model's name.

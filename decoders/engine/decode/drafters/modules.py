@@ -126,7 +126,7 @@ class ModuleTwin:
                 results.append(self._pass()(tree.offsets[:, 0], tree.offsets, tree.visible, rows, view, *inputs))
             tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
             torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
-        except Exception:  # the module's own code may raise anything for the kernel's packed mask
+        except Exception:  # the module's own code may raise any exception when it gets the kernel's packed mask
             self.attends = "sdpa"
             self._attend_by(attention.NAME)
 

@@ -60,7 +60,7 @@ class DeviceAutomaton:
         if len(tabulated) < len(tables):
             return None
         wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
-        free = wide  # the entries before it are the dead state's, which has as many columns as the widest grammar
+        free = wide  # the entries before it belong to the dead state, which has as many columns as the widest grammar
         entries = [torch.zeros(wide, dtype=torch.int64, device="cpu"), torch.full((wide,), free, device="cpu")]
         entries[1][0] = 1
         columns = [torch.ones(vocabulary, dtype=torch.int64, device="cpu")]

@@ -1,7 +1,7 @@
 """The contract of guides, which track each row's position in its grammar and mask the tokens after each node of a block.
 
 The host guide (:mod:`~decoders.engine.decode.grammar.host_guide`) supports any grammar. The device guide
-(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables (of the transitions of an automaton).
+(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables, which store the transitions of an automaton.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Guide(ABC):
 
     @abstractmethod
     def accept(self, out: StepOutput) -> None:
-        """Advances the rows over the new tokens of the step that verified the block last passed to :meth:`block`."""
+        """Advances the rows over the new tokens of a step. The step has verified the block that was last passed to :meth:`block`."""
 
     @abstractmethod
     def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:

@@ -15,7 +15,7 @@ from ....common.devices import pins
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 from ....sampling.processors import Replacements
 
-#: The row of every mask table whose mask allows all tokens.
+#: In every mask table, the row with the mask that allows all tokens.
 FREE = 0
 #: Greatest number of bytes of unpacked masks that are kept during a call.
 OPEN = 1 << 25
@@ -149,7 +149,7 @@ class Text(ABC):
         return 0
 
     def settle(self, position: Any) -> Any:
-        """Is called when the text up to `position` is committed. Returns the value that stands for this position from now on."""
+        """Called when the text up to `position` is committed. Returns the value that stands for this position from now on."""
         return position
 
     @abstractmethod
