@@ -92,7 +92,7 @@ class StepCosts:
         curve: a curve with points; None uses `line`.
         rows: number of rows of the batch.
         context: number of tokens per row at the start.
-        size: returns the number of nodes of the padded block for the number of nodes of a draft, root included.
+        size: maps the number of nodes of a draft, root included, to the number of nodes of its padded block.
         ratios: returns, for a context, each tier's ratios of observed to expected seconds in earlier calls; they are updated in place.
         line: the line that earlier calls fitted without a curve; it is updated in place.
     """

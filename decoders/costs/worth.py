@@ -59,7 +59,7 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Share of a call's time for trying a drafter whose drafts do not pay: for one of several drafters, and for the only drafter.
+#: Share of a call's time for trying a drafter whose drafts do not pay: if there are several drafters, and if it is the only one.
 LOOKING, LOOKING_ALONE = 0.005, 0.02
 #: Weight of the newest draft in the mean net gain.
 LOOK_WEIGHT = 1 / 8

@@ -1,7 +1,7 @@
 """The registry: loads the built-in plugin and every installed plugin. It lists a broken plugin with its error and does not use it.
 
 Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-separated entry-point or distribution names),
-``DECODERS_PLUGINS_STRICT=1`` (raises for a plugin that fails to load or whose names clash).
+``DECODERS_PLUGINS_STRICT=1`` (raises an error if a plugin fails to load or its names clash).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.host_reads import host_reads
 
 NEVER = float("-inf")
-# Values for three kinds of places without a token. They differ, so that places of different kinds never match.
+# Values for three kinds of positions without a token. The values differ, so that positions of different kinds never match.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 
@@ -100,7 +100,7 @@ def _changed(
 
     Args:
         tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
-        change: takes the old scores ``[B, N, K]`` of `tokens` and their ids, and returns new scores, equal for equal tokens.
+        change: takes the old scores ``[B, N, K]`` of `tokens` and their ids. Returns new scores; equal tokens must get equal scores.
     """
     onto = scores if onto is None else onto
     tokens = torch.where(tokens < scores.shape[-1], tokens, _NONE)

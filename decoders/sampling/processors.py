@@ -35,7 +35,7 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The logits processors that run inside the step, in order. Each plan needs its own compiled graph; new parameters need none.
+    """The logits processors that run inside the step, in order. Each plan needs its own compiled graph; other parameters do not.
 
     Attributes:
         operations: names of :data:`OPERATIONS`; the parameter of operation ``i`` is entry ``i`` of :attr:`SamplingInputs.values`.

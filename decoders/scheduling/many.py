@@ -53,7 +53,7 @@ def generate_many(
 ) -> Generator[Completion, None, None]:  # fmt: skip
     """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
 
-    Prompts are taken from the iterable when there is room, and completions are yielded when they are done, so a million prompts need
+    Prompts are taken from the iterable when there is room, and completions are yielded when they are done. So a million prompts need
     only the memory of a few. In float32, each completion has the tokens of a separate call of ``generate``.
 
     Args:

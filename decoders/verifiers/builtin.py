@@ -16,8 +16,8 @@ class Coupled(Verifier):
 
     The engine's rule draws the target's token with noise that depends on seed and position alone. A draft that adds the same noise
     tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative
-    Decoding" (arXiv 2408.07978). To compare rules, this class computes the outcome distribution for drafts made without the noise: the
-    target draws from p, and the path continues at the child that holds the drawn token. Among children with equal tokens this class
+    Decoding" (arXiv 2408.07978). To compare rules, this class computes the outcome distribution for drafts made without the noise. Then
+    the target draws from p, and the path continues at the child that holds the drawn token. Among children with equal tokens this class
     follows the first child, and the engine's rule follows the child with the longest accepted path. Both emit the same tokens with
     the same probability.
     """

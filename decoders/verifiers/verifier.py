@@ -26,7 +26,7 @@ class Block:
     """A draft to verify, with the distributions of both models.
 
     A node's token may depend only on the ``q`` from which it was drawn. Whether a node has a token may depend only on the tokens before
-    the node: a drafter that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
+    the node. For example, a drafter that draws a token and then leaves it out as unlikely has not drawn from ``q``.
 
     Attributes:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
@@ -57,7 +57,7 @@ class Block:
     def drafted(self) -> Tensor:
         """``[B, N]`` bool: whether each node has a draft token; False for the root.
 
-        False also for a token whose ``q`` is 0, which cannot have been drawn from ``q``: so every rule stays exact.
+        False also for a token with probability 0 in ``q``, because it cannot have been drawn from ``q``. This keeps every rule exact.
         """
         # Padded as floats: inductor's C++ code for combined padded masks does not compile (torch 2.13).
         drawn = torch.nn.functional.pad(self.drawn, (1, 0))

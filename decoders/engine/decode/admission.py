@@ -1,5 +1,5 @@
-"""Admits requests to a batch: each gets a place (a row of the pool of KV cache slots), where its prompt is prefilled while other rows
-decode.
+"""Admits requests to a batch. Each request gets a place, a row of the pool of KV cache slots. Its prompt is prefilled there, while
+other rows are decoded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .prompt_reader import PromptReader, read_chunk
 from .request import Request
 from .session import Session
 
-#: Greatest number of tokens in a pass over several prompts. A longer prompt is prefilled alone: it keeps the processor busy by itself.
+#: Greatest number of tokens in a pass over several prompts. A longer prompt is prefilled alone, because it keeps the processor busy.
 SHARED_PASS = 512
 
 
 @dataclass(eq=False)
 class Seat:
-    """A request of a lane, and its place: a row of the pool (the session that stores the keys and values of all the lane's requests).
+    """A request of a lane, and its place in the pool: the session that stores the keys and values of all requests of the lane.
 
     Attributes:
         member: the request and its output.
@@ -83,7 +83,7 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """Returns the free place whose text, kept from an earlier request, shares the longest prefix with the prompt of `request`.
+        """Returns the free place whose kept text shares the longest prefix with the prompt. Earlier requests have left these texts.
 
         Of several such places, returns the least recently used. The kept text is cut to the shared prefix, so that moving rows copies
         only this prefix.
@@ -154,7 +154,7 @@ class Admission:
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """Returns the seat to prefill next (the waiting seat with the fewest turns) after planning its passes; None if no pass is due.
+        """Returns the waiting seat with the fewest turns, which is prefilled next; None if no pass is due. Plans the seat's passes.
 
         together: whether several prompts may share passes.
         """
@@ -248,8 +248,8 @@ class Admission:
         return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """Returns the function that runs a prefill pass. For a strategy that reads prompts, it also appends the pass's results to
-        `seat.chunks`; if the prompt has images, :meth:`_start_reading` has already appended the results.
+        """Returns the function that runs a prefill pass. For a strategy that reads prompts, the function also appends the results to
+        `seat.chunks`. For a prompt with images, :meth:`_start_reading` has already appended them.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill

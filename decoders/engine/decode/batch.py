@@ -1,4 +1,4 @@
-"""A batch: rows that are decoded together, the requests that they belong to, and what a step does with their drafts.
+"""A batch: rows that are decoded together, the requests that they belong to, and the parts of a step that verify drafts.
 
 Rows may join and leave between two steps. A :class:`~decoders.engine.decode.proposer.Proposer` proposes the drafts.
 """
@@ -62,7 +62,7 @@ class Batch:
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
-        root: ``[B, H]``, the embedding of each row's last position, for the first step only, if that position has no token id.
+        root: ``[B, H]``, the embedding of each row's last position, if this position has no token id. Only the first step uses it.
         may_err: whether faults of strategies or verifiers may be noted on the device (:meth:`raise_faults`).
 
     Args:
@@ -190,8 +190,8 @@ class Batch:
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def fit_blocks(self) -> None:
-        """Sets how blocks are padded, which depends on whether the next pass is compiled. Call it before the strategy's `start`: node
-        budgets depend on the padding.
+        """Sets how blocks are padded. This depends on whether the next pass is compiled. Call it before the strategy's `start`, because
+        node budgets depend on the padding.
         """
         self.forward_pass.fit(self.blocks, self.row_count)
 
@@ -204,7 +204,7 @@ class Batch:
             waits = draft.on_host or not self.target.static
             self.may_err = self.may_err or not waits
             check_tree(draft.topology, self.rows, self.culprit, wait=waits)
-        # For recorded steps, slots for the longest row are reserved at once: the host does not read lengths between replays.
+        # For recorded steps, slots for the longest row are reserved at once, because the host does not read lengths between replays.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)

@@ -98,7 +98,8 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
-        """Ratios of observed to expected seconds for `rows` rows and about `context` tokens, by tier (True: compiled).
+        """Returns ratios of observed to expected seconds of steps with `rows` rows and about `context` tokens, by tier (True: compiled)
+        and size.
 
         `StepCosts` updates the returned dict.
         """
@@ -135,8 +136,8 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again, except
-            # at a context much longer than the call's: the measurement would take more memory and time than the call.
+            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again. A context
+            # much longer than the call's is left out, because the measurement would take more memory and time than the call.
             elif (
                 near <= 4 * context
                 and (row_count, near, 1, compiled) not in places
@@ -177,9 +178,9 @@ def measure(
     """Measures the steps of a greedy call. Returns a point per size (number of nodes after padding), with the median seconds of a step.
 
     Measuring stops when ``target.ranks.clock()`` reaches `end`, but not before two sizes are measured. Seconds of compilation are
-    added to `end`. Sizes take turns, so that a machine that is slow for a while does not distort only one size. In each turn only the
-    second step is timed, because the first step finds data of another size in the processor's caches. The slots are not filled with a
-    text's keys and values, because a step's time does not depend on their contents.
+    added to `end`. Sizes are measured in turns, so that a temporary slowdown of the machine does not distort only one size. In each
+    turn only the second step is timed, because the first step finds data of another size in the processor's caches. The slots are not
+    filled with a text's keys and values, because a step's time does not depend on their contents.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock

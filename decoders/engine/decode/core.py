@@ -32,7 +32,8 @@ class StepOutput:
         chosen: see :class:`~decoders.engine.decode.verify.Verified`.
         path: see :class:`~decoders.engine.decode.verify.Acceptance`.
         new: ``[B, N]`` int64, the step's new tokens of each row, in order.
-        summary: ``[4, B]`` int64, per row: numbers of new tokens, of accepted and of verified draft tokens; whether the row has ended.
+        summary: ``[4, B]`` int64: per row, the number of new tokens, of accepted draft tokens and of verified draft tokens, and whether
+            the row has ended.
         logits: ``[B, N, V]``, the target's logits after each node.
         scores: ``[B, N, V]``, the processed scores; None unless the plan keeps them.
         hidden: ``[B, N, H]``, the input of the output head.
@@ -69,7 +70,7 @@ class StepOutput:
         )  # fmt: skip
 
     def packed(self) -> StepOutput:
-        """This output, with the values for the host together in one tensor (:attr:`for_host`), so that one transfer fetches them."""
+        """Returns this output with all values for the host in one tensor (:attr:`for_host`), so that one transfer copies them."""
         parts = self.summary, self.new, self.path
         for_host = torch.cat([part.flatten() for part in parts])
         split = for_host.split([part.numel() for part in parts])

@@ -45,7 +45,7 @@ class CriteriaRun:
     Args:
         padded_rows: the rows in transformers' layout, which criteria read.
         scores: per row, the processed scores of each generated token; None unless scores are kept.
-        ranks: the processes that share the model. The criteria of the first process decide for all, since criteria may read a clock.
+        ranks: the processes that share the model. The first process's criteria decide for all, because criteria may read a clock.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ def choose_along_path(
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
     generated = len(padded_rows.generated[active[0]])
-    # Siblings with equal tokens are the same text, so all matching nodes of a depth are followed together.
+    # Siblings with equal tokens stand for the same text, so all matching nodes of a depth are followed together.
     reached = {row: [0] for row in active}
     paths: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
     depth, going = 0, True

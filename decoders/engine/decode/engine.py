@@ -80,7 +80,7 @@ class Engine:
         self._prepared = started, making, target.checks.kernel_seconds, target.checks.seconds
         warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
-        # Processes that share a model do not record steps: all would have to start and stop replaying at the same step.
+        # Processes that share a model do not record steps, because all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
         self.sessions = Sessions(self.target, recorder)

@@ -102,7 +102,8 @@ class PrefillPlan:
         """
         chunk = chunk or PREFILL_CHUNK
         ends, multiple = [length - 1 for length in lengths], target.multiple
-        # Recurrent layers that cannot continue a text with several tokens would read a second chunk token by token: so use one chunk.
+        # Some recurrent layers cannot continue a text with several tokens. They would read a second chunk token by token, so one chunk
+        # is used.
         if not target.continues:
             chunk = max(chunk, *ends)
         # Passes with fewer tokens than LEAST_NODES would run uncompiled in a compiled call, and round differently. But recurrent states

@@ -31,7 +31,7 @@ class Session:
         blocks: turns drafts into blocks.
         recordings: recordings of passes and steps on the rows' tensors; None if the device records nothing.
         texts: per row, the text in its slots that later requests can reuse; empty while a request uses the row.
-        used: per row, a number that tells when its text was kept: greater is later. The session's owner sets it.
+        used: per row, a number that orders the kept texts by time: greater is later. The session's owner sets it.
         shared: maps ``n`` to the session of the draft model that consists of the target's first ``n`` layers (:class:`SharedSlots`).
     """
 

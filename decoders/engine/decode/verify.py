@@ -1,4 +1,4 @@
-"""Finds the longest path in a block whose tokens are the target's own choices, and appends the path's tokens to the rows."""
+"""Finds the longest path of a block on which every token is the target's own choice, and appends the path's tokens to the rows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
-    """The longest path whose tokens are all the target's own choices.
+    """Returns the longest path on which every token is the target's own choice.
 
     This rule is exact for greedy decoding, and for sampling with noise that is a function of the position (Daliri et al. 2024,
     "Coupling without Communication and Drafter-Invariant Speculative Decoding"): the target's choice does not depend on the draft.

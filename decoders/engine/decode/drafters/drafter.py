@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         model: the draft model, or a path to load it from.
         ahead: greatest number of nodes that a round writes after the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
-        seldom: whether the strategy may never use this model. If so, the first round prefills the prompts, not ``__init__``.
+        seldom: whether the strategy might never use this model. If so, the first round prefills the prompts, not ``__init__``.
 
     Attributes:
         proposed: number of nodes, without padding, of the draft that is verified next; None before the first draft. The proposer or
@@ -267,8 +267,8 @@ class ModelDrafter(Drafter):
             return
         self._drafting = False
         own_nodes = own_nodes if step.own_nodes is None else step.own_nodes
-        # If the block has another number of nodes than this model's draft, the draft was merged with others or cut by a node budget:
-        # accepted nodes are in other slots.
+        # If the block has another number of nodes than this model's draft, the draft was merged with others or cut by a node budget.
+        # Then accepted nodes are in other slots.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:

@@ -111,7 +111,7 @@ class ModuleTwin:
 
     @torch.no_grad()
     def _take_kernel(self, example: tuple[Tensor, ...]) -> None:
-        """Switches to the attention kernel for CPUs, if its results for a small tree agree with those of PyTorch's attention."""
+        """Switches to the attention kernel for CPUs, if it agrees with PyTorch's attention on a small tree."""
         tree, view = Topology.branches(2, 1).tensors(1, self.device), torch.arange(64, device=self.device)
         draws, results = torch.Generator().manual_seed(0), []
         inputs = [each.expand(1, 3, *each.shape[2:]).clone() for each in example]

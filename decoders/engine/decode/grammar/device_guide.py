@@ -220,7 +220,7 @@ class DeviceGuide(Guide):
             _ = self.automaton.forced
 
     def _roots(self, nodes: int) -> Tensor:
-        """``[B, nodes]``: each row's position at node 0 and, if it is ``free``, at all nodes; otherwise :data:`DEAD` at other nodes."""
+        """Returns ``[B, nodes]``: at node 0 each row's position; at other nodes ``free`` in rows at ``free``, else :data:`DEAD`."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 

@@ -97,7 +97,7 @@ class Guide(ABC):
 
     @abstractmethod
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
+        """Returns tokens for the bytes that must come next, ``[B, K]`` int64, -1 after the last token; ``K`` is at most `limit`.
 
         The bytes are split into tokens as the row has split the same text before (:mod:`~decoders.engine.decode.grammar.history`).
         Bytes that are new in the row are split by the tokenizer; the last bytes are left out if the tokenizer might join them with the

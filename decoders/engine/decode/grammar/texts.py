@@ -101,7 +101,7 @@ class MaskTable:
         """``[B, N, V]`` bool on the call's device, the masks in `rows` (``B`` lists of ``N``); None on the CPU if all rows are 0."""
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
-        if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
+        if self.device.type != "cpu":  # packed masks have an eighth of the bytes to transfer
             words = self.words[torch.tensor(rows)]  # a tensor, because nested lists would index several dimensions
             words = words.pin_memory() if pins(self.device) else words
             return unpack(words.to(self.device, non_blocking=pins(self.device)), self.vocabulary)
