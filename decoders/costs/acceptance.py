@@ -1,6 +1,6 @@
 """Acceptance rates of draft tokens, by drafter and by place in the draft. A set of drafters is an integer with a bit per drafter.
 
-A row writes the same tokens whatever its drafts are. So every draft, verified or not, is compared with these tokens: trying a drafter
+A row writes the same tokens whatever its drafts are. So every draft, verified or not, is compared with these tokens. Trying a drafter
 costs drafting time, but no forward pass.
 """
 
@@ -49,10 +49,10 @@ class AcceptanceRates:
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
         self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter: number of right tokens by its declared rates
+        self._graded_expected: dict[int, float] = {}  # by drafter: expected number of right tokens, from its declared rates
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
-        """The probability that a draft token is right if its parent is. sources: bits of the drafters that propose it."""
+        """The probability that a draft token is right if its parent is right. sources: bits of the drafters that propose it."""
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:

@@ -38,7 +38,7 @@ def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, othe
 
 
 def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
-    """Returns how many draft tokens to verify, from the first on: the number with the largest expected gain minus price of added time.
+    """Returns how many draft tokens to verify, from the first on. Maximizes the expected gain minus the price of the added time.
 
     Args:
         gains: per draft token, the expected number of new tokens that it adds, summed over all rows.

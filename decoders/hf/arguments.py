@@ -273,8 +273,8 @@ def _are_ids(value: Any, several: bool) -> bool:
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
-    """Returns the seed of the sampling noise: `seed` if it is given. Otherwise it is 0 in greedy decoding, and else a number drawn from
-    `generator` (None: torch's global generator).
+    """Returns the seed of the sampling noise: `seed` if it is given. Without it, the seed is 0 in greedy decoding. In sampling it is a
+    number drawn from `generator` (None: torch's global generator).
     """
     if seed is not None and generator is not None:
         raise SettingsError("give seed= or generator=, not both")

@@ -126,7 +126,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
         if size is None:
             shares = None
         elif unclear and size == len(rows) and (not several or value.shape[1:2] == (max(images),)):
-            return None  # an entry may be an image, or a row padded to the greatest number of images
+            return None  # an entry may be one image, or one row of images padded to the greatest number per row
         elif size == sum(images):
             shares = images
         elif size == len(rows):
@@ -174,7 +174,7 @@ def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
 
 
 def _digest(value: Any) -> str:
-    """A hash of the data in `value`. If it contains an object of an unknown type, every call returns another hash."""
+    """A hash of the data in `value`. If `value` contains an object of an unknown type, every call returns a different hash."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()

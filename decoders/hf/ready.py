@@ -79,7 +79,7 @@ def warm(
     runtime, started = runtime_of(generate, options), time.perf_counter()
     engine = generate.engine(runtime)
     making = sum(engine.prepared_since(started))
-    if runtime.compile == "auto":  # compiled at once, not in the background, if passes are compiled at all
+    if runtime.compile == "auto":  # if passes are compiled at all, they are compiled at once, not in the background
         compile = engine.target.uncompiled is None
         options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
     plans: list[dict[str, Any]] = [{"do_sample": False}]

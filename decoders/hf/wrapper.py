@@ -127,7 +127,7 @@ class Generate:
         if not may_change_itself(self.model):
             yield
             return
-        with self._lock:  # held from the change to the last token
+        with self._lock:  # held from the change of the model to the last token
             if any(scheduler.alive for scheduler in self._schedulers):
                 self._refuse_change(given)
             yield
@@ -228,7 +228,7 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The existing engine if it fits the model as it is now and these settings, else None. Does not wait for the lock.
+        """The existing engine if it fits the model's current state and these settings, else None. Does not wait for the lock.
 
         A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """

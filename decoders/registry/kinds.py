@@ -97,7 +97,7 @@ def check_methods(cls: type, base: type) -> None:
 
 
 class GrammarKind(Kind[Any]):
-    """Grammars: plugins provide objects by name instead of classes."""
+    """The kind of grammars. Plugins provide grammars as objects by name, not as classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -113,7 +113,7 @@ class GrammarKind(Kind[Any]):
 
 
 class GrammarTypeKind(Kind[Any]):
-    """Types of objects that ``grammar=`` takes: plugins provide functions by the types' full names instead of classes."""
+    """The kind of types of objects that ``grammar=`` takes. Plugins provide a function for each full name of a type, not classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -131,7 +131,7 @@ class GrammarTypeKind(Kind[Any]):
 
 
 class CommandKind(Kind[Any]):
-    """Commands: plugins provide functions by name instead of classes."""
+    """The kind of commands. Plugins provide commands as functions by name, not as classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -264,8 +264,8 @@ class PluginInfo:
         version, provider: the version and name of the plugin's distribution.
         hooks: names of the hooks that the plugin implements.
         strategies, verifiers, grammar_backends, grammars, grammar_types, observers, commands: names that it claims, usable or not.
-        status: "loaded", "blocked" (by the block or allow list), "failed" (nothing of the plugin is used), "conflict" (another plugin,
-            too, claims one of its names; its other names are usable).
+        status: "loaded", "blocked" (by the block or allow list), "failed" (nothing of the plugin is used), "conflict" (another plugin
+            also claims one of its names; its other names are usable).
         error: the reason for a status other than "loaded".
     """
 

@@ -35,7 +35,7 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The logits processors that run inside the step, in order. Each plan needs its own compiled graph; other parameters do not.
+    """The logits processors that run inside the step, in order. A new plan needs a new compiled graph; new parameter values do not.
 
     Attributes:
         operations: names of :data:`OPERATIONS`; the parameter of operation ``i`` is entry ``i`` of :attr:`SamplingInputs.values`.

@@ -99,7 +99,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
     Args:
         ranks: ``[B, N, V]`` int32, from :func:`rank_of`: the better the score, the higher the rank.
-        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums do not depend on CUDA's varying order.
+        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums are the same in any order; CUDA's order varies.
         wanted: ``[B, N, 1]`` int64; if it exceeds the sum of all weights, the border is the lowest rank.
     """
     place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES
@@ -121,7 +121,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
 
 def rank_of(scores: Tensor) -> Tensor:
-    """Maps float32 `scores` to int32 numbers that compare as the scores do. Equal scores give equal numbers."""
+    """Maps float32 `scores` to int32 numbers with the same order. Equal scores give equal numbers."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -135,7 +135,7 @@ def shares_of(scores: Tensor) -> Tensor:
 
 @in_slices
 def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` float32, with ``-inf`` where ``top_k`` drops them, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
+    """`scores` ``[B, N, V]`` float32, with ``-inf`` for scores that ``top_k`` drops, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
     ranks = rank_of(scores)
     k = value.clamp(1, scores.shape[-1]).long().expand(*scores.shape[:-1], 1)
     kth, _ = border(ranks, torch.ones_like(ranks), k)
@@ -144,7 +144,7 @@ def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` float32, with ``-inf`` where ``top_p`` drops them (ties: :func:`top_k_top_p`). value: ``1 - top_p``."""
+    """`scores` ``[B, N, V]`` float32, ``-inf`` for scores that ``top_p`` drops (ties: :func:`top_k_top_p`). value: ``1 - top_p``."""
     ranks, shares = rank_of(scores), shares_of(scores)
     total = shares.sum(-1, keepdim=True)
     kept = (total - (value.double() * total).long()).clamp(min=1)  # the best token stays
@@ -157,7 +157,7 @@ def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def typical_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` float32, with ``-inf`` where ``typical_p`` drops them."""
+    """`scores` ``[B, N, V]`` float32, with ``-inf`` for scores that ``typical_p`` drops."""
     logp = scores.log_softmax(-1)
     entropy = -(logp * logp.exp()).nansum(-1, keepdim=True)
     ranks, shares = rank_of(-(-logp - entropy).abs()), shares_of(scores)

@@ -57,7 +57,7 @@ class OutputLines:
         self._counts: dict[int, int] = {}
         self._whole = 0  # size of the complete lines
         self._cut = self._open = False  # _cut: an incomplete line follows. _open: the last line has no line end
-        self._target = Path(os.path.realpath(path))  # a link's target is written, the link is not replaced
+        self._target = Path(os.path.realpath(path))  # if `path` is a link, its target is written, and the link stays
         try:
             self._file, self._new = _opened(self._target, path)
         except OSError as error:
@@ -70,7 +70,7 @@ class OutputLines:
 
     def _read(self) -> None:
         self._file.seek(0)
-        if self._file.read(1) not in (b"", b"{"):  # the first line of another file may be gigabytes long
+        if self._file.read(1) not in (b"", b"{"):  # one byte, because the first line of another file may be gigabytes long
             raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
         self._file.seek(0)
         # Reads through the locked descriptor, since closing another descriptor of the file would release some kinds of locks.

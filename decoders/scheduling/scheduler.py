@@ -58,7 +58,7 @@ class Scheduler:
         slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: greatest number of requests that wait.
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
-        first: whether this scheduler goes before other schedulers and calls on the model: while it has work, all others together get a
+        first: whether this scheduler goes before other schedulers and calls on the model. While it has work, all others together get a
             third of the time. If False, all take turns.
         defaults: arguments of ``generate`` for requests that do not set them.
 

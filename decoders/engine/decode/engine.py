@@ -41,7 +41,8 @@ from .step_functions import StepFunctions
 
 #: Greatest number of strategies' compiled functions that an engine keeps.
 KEPT_FUNCTIONS = 64
-#: Limits on the memories (objects that strategies keep between calls): their number, and the sum of their ``nbytes`` (0 without it).
+#: Limits on the memories (objects that strategies keep between calls): their number, and the sum of their ``nbytes``. An object without
+#: ``nbytes`` counts as 0.
 KEPT_MEMORIES = 16
 KEPT_MEMORY_BYTES = 256 << 20
 
@@ -169,8 +170,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Makes this call's work on the device wait for the previous call's work, if that call used another stream: its superfluous
-        last step may still be running.
+        """Makes this call's work on the device wait for the previous call's work, if that call used another stream. A superfluous last
+        step of the previous call may still be running.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)

@@ -138,7 +138,7 @@ def read_chunk(
 
 
 def _places(lengths: Tensor, tokens: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the positions ``[B, N]`` of `tokens`, from `begin` ``[B]`` on, and which are before their text's last position (bool)."""
+    """Returns the positions of `tokens`, from `begin` ``[B]`` on, and a mask of those before each text's last one; both ``[B, N]``."""
     positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, positions < lengths[:, None] - 1
 

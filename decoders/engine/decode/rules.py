@@ -174,8 +174,8 @@ def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> 
         keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
 
     Returns:
-        the accepted path, the token after it ``[B]`` int64, and whether the distribution was valid, ``[B]`` bool: probabilities are
-        finite, not negative, and sum to 1.
+        the accepted path, the token after it ``[B]`` int64, and whether the distribution was valid, ``[B]`` bool. Valid probabilities
+        are finite, not negative, and sum to 1.
     """
     n = nodes.shape[1]
     index = torch.arange(n, device=nodes.device)

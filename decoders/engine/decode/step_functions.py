@@ -55,7 +55,7 @@ class StepFunctions(Beside):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Draws the target's token after each node (:func:`decoders.engine.decode.verify.draw_tokens`).
 
-        On the CPU the function runs uncompiled, which is faster. On other devices uncompiled code is many small kernels, so the
+        On the CPU the function runs uncompiled, which is faster. On other devices uncompiled code launches many small kernels, so the
         function runs compiled if the passes do.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes

@@ -1,4 +1,4 @@
-"""Rows of a draft model that consists of the target's first layers: it reads and writes keys and values in the target's own slots."""
+"""Rows of a draft model that consists of the target's first layers. It reads and writes keys and values in the target's own slots."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class MaskTable:
         """The replacements after each node, or None if there are none. kinds: the nodes' :meth:`kind` numbers, ``B`` lists of ``N``."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
-        if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds
+        if kinds != self._last[0] or self._last[1] is None:  # in free text, consecutive steps have the same kinds
             keys, tokens = self._replaced.unbind(0)
             self._last = kinds, Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
         return self._last[1]
