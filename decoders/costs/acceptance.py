@@ -49,7 +49,7 @@ class AcceptanceRates:
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
         self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter: expected number of right tokens, from its declared rates
+        self._graded_expected: dict[int, float] = {}  # by drafter: right tokens expected by its declared rates
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability that a draft token is right if its parent is right. sources: bits of the drafters that propose it."""

@@ -71,8 +71,8 @@ class Kind(Generic[Provided]):
 
 @lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` overrides a method of `base` and does not take the same arguments. Also raises it for a
-    method that looks like a misspelt one of `base`: it has the same parameters and nearly the same name.
+    """Raises PluginError if a method of `cls` cannot be called as the method of `base` with the same name is called, or has the
+    parameters of such a method and nearly its name.
     """
     hooks = {name: list(inspect.signature(f).parameters) for name, f in vars(base).items() if inspect.isfunction(f)}
     for name, own in inspect.getmembers(cls, inspect.isfunction):

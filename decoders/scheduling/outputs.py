@@ -70,7 +70,7 @@ class OutputLines:
 
     def _read(self) -> None:
         self._file.seek(0)
-        if self._file.read(1) not in (b"", b"{"):  # one byte, because the first line of another file may be gigabytes long
+        if self._file.read(1) not in (b"", b"{"):  # one byte: another file's first line may be gigabytes long
             raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
         self._file.seek(0)
         # Reads through the locked descriptor, since closing another descriptor of the file would release some kinds of locks.
