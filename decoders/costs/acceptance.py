@@ -1,6 +1,6 @@
 """Acceptance rates of draft tokens, by drafter and by place in the draft. A set of drafters is an integer with a bit per drafter.
 
-A row writes the same tokens whatever its drafts are. So every draft, verified or not, is compared with these tokens: trying a drafter
+A row writes the same tokens whatever its drafts are. So every draft, verified or not, is compared with these tokens. Trying a drafter
 costs drafting time, but no forward pass.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: Each judged draft token multiplies the weight of earlier tokens of its :data:`Kind` by this: a weight halves in about four tokens. At
-#: the greatest depth weights decay slowly, because many tokens are judged at once, and only if all tokens before were right.
+#: Each judged draft token multiplies the weights of earlier tokens of its :data:`Kind` by `KEEP`, so a weight halves in about four
+#: tokens. At the greatest depth the factor is `KEEP_DEEPEST`: there many tokens are judged at once, and only if all before were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
 #: The prior acceptance rate of a first token, ``PRIOR``, weighs as much as ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
 #: because judging drafts is free.
@@ -22,8 +22,8 @@ GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook (:attr:`Follower.outlook`).
 OUTLOOK_WEIGHT = 1 / 8
 
-#: A node is verified if its expected tokens are at least this many times its price in tokens, because the probabilities of nodes that
-#: seem to pay are overestimates on average.
+#: A node is verified if its expected tokens are at least this many times its price in tokens. The margin is needed, because the
+#: probabilities of nodes that seem to pay are overestimates on average.
 CAUTION = 1.15
 
 #: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a
@@ -33,12 +33,12 @@ WHICHEVER = -1
 
 
 class AcceptanceRates:
-    """Probability that a draft token is right if its parent is, by :data:`Kind`; recent tokens weigh more.
+    """Estimates how probable it is that a draft token is right if its parent is, by :data:`Kind`. Recent tokens weigh more.
 
     Args:
-        common: the rates of all rows, which are the prior of a single row's rates; None if these are the rates of all rows.
-        grade_rates: drafter's bit → its declared rates (:attr:`Strategy.grade_rates`), which are the prior of grades not seen yet.
-            The prior is scaled by the ratio of observed to declared rates of the drafter's graded tokens.
+        common: the rates of all rows, used as the prior of one row's rates; None if this object holds the rates of all rows.
+        grade_rates: maps a drafter's bit to the rates that the drafter declares (:attr:`Strategy.grade_rates`). They are the prior of
+            grades not seen yet, scaled by the ratio of observed to declared rates of the drafter's graded tokens.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class AcceptanceRates:
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
         self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter: number of right tokens by its declared rates
+        self._graded_expected: dict[int, float] = {}  # by drafter: right tokens expected by its declared rates
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
-        """The probability that a draft token is right if its parent is. sources: bits of the drafters that propose it."""
+        """The probability that a draft token is right if its parent is right. sources: bits of the drafters that propose it."""
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
@@ -147,7 +147,7 @@ class Proposals:
             grades: grades of nodes 1, 2, …, 0 or more.
 
         Returns:
-            node of the merged tree that this drafter proposes → the first index in `tokens` that was merged into this node.
+            a dict from each node of the merged tree that this drafter proposes to the first index in `tokens` that became this node.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -189,7 +189,7 @@ class Proposals:
         return sources
 
     def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
-        """``(probability, node)``, likeliest first: the probability that a node and its whole path are right, if at least `least`.
+        """Returns ``(probability, node)``, likeliest first, for nodes whose whole path is right with a probability of at least `least`.
 
         Every node comes after its parent. The probabilities of siblings sum to at most their parent's, because at most one sibling is
         right.
@@ -246,12 +246,12 @@ class Follower:
         self.outlook += max(OUTLOOK_WEIGHT, 1 / self._expected) * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
-        """Judges `proposals`, which continue the row's present text, by the row's next tokens."""
+        """Starts to judge `proposals` by the row's next tokens. The proposals must continue the row's current text."""
         if len(proposals) > 1:
             self._open.append((proposals, 0))
 
 
-#: A row is e times less likely to end last if it needs fewer steps than the longest row, by this share of that row's steps.
+#: If a row needs this share of steps less than the longest row, it is e times less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 

@@ -96,7 +96,7 @@ class CostCurve(_Stored):
         return min(measured, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
-        """Expected seconds of a step: interpolates linearly between measured nodes and contexts, and extrapolates beyond the largest.
+        """Expected seconds of a step. Interpolates linearly between measured nodes and contexts, and extrapolates beyond the largest.
 
         If `rows` was not measured, uses the nearest measured number of rows, at the same total of nodes. If the tier was not measured,
         uses the other tier.
@@ -109,7 +109,7 @@ class CostCurve(_Stored):
         by_context: dict[int, list[tuple[float, float]]] = {}
         for p in points:
             by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
-        # The total number of nodes sets the cost: many rows of few nodes cost as much as few rows of many nodes.
+        # The total number of nodes determines the cost: many rows of few nodes cost as much as few rows of many nodes.
         same_work = nodes * rows / nearest
         by_length = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
         return interpolated(by_length, context)
@@ -128,8 +128,8 @@ class CostCurve(_Stored):
 
 
 def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolates points ``(x, y)``, sorted by x, at `x`. Below the first point: the first y. Beyond the last point: extrapolates,
-    but to no less than the last y.
+    """Interpolates linearly between points ``(x, y)``, which are sorted by x. Returns the first y below the first point. Extrapolates
+    beyond the last point, but to no less than the last y.
     """
     if len(line) == 1 or x <= line[0][0]:
         return line[0][1]

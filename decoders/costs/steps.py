@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weights of the newest step in two running means of ratios (observed to expected seconds): in the mean over all sizes; and in the mean
-#: of the step's own size, the least weight.
+#: Weights of a new step in running means of the ratio of observed to expected seconds. `QUICK` is for the mean over all sizes. `SLOW`
+#: is the least weight for the mean of the step's own size.
 QUICK, SLOW = 1 / 8, 1 / 32
 #: The curve weighs as much as this many observed steps of a size.
 TRUST = 8
@@ -20,9 +20,9 @@ KNOWN = (1.0, 0)
 
 
 class StepLine:
-    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps; recent steps weigh more.
+    """A straight line fitted to observed steps: seconds by the number of nodes of all rows. Recent steps weigh more.
 
-    Compiled and uncompiled steps differ in cost: a change between them resets the line.
+    Compiled and uncompiled steps differ in cost, so a change between them resets the line.
     """
 
     #: Every new step multiplies the weights of earlier steps by this.
@@ -30,7 +30,7 @@ class StepLine:
     #: The assumed cost of a node, relative to a step's fixed cost, before steps of several sizes were observed.
     GUESS = 0.03
     #: Number of steps from trial to trial, before and after steps of several sizes were observed. In a trial, a step is chosen as if
-    #: nodes cost less. While only one size was observed, always with a draft, steps without a draft are tried, too.
+    #: nodes cost less. If all steps so far had a draft of the same size, steps without a draft are tried, too.
     TRIAL, LATER_TRIAL = 4, 128
     #: In a trial, a node's assumed cost is the estimate divided by this.
     HOPE = 4
@@ -60,7 +60,10 @@ class StepLine:
         return None if line is None else line[0] + line[1] * nodes
 
     def estimate(self, plain: int) -> tuple[float, float]:
-        """A step's fixed cost and a node's cost, in any unit; a trial's are wrong on purpose. plain: nodes of a step without draft."""
+        """Returns a step's fixed cost and a node's cost, in an arbitrary unit. In a trial they are wrong on purpose.
+
+        plain: number of nodes of a step without a draft.
+        """
         line, trial = self._line(), self.LATER_TRIAL
         if line is None:
             line, trial = (1.0, self.GUESS), self.TRIAL
@@ -89,7 +92,7 @@ class StepCosts:
         curve: a curve with points; None uses `line`.
         rows: number of rows of the batch.
         context: number of tokens per row at the start.
-        size: returns the number of nodes of the padded block for the number of nodes of a draft, root included.
+        size: maps the number of nodes of a draft, root included, to the number of nodes of its padded block.
         ratios: returns, for a context, each tier's ratios of observed to expected seconds in earlier calls; they are updated in place.
         line: the line that earlier calls fitted without a curve; it is updated in place.
     """
@@ -139,7 +142,7 @@ class StepCosts:
     def affordable(self, share: float) -> int:
         """The greatest number of nodes whose step costs at most ``1 + share`` times the step without a draft.
 
-        At most 256, and with a curve at most twice the largest measured number: inaccurate timings may extrapolate to any number.
+        At most 256, and with a curve at most twice the largest measured number, because inaccurate timings may extrapolate too far.
         """
         limit, best, most = (1 + share) * self.step(1), 1, 256
         if self.curve is not None:

@@ -21,7 +21,8 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
         costs: :attr:`Context.costs`, which returns None if nothing was measured.
         chosen: the user's choice; returned unless None.
         otherwise: returned if nothing was measured.
-        most: upper bound of a result from costs, which is a power of two (at least 4), so that calls of different lengths share graphs.
+        most: upper bound of a result from costs. Such a result is a power of two, at least 4, so that calls of different lengths
+            share graphs.
     """
     if chosen is not None:
         return chosen
@@ -32,17 +33,17 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
 
 def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 255) -> int:
-    """:func:`node_budget` counted in draft tokens: the result and the arguments do not include the root."""
+    """The greatest number of draft tokens of a block: :func:`node_budget`, with result and arguments that do not count the root."""
     return node_budget(costs, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1
 
 
 def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
-    """How many draft tokens to verify, from the first on: maximizes the expected gain minus the price of the added time.
+    """Returns how many draft tokens to verify, from the first on. Maximizes the expected gain minus the price of the added time.
 
     Args:
-        gains: by draft token, the expected number of new tokens from it, all rows together.
+        gains: per draft token, the expected number of new tokens that it adds, summed over all rows.
         seconds: seconds of a step by number of nodes per row, root included.
-        price: number of tokens that an added second must bring: the present tokens per second (Dinkelbach 1967, on maximal ratios)
+        price: number of tokens that an added second must bring: the current tokens per second (Dinkelbach 1967, on maximal ratios)
             times a factor of caution.
 
     Returns:
@@ -58,7 +59,7 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Share of a call's time for trying a drafter whose drafts do not pay: for one of several drafters, and for the only drafter.
+#: Share of a call's time for trying a drafter whose drafts do not pay: if there are several drafters, and if it is the only one.
 LOOKING, LOOKING_ALONE = 0.005, 0.02
 #: Weight of the newest draft in the mean net gain.
 LOOK_WEIGHT = 1 / 8
@@ -68,7 +69,7 @@ GOLDEN = 0.6180339887498949
 
 @dataclass
 class Looks:
-    """When to call a drafter: in every step while drafts pay, else less and less often.
+    """Decides when to call a drafter: in every step while drafts pay, otherwise less and less often.
 
     Attributes:
         count: number of drafts so far.
@@ -81,7 +82,7 @@ class Looks:
     wait: int = 0
 
     def due(self, waited: int, most: int) -> bool:
-        """Whether to call the drafter in this step. Waits vary: equal waits would always try the same place of a periodic text.
+        """Whether to call the drafter in this step. Waits vary, because equal waits would always try the same place of a periodic text.
 
         Args:
             waited: number of steps since the last draft.
@@ -102,7 +103,7 @@ class Looks:
 
 
 def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
-    """How many steps to wait between drafts, so that drafting takes the share `looking` of the time; at most `longest`.
+    """Returns how many steps to wait between drafts, so that drafting takes the share `looking` of the time; at most `longest`.
 
     share: duration of a draft relative to a step.
     """
@@ -110,8 +111,8 @@ def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
-    """The running mean `known` (None or 0 before the first measurement), updated by the measurement `seconds`, which is clipped to four
-    times the mean, because a longer duration is an interruption.
+    """Returns the running mean `known` (None or 0 before the first measurement), updated by the measurement `seconds`. A measurement
+    counts as at most four times the mean, because a longer duration is an interruption.
     """
     return seconds if not known else known + weight * (min(seconds, 4 * known) - known)
 
@@ -130,7 +131,7 @@ class DraftWorth:
     All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step has 8 B draft nodes.
 
     Args:
-        costs: returns the batch's present costs.
+        costs: returns the batch's current costs.
         ends: greatest length of each row, if all rows begin together and the call ends with the slowest row; else None.
         grade_rates: the strategy's declared rates by grade (:attr:`Strategy.grade_rates`).
     """
@@ -160,7 +161,7 @@ class DraftWorth:
         return self._looks.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT, LOOKING_ALONE))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
-        """The number of draft tokens to verify that maximizes the step's tokens per second.
+        """Returns how many draft tokens to verify, so that the step has the most tokens per second.
 
         lengths: number of tokens of each row; finished: whether each row has ended.
         """
@@ -211,7 +212,7 @@ class DraftWorth:
         )
 
     def _gains(self, draft: Draft, active: Sequence[int], weights: Sequence[float]) -> list[float]:
-        """By draft token, the expected number of new tokens from it, weighted by row, all rows together."""
+        """Returns, per draft token, the expected number of new tokens that it adds, as a weighted sum over the rows."""
         tokens, parents, grades = draft.read()
         gains = [0.0] * draft.tokens.shape[1]
         for row, weight in zip(active, weights, strict=True):

@@ -1,5 +1,5 @@
-"""Checks a call of ``generate`` with a strategy: this package's decoding loop honours, translates or refuses each argument. Checks
-the prompts, too.
+"""Checks the arguments and prompts of a call of ``generate`` with a strategy. The decoding loop honours each argument, translates it to
+a setting, or refuses it.
 
 An argument in none of the tables below is refused as unknown. A test compares the tables with the installed transformers.
 """
@@ -113,7 +113,7 @@ TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "prefill_chunk_size": ("prefill_chunk", lambda v: v),
 }
 
-#: Arguments with transformers' meaning; some have no effect without beams or an encoder.
+#: Arguments that mean the same as in transformers; some have no effect without beams or an encoder.
 HONOURED = frozenset({
     "inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
     "prefix_allowed_tokens_fn", "assistant_model", "streamer", "tokenizer", "assistant_tokenizer", "trust_remote_code",
@@ -192,7 +192,7 @@ def refuse_misspelt(arguments: Iterable[str], function: Callable[..., Any]) -> N
 def refuse_arguments(
     configs: list[GenerationConfig], kwargs: Mapping[str, Any], takes: frozenset[str] = frozenset()
 ) -> None:
-    """Raises for arguments that the loop cannot honour exactly, before anything is changed.
+    """Raises an error for arguments that the loop cannot honour exactly, before anything is changed.
 
     Args:
         configs: generation configs; the first config that sets a value decides.
@@ -273,8 +273,8 @@ def _are_ids(value: Any, several: bool) -> bool:
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
-    """The seed of the sampling noise: `seed`; without it, 0 if nothing is sampled, else a number drawn from `generator` (None: torch's
-    global one).
+    """Returns the seed of the sampling noise: `seed` if it is given. Without it, the seed is 0 in greedy decoding. In sampling it is a
+    number drawn from `generator` (None: torch's global generator).
     """
     if seed is not None and generator is not None:
         raise SettingsError("give seed= or generator=, not both")
@@ -293,7 +293,7 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
 
 
 def said_in(configs: list[GenerationConfig], name: str) -> Any:
-    """Like :func:`first_of`, but None if the value equals that of `name` in :data:`UNSAID`, which the user did not choose."""
+    """Like :func:`first_of`, but returns None for a value in :data:`UNSAID`, because the user did not choose it."""
     value = first_of(configs, name)
     return None if value == UNSAID.get(name, object()) else value
 
@@ -308,7 +308,7 @@ ID_TYPES = (torch.int64, torch.int32)
 
 
 def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, cached: int = 0) -> None:
-    """Raises if the prompts have an error, before anything is changed.
+    """Raises an error for invalid prompts, before anything is changed.
 
     Args:
         input_ids: ``[B, P]``.

@@ -91,8 +91,9 @@ class Assistants:
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
-        """A copy of the draft model with the target's vocabulary. It is created once, and again after a tokenizer (`tokenizer`: the
-        target's, `other`: the draft model's) or the draft model's embedding or head has changed.
+        """A copy of the draft model with the target's vocabulary, cached until a tokenizer or the draft's embedding or head changes.
+
+        tokenizer: the target's tokenizer. other: the draft model's tokenizer.
 
         Raises:
             UnsupportedError: a tokenizer is missing (the error is `difference`), or the vocabularies share too few tokens.
@@ -141,7 +142,7 @@ class CallAssistants:
         kept: all draft models of the target, also of other calls.
         target: the enabled model.
         engine, tokenizer: the target's engine and tokenizer.
-        assistant_tokenizer: the tokenizer of a draft model that is an object, or whose folder has no tokenizer.
+        assistant_tokenizer: the tokenizer of a draft model that is passed as an object, or that lies in a folder without a tokenizer.
         runtime: settings of the call.
     """
 
@@ -181,7 +182,7 @@ class CallAssistants:
         return known
 
     def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
-        """The draft model's vocabulary, or None, see :attr:`decoders.strategy.Context.vocabulary_of`.
+        """Compares a draft model's vocabulary with the target's, see :attr:`decoders.strategy.Context.vocabulary_of`.
 
         Raises:
             UnsupportedError: the model cannot be loaded, or the bytes of tokens of one of the models are unknown.
@@ -203,7 +204,7 @@ class CallAssistants:
         return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
 
     def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer, which is `assistant_tokenizer` (or None) for a model object or a folder without tokenizer.
+        """Returns a draft model and its tokenizer. A model object, or a folder without a tokenizer, gets `assistant_tokenizer`.
 
         Raises:
             SettingsError: `assistant_tokenizer` belongs to another model.
@@ -258,7 +259,7 @@ _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[
 
 
 def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The result of :func:`_difference` for two tokenizers, cached: listing a large vocabulary takes a second."""
+    """Describes the difference between two tokenizers; None without one. Cached, because listing a large vocabulary takes a second."""
     sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
     if known is None or known[0]() is not tokenizer or known[1] != sizes:
         difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())

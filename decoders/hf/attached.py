@@ -112,7 +112,7 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
             "the loop would decode without the adapter. Call generate without strategy= for this adapter."
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
-    # PEFT may also set the model's own method as an attribute: only another method comes from an adapter.
+    # PEFT may also set the model's own method as an attribute. Only a different method comes from an adapter.
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     if replaced is not None and getattr(replaced, "__func__", None) is not own:
         raise UnsupportedError(

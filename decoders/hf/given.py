@@ -103,7 +103,7 @@ class CallCache(Beginning):
 
     @staticmethod
     def of(name: str, cache: Any) -> CallCache | None:
-        """The beginning that the value `cache` of argument `name` holds; None for an empty cache."""
+        """Returns the beginning for the argument `name` with the value `cache`; None for an empty cache."""
         if not isinstance(cache, Cache):
             raise InputError(
                 f"{name} must be a cache of transformers (DynamicCache, StaticCache), not a {type(cache).__name__}; "
@@ -139,7 +139,7 @@ class CallCache(Beginning):
 
 @dataclass(frozen=True)
 class Embeddings(Beginning):
-    """The prompts as vectors like those that the input embedding returns, instead of token ids.
+    """The prompts as embedding vectors, like the output of the model's input embedding, instead of token ids.
 
     Attributes:
         vectors: ``[B, P, H]``.

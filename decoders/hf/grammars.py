@@ -40,7 +40,7 @@ class Grammars:
         Args:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
             rows: number of rows of the batch.
-            per_prompt: number of rows with the same prompt, which follow each other.
+            per_prompt: number of adjacent rows that have the same prompt.
             thinking: the value of ``thinking=``.
             prompts: token ids per row; a prompt may end within a thought.
 
@@ -86,8 +86,8 @@ class Grammars:
         return any(grammar is not None for grammar in self.rows)
 
     def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
-        """Adds to every row's report whether its text is complete and valid, and returns the reports. texts: token ids of each row,
-        stop tokens included.
+        """Adds to every row's report whether the row's text is complete and valid, and returns the reports. texts: token ids of each
+        row, stop tokens included.
 
         Some schemas have conditions that no grammar expresses. If a complete text breaks such a condition, a warning is issued.
         """

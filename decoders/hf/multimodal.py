@@ -73,7 +73,7 @@ def inputs_of(
     ends = [int(places[-1]) + 1 if len(places) else 0 for places in rows]
     if not contents and not any(ends):
         return None
-    if not any(ends):  # no placeholder says where the images stand
+    if not any(ends):  # no placeholder marks the places of the images
         ends = [length - 1 for length in lengths]
     if any(end == length for end, length in zip(ends, lengths, strict=True)):
         raise UnsupportedError(
@@ -126,7 +126,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
         if size is None:
             shares = None
         elif unclear and size == len(rows) and (not several or value.shape[1:2] == (max(images),)):
-            return None  # an entry may be an image, or a row padded to the greatest number of images
+            return None  # an entry may be one image, or one row of images padded to the greatest number per row
         elif size == sum(images):
             shares = images
         elif size == len(rows):
@@ -166,15 +166,15 @@ def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # With M-RoPE, a token has several positions. A text token's are equal, but the first may be the token's index instead, so the
-    # last position is read.
+    # With M-RoPE, a token has several positions. They are equal for a text token, except that the first may be the token's index. So
+    # the last position is read.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]
 
 
 def _digest(value: Any) -> str:
-    """A hash of the data in `value`. If it contains an object of an unknown type, every call returns another hash."""
+    """A hash of the data in `value`. If `value` contains an object of an unknown type, every call returns a different hash."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()

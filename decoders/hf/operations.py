@@ -63,7 +63,7 @@ class PaddedPrompts:
         return self.ids.shape[1]
 
     def starts_at(self, places: Tensor) -> bool:
-        """Whether the prompts begin at `places` ``[B]``, behind their padding."""
+        """Whether the padding of the prompts ends, and their text begins, at `places` ``[B]``."""
         if self.mask is None or self.mask.shape != self.ids.shape:
             return not places.any()
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
@@ -163,8 +163,8 @@ def _repetition(x: Any, prompts: PaddedPrompts) -> list[Operation] | None:
 
 
 def _biases(biases: Mapping[tuple[int, ...], float], prompts: PaddedPrompts) -> list[Operation] | None:
-    """`biases` as operations; None if the model lacks a token (transformers raises), or if more than two finite biases end with the
-    same token, because the order of adding them would change the sum.
+    """`biases` as operations; None if the model lacks a token (transformers raises an error then). Also None if more than two finite
+    biases end with the same token, because the order of adding them would change the sum.
     """
     biases = {tokens: bias for tokens, bias in biases.items() if tokens}  # transformers skips empty sequences
     ends = Counter(tokens[-1] for tokens, bias in biases.items() if bias != REMOVED)

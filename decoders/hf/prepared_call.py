@@ -64,8 +64,9 @@ class StreamAligner:
         self.sent = 0
 
     def step(self, new: list[list[int]], written: list[list[int]], ended: list[bool]) -> None:
-        """Sends the tokens at positions that every row has reached, apart from rows that have `ended`. new: each row's tokens of this
-        step. written: all its new tokens.
+        """Sends the tokens at positions that every row has reached or has `ended` before.
+
+        new: each row's tokens of this step. written: all new tokens of each row.
         """
         if hasattr(self.streamer, "on_step"):
             self.streamer.on_step(new)

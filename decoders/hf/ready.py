@@ -71,7 +71,7 @@ def warm(
     generate: Generate, strategies: Sequence[str | Strategy], rows: Sequence[int], assistant_model: PreTrainedModel | None,
     sampling: bool | dict[str, Any], options: dict[str, Any],
 ) -> Warmup:  # fmt: skip
-    """See :func:`decoders.warmup`."""
+    """Makes a short call per strategy and number of rows, so that code is compiled; see :func:`decoders.warmup`."""
     resolved = [resolve_strategy(strategy, options.get("strategy_config"), None) for strategy in strategies]
     for strategy in resolved:
         if strategy.needs_assistant and assistant_model is None:
@@ -79,7 +79,7 @@ def warm(
     runtime, started = runtime_of(generate, options), time.perf_counter()
     engine = generate.engine(runtime)
     making = sum(engine.prepared_since(started))
-    if runtime.compile == "auto":  # compiled at once, not in the background, if passes are compiled at all
+    if runtime.compile == "auto":  # if passes are compiled at all, they are compiled at once, not in the background
         compile = engine.target.uncompiled is None
         options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
     plans: list[dict[str, Any]] = [{"do_sample": False}]
@@ -124,7 +124,7 @@ class Calibration:
 
     Attributes:
         curve: the model's cost curve, earlier measurements included.
-        assistant: the draft model's cost curve, where a step with one node is a pass that drafts a token; None without a draft model.
+        assistant: the draft model's cost curve; a step with one node is a pass that drafts a token. None without a draft model.
         strategies: costs of the strategies that run on the model without files such as draft heads.
         path: the curve's file.
     """
@@ -151,7 +151,7 @@ def calibrate_model(
     generate: Generate, rows: Sequence[int], contexts: Sequence[int], assistant_model: PreTrainedModel | None,
     seconds: float, options: dict[str, Any],
 ) -> Calibration:  # fmt: skip
-    """See :func:`decoders.calibrate`."""
+    """Measures cost curves of the model and the draft model, and the costs of strategies; see :func:`decoders.calibrate`."""
     check_sizes("contexts", contexts)
     check_seconds(seconds)
     runtime = runtime_of(generate, options)

@@ -1,4 +1,4 @@
-"""Checks that a tokenizer belongs to a model. With another model's token ids, grammars, stop strings and drafts would be wrong."""
+"""Checks that a tokenizer belongs to a model. With the tokenizer of another model, grammars, stop strings and drafts would be wrong."""
 
 from __future__ import annotations
 

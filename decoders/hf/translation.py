@@ -27,12 +27,12 @@ ABSENT = -1e4
 
 @dataclass(frozen=True)
 class TokenMap:
-    """The draft model's id of every token of the target.
+    """Maps every token of the target to a token of the draft model.
 
     Attributes:
         written: ``[V]`` int64, the draft's token with the same bytes; -1 if there is none.
-        read: ``[V]`` int64, the token that the draft reads: `written` or, if it is -1, the last token of the text in the draft's
-            encoding. So every token of the target occupies one slot in both caches.
+        read: ``[V]`` int64, the token that the draft reads: `written`. Where that is -1, the draft reads the last token of its own
+            tokenizer's encoding of the text. So every token of the target occupies one slot in both caches.
         shared: fraction of the target's text tokens that the draft has.
         own: the bytes of the target's tokens.
         other: the bytes of the draft's tokens.

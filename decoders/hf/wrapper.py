@@ -85,7 +85,7 @@ class Generate:
         return inspect.signature(GenerationMixin.generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``model.generate``."""
+        """Runs a call of ``model.generate``: in the loop if the call has a strategy, else with transformers."""
         if len(args) > len(_POSITIONAL):
             raise TypeError(f"generate() takes {len(_POSITIONAL)} positional arguments, {len(args)} were given")
         positional = dict(zip(_POSITIONAL, args, strict=False))
@@ -127,7 +127,7 @@ class Generate:
         if not may_change_itself(self.model):
             yield
             return
-        with self._lock:  # held from the change to the last token
+        with self._lock:  # held from the change of the model to the last token
             if any(scheduler.alive for scheduler in self._schedulers):
                 self._refuse_change(given)
             yield
@@ -206,8 +206,8 @@ class Generate:
         return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
-        """The engine for the model's present weights and for `runtime`'s attention and precision. Built on first use; if one of these
-        changes, renewed or built again.
+        """The engine for the model's current weights, and for the attention and precision that `runtime` sets. It is built on first
+        use. If one of these changes, it is renewed or built again.
         """
         # The lock lets first calls in two threads share an engine. Calls hold the same lock: with two locks, a streamer's nested
         # call and a call in another thread could deadlock.
@@ -228,7 +228,7 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The existing engine if it fits the present model and these settings, else None. Does not wait for the lock.
+        """The existing engine if it fits the model's current state and these settings, else None. Does not wait for the lock.
 
         A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """
@@ -239,7 +239,7 @@ class Generate:
 
     @contextmanager
     def ahead(self) -> Iterator[float]:
-        """A context that holds the model's lock, which this thread gets before other waiting threads. Yields the seconds of waiting."""
+        """A context that holds the model's lock. This thread gets it before other waiting threads. Yields the seconds of waiting."""
         begun = time.monotonic()
         self._lock.acquire(first=True)
         try:
@@ -248,13 +248,13 @@ class Generate:
             self._lock.release()
 
     def release(self) -> None:
-        """See :func:`decoders.release`."""
+        """Frees the engines of the model and of its draft models; see :func:`decoders.release`."""
         with self._lock:
             self._drop()
             self._assistants.release()
 
     def forget(self) -> None:
-        """See :func:`decoders.forget`."""
+        """Drops the texts and memories that earlier calls have left or the user has given; see :func:`decoders.forget`."""
         with self._lock:
             if self._engine is not None:
                 self._engine.forget()
@@ -262,13 +262,13 @@ class Generate:
             self._assistants.forget()
 
     def memories(self) -> dict[MemoryKey, Any]:
-        """See :func:`decoders.memories`."""
+        """Copies of the memories of strategies; see :func:`decoders.memories`."""
         with self._lock:
             kept = self._engine.memories() if self._engine is not None else {}
             return kept | self._remembered
 
     def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
-        """See :func:`decoders.remember`. The memories are stored here until there is an engine."""
+        """Gives `memories` to strategies, see :func:`decoders.remember`. They are stored here until there is an engine."""
         with self._lock:
             if self._engine is not None:
                 self._engine.remember(memories)
@@ -297,7 +297,7 @@ class Generate:
 
     @property
     def _given(self) -> dict[MemoryKey, Any]:
-        """What the user gave the next engine, or an engine of a copy, to draft from: texts, and memories that no engine has yet."""
+        """What the next engine, or the engine of a copy, drafts from: the user's texts, and memories that no engine has yet."""
         engine = self._engine  # another thread may drop it
         texts = engine.texts if engine is not None else None
         return self._remembered if texts is None else self._remembered | {TEXTS: texts}

@@ -28,7 +28,7 @@ class Kind(Generic[Provided]):
     """A kind of class that plugins provide, such as strategies. Names of classes are unique within a kind.
 
     Attributes:
-        noun, plural: what a class of the kind, and several classes, are called in errors.
+        noun, plural: the kind's name in errors, for one class and for several.
         base: base class of the provided classes.
         hook: name of the hook that returns the classes.
         check_more: function with further checks of a class; takes the class and its name for errors, raises PluginError.
@@ -103,7 +103,7 @@ def check_methods(cls: type, base: type) -> None:
 
 
 class GrammarKind(Kind[Any]):
-    """Grammars: plugins provide objects by name instead of classes."""
+    """The kind of grammars. Plugins provide grammars as objects by name, not as classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -119,7 +119,7 @@ class GrammarKind(Kind[Any]):
 
 
 class GrammarTypeKind(Kind[Any]):
-    """Types of objects that ``grammar=`` takes: plugins provide functions by the types' full names instead of classes."""
+    """The kind of types of objects that ``grammar=`` takes. Plugins provide a function for each full name of a type, not classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -137,7 +137,7 @@ class GrammarTypeKind(Kind[Any]):
 
 
 class CommandKind(Kind[Any]):
-    """Commands: plugins provide functions by name instead of classes."""
+    """The kind of commands. Plugins provide commands as functions by name, not as classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -178,7 +178,7 @@ def _check_settings(cls: type[Configured], shown: str) -> None:
             raise PluginError(f"{shown}: setting {setting!r} of {settings.__name__} must have a default")
 
 
-#: The declarations of strategies besides flags: whether a value is right, and what it must be.
+#: The attributes that strategies declare: name → (test whether a value is right, the right values).
 _DECLARED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_layers": (lambda v: isinstance(v, tuple) and all(type(n) is int for n in v), "a tuple of integers"),
     "grade_rates": (
@@ -270,8 +270,8 @@ class PluginInfo:
         version, provider: the version and name of the plugin's distribution.
         hooks: names of the hooks that the plugin implements.
         strategies, verifiers, grammar_backends, grammars, grammar_types, observers, commands: names that it claims, usable or not.
-        status: "loaded", "blocked" (by the block or allow list), "failed" (nothing of the plugin is used), "conflict" (another plugin,
-            too, claims one of its names; its other names are usable).
+        status: "loaded", "blocked" (by the block or allow list), "failed" (nothing of the plugin is used), "conflict" (another plugin
+            also claims one of its names; its other names are usable).
         error: the reason for a status other than "loaded".
     """
 
@@ -300,7 +300,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """The class of a usable name (for grammars, grammar types and commands: the object), with its distribution and version."""
+    """A usable name with its class (for grammars, grammar types and commands: the object), and the class's distribution and version."""
 
     name: str
     cls: type[Provided]

@@ -1,7 +1,7 @@
 """The registry: loads the built-in plugin and every installed plugin. It lists a broken plugin with its error and does not use it.
 
 Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-separated entry-point or distribution names),
-``DECODERS_PLUGINS_STRICT=1`` (raises for a plugin that fails to load or whose names clash).
+``DECODERS_PLUGINS_STRICT=1`` (raises an error if a plugin fails to load or its names clash).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Registry:
         return dict(self._names[GRAMMAR_TYPE].usable)
 
     def grammar_of(self, value: object) -> Any:
-        """What a plugin's function for the type of `value` returns for it; `value` itself if no plugin claims the type.
+        """Turns `value` into a grammar with the plugin's function for its type. Returns `value` itself if no plugin claims the type.
 
         Raises:
             PluginError: several plugins claim the type. GrammarError: the plugin's function fails, or returns no grammar.

@@ -82,7 +82,7 @@ def with_hints(
 
     Args:
         hints: drafting arguments of transformers, by name; :attr:`Strategy.hints` maps them to settings.
-        where: takes the name of a drafting argument; returns a sentence about its origin, which ends the error.
+        where: takes the name of a drafting argument; returns a sentence about the argument's origin, for the end of the error message.
 
     Raises:
         UnsupportedError: no chosen strategy has a setting for a hint. SettingsError: a setting is given twice with different values, or

@@ -1,7 +1,7 @@
-"""Choosing a token: the token with the largest sum of processed score and noise, which depends on seed, row, position and token.
+"""Chooses each token: the one with the largest sum of processed score and noise. Noise depends on seed, row, position and token.
 
-Strategies that compute their own scores use these functions: ``process`` applies the call's processors, ``candidates`` and ``largest``
-find the best tokens without sorting the vocabulary, ``gumbel_noise`` computes the target's sampling noise, and ``in_64_bits`` copies a
+Strategies that compute their own scores use these functions. ``process`` applies the call's processors. ``candidates`` and ``largest``
+find the best tokens without sorting the vocabulary. ``gumbel_noise`` computes the target's sampling noise. ``in_64_bits`` copies a
 tensor to the host if its device does not compute in 64 bits.
 """
 

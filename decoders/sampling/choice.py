@@ -49,7 +49,8 @@ class Candidates:
         vocab: ``V``, the size of the vocabulary.
         selection: the same tokens as ``[B * N, K]``, with a mark at each uncertain token (rounding decides whether it is kept); None if
             all tokens are certain.
-        reference: given indices of rows, returns these rows of `selection` as the reference operations compute them: all certain.
+        reference: recomputes rows of `selection`, given by their indices, with the reference operations. Then all their tokens are
+            certain.
     """
 
     scores: Tensor
@@ -74,7 +75,7 @@ class Candidates:
         tied = (noisy == best) & (self.tokens >= 0)
         token = torch.where(tied, self.tokens, self.vocab).amin(-1)
         if self.selection is not None:
-            # If the token that wins the draw is certain, other uncertain tokens do not matter.
+            # If the drawn token is certain, other uncertain tokens do not matter.
             doubtful = self.selection.open | (
                 self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)
             ).any(-1)
@@ -120,14 +121,14 @@ class Candidates:
             return settled.scores.float()
         scores = settled.scores
         best = scores.max(-1, keepdim=True)
-        # Columns without a kept token write the best token's score once more: columns that write the same token write the same score.
+        # Columns without a kept token write the best token's score again. So columns that write the same token write the same score.
         out = scores == NEVER
         tokens = torch.where(out, settled.tokens.gather(-1, best.indices), settled.tokens)
         dense = torch.full((*scores.shape[:2], self.vocab), NEVER)
         return dense.scatter_(-1, tokens.clamp(min=0), torch.where(out, best.values, scores))
 
     def settled(self) -> Candidates:
-        """These candidates without uncertain tokens: `reference` computes the rows that have uncertain tokens."""
+        """These candidates without uncertain tokens: `reference` recomputes all rows that have uncertain tokens."""
         if self.selection is None:
             return self
         doubtful = ~self.selection.settled
@@ -150,7 +151,8 @@ def candidates(
 ) -> Candidates:  # fmt: skip
     """The tokens that the plan's operations keep after every node. logits: ``[B, N, V]``, positions: ``[B, N]``.
 
-    The scores equal the scores of :func:`~decoders.sampling.processors.process`, which runs instead on CUDA and in traced code.
+    The scores equal those of :func:`~decoders.sampling.processors.process`. On GPUs, and in traced or recorded code, this function
+    calls ``process``.
 
     Args:
         at_least: least number of entries per node; if fewer tokens are kept, removed tokens fill the other entries.
@@ -175,7 +177,7 @@ def candidates(
 
 
 def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
-    """`scores` without the stop tokens at nodes where `early` ``[B, N]`` is True. stop_tokens: ``[E]`` or ``[B, E]``."""
+    """`scores`, with ``-inf`` for stop tokens at nodes where `early` ``[B, N]`` is True. stop_tokens: ``[E]`` or ``[B, E]``."""
     stops = stop_tokens.expand(len(scores), -1)
     real = (stops >= 0) & (stops < scores.shape[-1])
     row, node, column = (early[..., None] & real[:, None]).nonzero().unbind(1)
@@ -202,7 +204,7 @@ def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) ->
 
 
 def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """The result of :func:`_left` for values ``[B, K]`` that differ by row. Rows with equal values are processed together."""
+    """The tokens that the operations keep, for values ``[B, K]`` that differ by row. Rows with equal values are processed together."""
     kinds, kind_of = values.unique(dim=0, return_inverse=True)
     if len(kinds) == 1:
         return _left(legal, names, kinds[0], at_least)
@@ -233,7 +235,7 @@ def _selected(
 
 
 def _allowed(logits: Tensor, masks: Masks) -> Tensor:
-    """The result of :meth:`Masks.allow`, by arithmetic that the CPU vectorizes."""
+    """Returns what :meth:`Masks.allow` returns, computed with arithmetic that the CPU vectorizes."""
     if masks.allowed is None:
         return logits
     bound = masks.allowed[..., : logits.shape[-1]].to(logits.dtype)
@@ -241,7 +243,7 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 
 
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. Computes the noise of few tokens only.
+    """``argmax(scores + noise)`` over the last axis of ``[B, N, V]``, the first of equals. Computes the noise of few tokens only.
 
     The noise is ``-log E`` with ``E >= u``, where ``u`` is the upper half of the token's 64-bit hash divided by 2^32. Let `bound` be
     the best noisy score of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win, so for most tokens only ``u`` is

@@ -14,8 +14,9 @@ FEW = 2**17
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of every row of ``[R, V]``, in descending order, and their tokens, ``[R, count]`` int64.
 
-    The result equals ``topk`` up to the order of equal scores, and has V columns if V is less than `count`. It is fast on the CPU: the
-    `count` largest scores lie in the `count` blocks with the largest maxima, and only memory bandwidth limits the search for maxima.
+    The result equals ``topk`` up to the order of equal scores, and has V columns if V is less than `count`. It is fast on the CPU,
+    because the `count` largest scores lie in the `count` blocks with the largest maxima. Only memory bandwidth limits the search for
+    maxima.
     """
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.host_reads import host_reads
 
 NEVER = float("-inf")
-# Values for three kinds of places without a token. They differ, so that places of different kinds never match.
+# Values for three kinds of positions without a token. The values differ, so that positions of different kinds never match.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 
@@ -63,7 +63,7 @@ class Prefixes:
         return torch.cat([text[:, None].expand(-1, self.nodes.shape[1], -1), self.path], -1)
 
     def last(self, count: int) -> Tensor:
-        """The last `count` tokens up to each node, the node's own token first, ``[B, N, count]``."""
+        """The last `count` tokens up to each node in reverse order, ``[B, N, count]``: the node's own token comes first."""
         back = torch.arange(count, device=self.nodes.device)
         place = self.offsets[..., None] - back  # relative to node 0
         on_path = self.visible[:, :, None] & (self.offsets[:, None, None] == place[..., None])  # [B, N, count, N]
@@ -100,7 +100,7 @@ def _changed(
 
     Args:
         tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
-        change: takes the old scores ``[B, N, K]`` of `tokens` and their ids, and returns new scores, equal for equal tokens.
+        change: takes the old scores ``[B, N, K]`` of `tokens` and their ids. Returns new scores; equal tokens must get equal scores.
     """
     onto = scores if onto is None else onto
     tokens = torch.where(tokens < scores.shape[-1], tokens, _NONE)
@@ -129,7 +129,7 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`scores` with new scores of generated tokens. change: returns them, given old scores and how often each token was generated."""
+    """`scores` with new scores for generated tokens. change: computes them from old scores and how often each token was generated."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])

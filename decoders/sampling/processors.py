@@ -1,4 +1,4 @@
-"""Choosing a token: operations, equal to transformers' logits processors, turn logits into scores; Gumbel noise then draws a token.
+"""Chooses a token: operations that equal transformers' logits processors turn logits into scores, and Gumbel noise draws a token.
 
 A step verifies ``N`` nodes in each of ``B`` rows: the last committed token and draft tokens. A token is drawn after each node.
 """
@@ -35,7 +35,7 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The logits processors that run inside the step, in order. Hashable: another plan needs another graph, other parameters do not.
+    """The logits processors that run inside the step, in order. A new plan needs a new compiled graph; new parameter values do not.
 
     Attributes:
         operations: names of :data:`OPERATIONS`; the parameter of operation ``i`` is entry ``i`` of :attr:`SamplingInputs.values`.
@@ -105,7 +105,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Replacements:
-    """Mappings that replace drawn tokens by other tokens. Each node uses one mapping, whose number is called the node's kind.
+    """Mappings that replace drawn tokens by other tokens. Each node uses one mapping; the mapping's number is the node's kind.
 
     Attributes:
         keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.
@@ -171,7 +171,7 @@ def mix64(z: Tensor) -> Tensor:
 
 
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
-    """splitmix64's state, `steps` draws after the state `start`: ``start + steps * GOLDEN``.
+    """Returns splitmix64's state after `steps` draws from the state `start`: ``start + steps * GOLDEN``.
 
     Computed as ``(start / GOLDEN + steps) * GOLDEN`` modulo 2^64: if `steps` is an ``arange``, inductor's Triton code would compute
     ``steps * GOLDEN`` in 32 bits. A sum that contains a value from memory, such as `start`, has 64 bits.
@@ -186,7 +186,7 @@ def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
 
 
 def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
-    """For every seed the noise key that :func:`row_keys` gives to row 0, ``[B]`` int64."""
+    """Returns, for every seed, the noise key that :func:`row_keys` gives to row 0, ``[B]`` int64."""
     return _keys(torch.tensor(seeds, dtype=torch.int64, device=device), 1)
 
 
@@ -278,8 +278,8 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
     return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: By name, the operations inside the step, equal to transformers' logits processors. Their arguments are scores ``[B, N, V]`` and the
-#: parameter `value`, ``[]`` or ``[B, 1, 1]``; operations of :data:`FIRST` take more.
+#: The operations inside the step, by name. Each equals a logits processor of transformers. Their arguments are scores ``[B, N, V]`` and
+#: the parameter `value`, ``[]`` or ``[B, 1, 1]``; operations of :data:`FIRST` take more arguments.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **READ_TEXT,
     "min_new_tokens": _min_new_tokens,
@@ -341,7 +341,7 @@ def first_of(
 
 
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`, but `legal` (the masked logits) at nodes where operations removed all tokens: the grammar takes precedence."""
+    """Returns `scores`, replaced by `legal` (the masked logits) at nodes where operations removed all tokens that a grammar allows."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 

@@ -1,9 +1,8 @@
-"""Finds, without sorting the vocabulary, the tokens that processors keep, on devices whose values Python can read at no cost.
+"""Finds the tokens that processors keep, without sorting the vocabulary. It is used on CPUs, where Python reads values at no cost.
 
 The result must equal the reference, :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may
-be kept, then applies the same rules to them. A token is unsure if the rounding of a sum, or the order of equal scores
-(torch's sort is not stable), decides whether the reference keeps it. If the result depends on an unsure token, the reference processes
-the row.
+be kept, then applies the same rules to them. A token is unsure if rounding decides whether the reference keeps it, or if the order of
+equal scores does (torch's sort is not stable). If the result depends on an unsure token, the reference processes the row.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class Selection:
 
     @property
     def settled(self) -> Tensor:
-        """``[R]`` bool: the rows whose kept tokens are certainly the tokens that the reference keeps."""
+        """``[R]`` bool: the rows in which the reference certainly keeps the same tokens."""
         return ~(self.open | self.unsure.any(-1))
 
     def put(self, index: Tensor, better: Selection) -> Selection:
-        """`self` with its rows `index` ``[Q]`` taken from `better`."""
+        """A copy in which the rows `index` ``[Q]`` are replaced by the ``Q`` rows of `better`."""
         width = max(self.scores.shape[1], better.scores.shape[1])
 
         def merged(name: str, fill: float) -> Tensor:
@@ -281,8 +280,8 @@ def _typical(
     scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
     value: Tensor,
 ) -> Selection:  # fmt: skip
-    """Selects what typical_p keeps of the tokens ``[R, K]``, which come in ascending order of `surprise`: the tokens up to the border
-    token, at which the sum of probabilities reaches `value`, and all tokens as surprising as the border token.
+    """Selects the tokens that typical_p keeps, from tokens ``[R, K]`` in ascending order of `surprise`. At the border token the sum of
+    probabilities reaches `value`. The tokens up to it, and all tokens that are as surprising as it, are kept.
 
     Args:
         surprise: ``[R, K]``, ``abs(-log(p) - entropy)`` of each token, with an error of at most `blur` ``[R, 1]``.

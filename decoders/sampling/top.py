@@ -29,11 +29,11 @@ def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
 
 
 def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]``, with ``-inf`` for those that ``top_k`` and then ``top_p`` drop.
+    """`scores` ``[B, N, V]``, with ``-inf`` for scores that ``top_k`` and then ``top_p`` drop.
 
-    top_k keeps the scores above the k-th score (fewer than `k`), and all scores equal to it, which are counted but not sorted. Among
-    equal scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64. transformers sums in
-    float32, so its border may differ if the sum equals `value` up to rounding.
+    top_k keeps the scores above the k-th score (fewer than `k`), and all scores equal to it. The equal scores are counted, not sorted.
+    Among equal scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64. transformers sums
+    in float32, so its border may differ if the sum equals `value` up to rounding.
 
     k, value: ``[]`` or ``[B, 1, 1]``; value is ``1 - top_p``.
     """
@@ -57,7 +57,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
 
 
 def counted(marked: Tensor) -> Tensor:
-    """The running count ``[…, V]`` of True in `marked` ``[…, V]``. Counted in blocks: a GPU is slow at few long sums."""
+    """The running count ``[…, V]`` of True in `marked` ``[…, V]``. Counts in blocks, because a GPU is slow at few long sums."""
     vocab = marked.shape[-1]
     blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks.cumsum(-1, dtype=torch.int32)
@@ -69,8 +69,8 @@ def counted(marked: Tensor) -> Tensor:
 
 #: Number of a score's bits that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
-#: Number of copies of a pass's sums (of weights, by the pass's bits): most scores share their upper bits, and atomic additions to one
-#: address wait for each other.
+#: A pass sums weights by the pass's bits, in this many copies of the sums. Most scores share their upper bits, and atomic additions to
+#: one address wait for each other.
 _COPIES = 16
 #: Greatest number of scores per slice, because a pass needs nine times their memory.
 MOST_AT_ONCE = 2**23
@@ -99,7 +99,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
     Args:
         ranks: ``[B, N, V]`` int32, from :func:`rank_of`: the better the score, the higher the rank.
-        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums do not depend on CUDA's varying order.
+        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums are the same in any order; CUDA's order varies.
         wanted: ``[B, N, 1]`` int64; if it exceeds the sum of all weights, the border is the lowest rank.
     """
     place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES
@@ -121,7 +121,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
 
 def rank_of(scores: Tensor) -> Tensor:
-    """Maps float32 `scores` to int32 numbers that compare as the scores do. Equal scores give equal numbers."""
+    """Maps float32 `scores` to int32 numbers with the same order. Equal scores give equal numbers."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -135,7 +135,7 @@ def shares_of(scores: Tensor) -> Tensor:
 
 @in_slices
 def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` float32, with ``-inf`` for those that ``top_k`` drops, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
+    """`scores` ``[B, N, V]`` float32, with ``-inf`` for scores that ``top_k`` drops, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
     ranks = rank_of(scores)
     k = value.clamp(1, scores.shape[-1]).long().expand(*scores.shape[:-1], 1)
     kth, _ = border(ranks, torch.ones_like(ranks), k)
@@ -144,7 +144,7 @@ def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` float32, ``-inf`` for those that ``top_p`` drops (ties: :func:`top_k_top_p`). value: ``1 - top_p``."""
+    """`scores` ``[B, N, V]`` float32, ``-inf`` for scores that ``top_p`` drops (ties: :func:`top_k_top_p`). value: ``1 - top_p``."""
     ranks, shares = rank_of(scores), shares_of(scores)
     total = shares.sum(-1, keepdim=True)
     kept = (total - (value.double() * total).long()).clamp(min=1)  # the best token stays
@@ -157,7 +157,7 @@ def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def typical_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` float32, with ``-inf`` for those that ``typical_p`` drops."""
+    """`scores` ``[B, N, V]`` float32, with ``-inf`` for scores that ``typical_p`` drops."""
     logp = scores.log_softmax(-1)
     entropy = -(logp * logp.exp()).nansum(-1, keepdim=True)
     ranks, shares = rank_of(-(-logp - entropy).abs()), shares_of(scores)

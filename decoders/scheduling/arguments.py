@@ -62,7 +62,7 @@ def check_salt(value: Any) -> None:
 
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """The token ids of `prompt`, which is text or token ids, as ``[1, P]``.
+    """Returns the token ids of `prompt` as ``[1, P]``. The prompt is text or token ids.
 
     Raises:
         InputError: `prompt` is neither text nor ids, holds several prompts, is text with half of a surrogate pair, or is on the meta

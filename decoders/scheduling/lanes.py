@@ -45,8 +45,8 @@ class Lanes:
     def admit(self, generation: Generation) -> None:
         """Gives a request a row in a lane whose steps it can share, or in a new lane.
 
-        A lane whose requests began before the forward pass was compiled decodes these requests uncompiled to their end. It takes no
-        new requests, unless there are two such lanes.
+        If a lane's requests began before the forward pass was compiled, the lane decodes these requests uncompiled to their end. Such a
+        lane takes no new requests, unless there are two such lanes.
         """
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]

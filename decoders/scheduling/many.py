@@ -53,7 +53,7 @@ def generate_many(
 ) -> Generator[Completion, None, None]:  # fmt: skip
     """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
 
-    Prompts are taken from the iterable when there is room, and completions are yielded when they are done, so a million prompts need
+    Prompts are taken from the iterable when there is room, and completions are yielded when they are done. So a million prompts need
     only the memory of a few. In float32, each completion has the tokens of a separate call of ``generate``.
 
     Args:
@@ -61,7 +61,7 @@ def generate_many(
         prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
             a prompt that could not be read, and becomes the prompt's error.
         ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. With `ordered`,
-            a very long completion delays further prompts once 16 times `rows` completions wait behind it.
+            completions wait for a very long one before them. Once 16 times `rows` are waiting, no further prompts are taken.
         errors: "raise" the first error, or "keep" each error in its prompt's completion and go on.
         arguments: arguments of ``generate`` for all prompts.
 

@@ -22,7 +22,7 @@ from .lines import InputLine
 log = logging.getLogger("decoders.scheduling")
 
 _MARK = re.compile("[0-9a-f]{12}")
-#: The bytes of a line in front of the prompt's number, and between the number and the prompt's mark.
+#: The bytes of a line before the prompt's number, and between the number and the prompt's mark.
 _FIRST, _SECOND = b'{"index": ', b', "input": "'
 #: Errors that mean that another process holds the lock.
 _TAKEN = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
@@ -52,12 +52,12 @@ class OutputLines:
         self.done: dict[int, str] = {}
         self.failed: dict[int, tuple[str, str]] = {}
         self.options: set[str] = set()
-        # By the prompt's number: where each line of a prompt that failed begins; and where the valid line of every prompt begins.
+        # Byte offsets by the prompt's number: of all lines of each prompt that failed; and of the valid line of every prompt.
         self._places: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
         self._whole = 0  # size of the complete lines
         self._cut = self._open = False  # _cut: an incomplete line follows. _open: the last line has no line end
-        self._target = Path(os.path.realpath(path))  # a link's target is written, the link is not replaced
+        self._target = Path(os.path.realpath(path))  # if `path` is a link, its target is written, and the link stays
         try:
             self._file, self._new = _opened(self._target, path)
         except OSError as error:
@@ -70,7 +70,7 @@ class OutputLines:
 
     def _read(self) -> None:
         self._file.seek(0)
-        if self._file.read(1) not in (b"", b"{"):  # the first line of another file may be gigabytes long
+        if self._file.read(1) not in (b"", b"{"):  # one byte: another file's first line may be gigabytes long
             raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
         self._file.seek(0)
         # Reads through the locked descriptor, since closing another descriptor of the file would release some kinds of locks.
@@ -255,7 +255,7 @@ def locked(file: io.FileIO) -> bool:
         if sys.platform == "win32":
             import msvcrt
 
-            file.seek(1 << 40)  # a byte far behind the text, because locked bytes cannot be read on Windows
+            file.seek(1 << 40)  # a byte far after the text, because locked bytes cannot be read on Windows
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl

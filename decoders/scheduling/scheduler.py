@@ -32,7 +32,7 @@ log = logging.getLogger("decoders")
 
 _FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
 
-#: If no request runs, the first requests wait for others with which to share steps, until no request has come for this many seconds.
+#: If no request runs, the first requests wait for others to share steps with, until no request has come for this many seconds.
 GATHERING = 0.002
 #: Greatest number of seconds that the first requests wait for others.
 LONGEST_GATHERING = 0.05
@@ -58,7 +58,7 @@ class Scheduler:
         slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: greatest number of requests that wait.
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
-        first: whether this scheduler goes before other schedulers and calls on the model: while it has work, all others together get a
+        first: whether this scheduler goes before other schedulers and calls on the model. While it has work, all others together get a
             third of the time. If False, all take turns.
         defaults: arguments of ``generate`` for requests that do not set them.
 
@@ -155,7 +155,7 @@ class Scheduler:
         return generation
 
     def close(self, cancel: bool = False) -> None:
-        """Refuses new requests, waits for the present requests or cancels them, and frees their caches."""
+        """Refuses new requests, waits for the submitted requests or cancels them, and frees their caches."""
         if not self.alive:  # does not wait, because waiting is impossible at interpreter exit
             return
         with self._changed:

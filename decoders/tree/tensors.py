@@ -71,7 +71,7 @@ class TreeTensors:
     def sound(self, wait: bool = False) -> Tensor:
         """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent.
 
-        A candidate must come one position after its parent and attend only to its path: otherwise its logits would belong to
+        A candidate must come one position after its parent and attend only to its path, because otherwise its logits would belong to
         another text. Nodes that are never accepted may attend to any node. wait: whether the host may wait for the device.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors
@@ -165,7 +165,7 @@ def described(value: object) -> str:
 
 
 def _of_parents(parents: np.ndarray) -> tuple[np.ndarray, ...]:
-    """:meth:`TreeTensors.from_parents` with numpy, node by node; on a CPU it takes a third of the time. Returns the fields in order."""
+    """Computes the fields of :meth:`TreeTensors.from_parents`, in order, with numpy. On a CPU this takes a third of the time."""
     rows, n = parents.shape
     index = np.arange(n)
     reach = np.zeros((rows, n, n), dtype=bool)
@@ -180,7 +180,7 @@ def _of_parents(parents: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
-    """:meth:`TreeTensors.sound` for arrays or tensors. tree: the fields in order; row ``[B, 1]`` and index ``[N]``: 0, 1, …"""
+    """Computes :meth:`TreeTensors.sound` for arrays or tensors. tree: the fields in order. row: 0 … B-1 ``[B, 1]``; index: 0 … N-1."""
     parents, offsets, visible, ancestors = tree
     candidate = ancestors[..., :1]
     before = (parents < index) | ~candidate[..., 0] | (index == 0)

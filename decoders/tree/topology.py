@@ -119,11 +119,11 @@ class Topology:
 
     @staticmethod
     def from_paths(paths: Sequence[Sequence[int]]) -> tuple[Topology, tuple[tuple[int, int], ...]]:
-        """Builds a tree from Medusa's notation: each node is a path, the ranks (0 = best) of the draft tokens from the root to it.
+        """Builds a tree from Medusa's notation: each node is given as the ranks (0 = best) of the draft tokens on the path to it.
 
         Returns:
-            the topology, with nodes sorted by depth; and ``(level, rank)`` for every node after the root: the node holds the draft
-            token with this rank among the draft tokens of its level; the root's children are on level 0.
+            the topology, with nodes sorted by depth, and ``(level, rank)`` for every node after the root. The node's draft token has
+            this rank among the draft tokens of its level. The root's children are on level 0.
         """
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
         index = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}

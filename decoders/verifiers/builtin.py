@@ -16,8 +16,8 @@ class Coupled(Verifier):
 
     The engine's rule draws the target's token with noise that depends on seed and position alone. A draft that adds the same noise
     tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative
-    Decoding" (arXiv 2408.07978). To compare rules, this class computes the outcome distribution for drafts made without the noise: the
-    target draws from p, and the path continues at the child that holds the drawn token. Among children with equal tokens this class
+    Decoding" (arXiv 2408.07978). To compare rules, this class computes the outcome distribution for drafts made without the noise. Then
+    the target draws from p, and the path continues at the child that holds the drawn token. Among children with equal tokens this class
     follows the first child, and the engine's rule follows the child with the longest accepted path. Both emit the same tokens with
     the same probability.
     """
@@ -114,7 +114,7 @@ class TreeRejection(Verifier):
     accepts no further child. For draft tokens that were not sampled (one-hot ``q``) the rule equals
     :class:`~decoders.verifiers.Coupled`.
 
-    The loop runs over the rank among siblings, for all parents at once. Each turn reads and writes several ``[B, N, V]`` tensors.
+    The loop runs over the rank among siblings, for all parents at once. Each iteration reads and writes several ``[B, N, V]`` tensors.
     """
 
     name = "tree_rejection"
@@ -140,7 +140,7 @@ class TreeRejection(Verifier):
             child = torch.where(on_turn, index, 0).sum(-1)  # [B, N], by parent; 0: the parent has no further child
             token = block.nodes.gather(1, child).clamp(min=0)[..., None]
             q = draft.gather(1, (child - 1).clamp(min=0)[..., None].expand_as(p))
-            if turn > 0:  # not on turn 0, because scaling rounds, and a q equal to p must stay equal
+            if turn > 0:  # not in the first iteration, because scaling rounds, and a q equal to p must stay equal
                 q = self.left(q, tried)
             drawn = q.gather(2, token)
             proposed = (child > 0)[..., None] & (drawn > 0)  # [B, N, 1]
@@ -177,9 +177,9 @@ class TypicalSettings(Settings):
 class TypicalAcceptance(Verifier):
     """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", section 2.3.1.
 
-    A draft token x is accepted if all draft tokens before x are accepted, and ``p(x) > min(ε, δ·exp(-H(p)))``: p is the target's
+    A draft token x is accepted if all draft tokens before x are accepted, and ``p(x) > min(ε, δ·exp(-H(p)))``. Here p is the target's
     distribution at the position of x, and H(p) its entropy. Few tokens pass if the target is sure, many if the target is unsure. The
-    longest accepted path is committed, of equally long paths the likeliest (as in the authors' code). The next token is drawn from p.
+    longest accepted path is committed; of equally long paths, the likeliest (as in the authors' code). The next token is drawn from p.
     The path is not drawn: among plausible tokens the drafter decides, so the output does *not* follow the target's distribution.
 
     In greedy decoding p has all its mass on one token, and the rule is exact. The report still says that the rule is lossy.

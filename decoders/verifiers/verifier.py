@@ -26,7 +26,7 @@ class Block:
     """A draft to verify, with the distributions of both models.
 
     A node's token may depend only on the ``q`` from which it was drawn. Whether a node has a token may depend only on the tokens before
-    the node: a drafter that draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
+    the node. For example, a drafter that draws a token and then leaves it out as unlikely has not drawn from ``q``.
 
     Attributes:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
@@ -57,7 +57,7 @@ class Block:
     def drafted(self) -> Tensor:
         """``[B, N]`` bool: whether each node has a draft token; False for the root.
 
-        False also for a token whose ``q`` is 0, which cannot have been drawn from ``q``: so every rule stays exact.
+        False also for a token with probability 0 in ``q``, because it cannot have been drawn from ``q``. This keeps every rule exact.
         """
         # Padded as floats: inductor's C++ code for combined padded masks does not compile (torch 2.13).
         drawn = torch.nn.functional.pad(self.drawn, (1, 0))
@@ -86,10 +86,10 @@ class Outcomes:
     """The outcome distribution of a step.
 
     Attributes:
-        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Except for the root,
+        end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Apart from the root, it is
             zero for nodes without a draft token and for nodes that are no candidates.
-        next: ``[B, N, V]``, distribution of the token after each node if the path ends there: finite everywhere,
-            and summing to 1 wherever ``end > 0``.
+        next: ``[B, N, V]``, distribution of the token after each node if the path ends there. It is finite everywhere
+            and sums to 1 wherever ``end > 0``.
     """
 
     end: Tensor
@@ -121,8 +121,8 @@ class Verifier(Configured, ABC):
         exact: whether the committed tokens follow the target's distribution. A lossy rule is marked in every report.
         trees: whether the rule judges trees. If False, it judges only chains: node ``i+1`` continues node ``i``, and shorter rows end
             in ``-1``.
-        coupled: whether the engine accepts draft tokens that equal the target's own draw, made with the same noise as the draft, and
-            does not call :meth:`outcomes`, which then serves comparisons: it returns the distribution for drafts without the noise.
+        coupled: whether the engine does not call :meth:`outcomes`, and accepts the draft tokens that equal the target's own draw, made
+            with the same noise as the draft. :meth:`outcomes` then only serves comparisons, for drafts made without the noise.
     """
 
     name: ClassVar[str]

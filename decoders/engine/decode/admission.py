@@ -1,5 +1,5 @@
-"""Admits requests to a batch: each gets a place (a row of the pool of KV cache slots), where its prompt is prefilled while other rows
-decode.
+"""Admits requests to a batch. Each request gets a place, a row of the pool of KV cache slots. Its prompt is prefilled there, while
+other rows are decoded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .prompt_reader import PromptReader, read_chunk
 from .request import Request
 from .session import Session
 
-#: Greatest number of tokens in a pass over several prompts. A longer prompt is prefilled alone: it keeps the processor busy by itself.
+#: Greatest number of tokens in a pass over several prompts. A longer prompt is prefilled alone, because it keeps the processor busy.
 SHARED_PASS = 512
 
 
 @dataclass(eq=False)
 class Seat:
-    """A request of a lane, and its place: a row of the pool (the session that stores the keys and values of all the lane's requests).
+    """A request of a lane, and its place in the pool: the session that stores the keys and values of all requests of the lane.
 
     Attributes:
         member: the request and its output.
@@ -83,7 +83,7 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """Returns the free place whose text, kept from an earlier request, shares the longest prefix with the prompt of `request`.
+        """Returns the free place whose kept text shares the longest prefix with the prompt. Earlier requests have left these texts.
 
         Of several such places, returns the least recently used. The kept text is cut to the shared prefix, so that moving rows copies
         only this prefix.
@@ -110,7 +110,7 @@ class Admission:
         )
 
     def read(self, pause: float) -> None:
-        """Prefills waiting prompts in turns. If rows are being decoded, stops after about `pause` seconds, but not before one pass."""
+        """Prefills waiting prompts in turns. If rows are being decoded, stops after about `pause` seconds; at least one pass runs."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -154,7 +154,7 @@ class Admission:
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """Returns the seat to prefill next (the waiting seat with the fewest turns) after planning its passes; None if no pass is due.
+        """Returns the waiting seat with the fewest turns, which is prefilled next; None if no pass is due. Plans the seat's passes.
 
         together: whether several prompts may share passes.
         """
@@ -171,7 +171,7 @@ class Admission:
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
-        """Returns `seat` and the seats whose next chunks can run in the same pass as its next chunk."""
+        """Returns `seat` and the other seats whose next chunk can run in the same pass."""
         following = seat.to_read[0]
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
@@ -215,7 +215,7 @@ class Admission:
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
         """Writes the seats' prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
 
-        Returns whether a pass over images ran. An exception in this pass is stored in its request's output, and ends only this request.
+        Returns whether a pass over images ran. An exception in this pass is stored in the request's output, and ends only that request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:
@@ -248,8 +248,8 @@ class Admission:
         return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """Returns the function that runs a prefill pass. For a strategy that reads prompts, it also appends the pass's results to
-        `seat.chunks`; if the prompt has images, :meth:`_start_reading` has already appended the results.
+        """Returns the function that runs a prefill pass. For a strategy that reads prompts, the function also appends the results to
+        `seat.chunks`. For a prompt with images, :meth:`_start_reading` has already appended them.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill
@@ -261,7 +261,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """Returns ``(pool, place, text in its slots)`` for each place; for the place of `seat` the text is an earlier request's."""
+        """Returns ``(pool, place, text in its slots)`` for each place. The place of `seat` still has the text of an earlier request."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:

@@ -1,4 +1,4 @@
-"""A batch: rows that are decoded together, the requests that they belong to, and what a step does with their drafts.
+"""A batch: rows that are decoded together, the requests that they belong to, and the parts of a step that verify drafts.
 
 Rows may join and leave between two steps. A :class:`~decoders.engine.decode.proposer.Proposer` proposes the drafts.
 """
@@ -44,7 +44,7 @@ class Batch:
     (:mod:`~decoders.engine.decode.lane`) requests with one row each join and leave.
 
     Attributes:
-        request: a request that stands for all requests of the batch, with their common settings, and all rows' texts as prompts.
+        request: one request that represents all requests of the batch: it has their common settings, and all rows' texts as prompts.
         members: per request, its output and the index of its first row, in the order of rows. Padding rows belong to no member.
         capacity: greatest number of rows that the batch can have.
         shared: whether requests join and leave. If so, errors and reports are per request.
@@ -57,12 +57,12 @@ class Batch:
         noise_keys: ``[B]`` int64, the key of each row's sampling noise.
         guide: tracks the rows' positions in their grammars; None if no row has a grammar.
         core: runs the forward pass over a block, verifies the block, and commits the accepted tokens.
-        pending: number of tokens that the next step runs in front of the root (the last committed token): the end of the prompts, or
-            tokens that were accepted on a later branch of a tree and run once more (:mod:`~decoders.engine.model.invariance`).
+        pending: number of tokens before the root (the last committed token) that the next step also runs. They are the end of the
+            prompts, or tokens that were accepted on a later branch of a tree and run again (:mod:`~decoders.engine.model.invariance`).
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
-        root: ``[B, H]``, the embedding of each row's last position, for the first step only, if that position has no token id.
+        root: ``[B, H]``, the embedding of each row's last position, if this position has no token id. Only the first step uses it.
         may_err: whether faults of strategies or verifiers may be noted on the device (:meth:`raise_faults`).
 
     Args:
@@ -190,8 +190,8 @@ class Batch:
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def fit_blocks(self) -> None:
-        """Sets how blocks are padded, which depends on whether the next pass is compiled. Call it before the strategy's `start`: node
-        budgets depend on the padding.
+        """Sets how blocks are padded. This depends on whether the next pass is compiled. Call it before the strategy's `start`, because
+        node budgets depend on the padding.
         """
         self.forward_pass.fit(self.blocks, self.row_count)
 
@@ -204,7 +204,7 @@ class Batch:
             waits = draft.on_host or not self.target.static
             self.may_err = self.may_err or not waits
             check_tree(draft.topology, self.rows, self.culprit, wait=waits)
-        # For recorded steps, slots for the longest row are reserved at once: the host does not read lengths between replays.
+        # For recorded steps, slots for the longest row are reserved at once, because the host does not read lengths between replays.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
@@ -215,7 +215,9 @@ class Batch:
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """Returns `block` with the grammars' masks after each node, and without forbidden tokens unless a verifier judges the draft."""
+        """Returns `block` with the grammars' masks after each node. Draft tokens that grammars forbid are removed, unless a verifier
+        judges the draft.
+        """
         self.where = "forward pass and verification"
         if self.guide is None:
             return block
@@ -250,7 +252,7 @@ class Batch:
         return outcome
 
     def check_drawn(self, outcome: Outcome, out: StepOutput | None = None) -> None:
-        """Raises InputError if logits processors left a row no token to draw. In a shared batch the error ends only the row's request,
+        """Raises InputError if logits processors removed all tokens of a row. In a shared batch the error ends only the row's request,
         and the row loses the tokens of this step. out: the step's output; None after a replay of the whole step.
         """
         for member, first in self.members if self.request.plan.reads_text else ():
@@ -274,7 +276,7 @@ class Batch:
         out.summary[:, row] = torch.tensor([0, 0, outcome.drafted[row], 1], device=out.summary.device)
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None:
-        """Cuts each row's new tokens after the token at which one of its request's stopping criteria ends the row."""
+        """Cuts each row's new tokens after the token at which a stopping criterion of the row's request ends the row."""
         for member, first in self.members:
             if member.criteria is not None:
                 self.where = "stopping criteria"
@@ -311,7 +313,7 @@ class Batch:
         """A context for a callback of `member`. In a shared batch an exception of the callback ends only this request."""
         try:
             yield
-        except BaseException as error:  # in a scheduler's thread, SystemExit is a callback's own
+        except BaseException as error:  # in a scheduler's thread, SystemExit comes from a callback
             if not self.shared:
                 raise
             error.add_note(f"decoders: {self.where} of one request, after {amount(member.report.steps, 'step')}")
@@ -332,9 +334,10 @@ class Batch:
         self.pending = self.prompt_left = 0
 
     def rerun(self, count: int) -> int:
-        """The number of committed tokens that the next step runs again in front of the root, if it must run the last `count` again.
+        """Returns how many committed tokens before the root the next step runs again. At least the last `count` must run again.
 
-        This is `count` rounded up to a multiple of `Target.multiple`, without tokens whose keys and values the loop cannot compute.
+        The result is `count`, rounded up to a multiple of `Target.multiple`. It never reaches back to prompt tokens whose keys and
+        values the loop cannot compute (:attr:`Request.reach`).
         """
         multiple, reaches = self.target.multiple, [n for member, _ in self.members for n in member.request.reach]
         tokens = round_up(count, multiple)

@@ -37,15 +37,15 @@ NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Number of timed steps per size.
 REPEATS = 5
 #: Numbers of nodes to measure within a call, once per number of rows and tier (compiled or not). They are few, because the call waits.
-#: On devices that record steps, many nodes may cost as much as one, and a node budget is at most twice the largest measured number: so
-#: 33 is measured, too.
+#: On devices that record steps, many nodes may cost as much as one. A node budget is at most twice the largest measured number, so 33
+#: is measured, too.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
 
 
 def subject_of(target: Target) -> Subject:
-    """What the cost curve of `target` is valid for: the model, the machine and the versions of the software."""
+    """Returns what the cost curve of `target` is valid for: the model, the machine and the versions of the software."""
     config = target.model.config
     text = config.get_text_config()
     names = (
@@ -98,7 +98,8 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
-        """Ratios of observed to expected seconds for `rows` rows and about `context` tokens, by tier (True: compiled).
+        """Returns ratios of observed to expected seconds of steps with `rows` rows and about `context` tokens, by tier (True: compiled)
+        and size.
 
         `StepCosts` updates the returned dict.
         """
@@ -123,8 +124,8 @@ class Calibrator:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
             compile: a call's setting, which decides the tier (compiled or not); "auto" means the tier in which a call would run now.
             seconds: time limit. Measuring stops when the time is up, but not before two numbers of nodes are measured.
-            anew: whether to measure everything again. Otherwise only a few numbers of nodes are measured, because a call waits for the
-                result, and only for numbers of rows that were not measured at any context.
+            anew: whether to measure everything again. Otherwise a call waits for the result. So only a few numbers of nodes are
+                measured, and only for numbers of rows that were not measured at any context.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)
@@ -135,8 +136,8 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again, except
-            # at a context much longer than the call's: the measurement would take more memory and time than the call.
+            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again. A context
+            # much longer than the call's is left out, because the measurement would take more memory and time than the call.
             elif (
                 near <= 4 * context
                 and (row_count, near, 1, compiled) not in places
@@ -177,9 +178,9 @@ def measure(
     """Measures the steps of a greedy call. Returns a point per size (number of nodes after padding), with the median seconds of a step.
 
     Measuring stops when ``target.ranks.clock()`` reaches `end`, but not before two sizes are measured. Seconds of compilation are
-    added to `end`. Sizes take turns, so that a machine that is slow for a while does not distort only one size. In each turn only the
-    second step is timed, because the first step finds data of another size in the processor's caches. The slots are not filled with a
-    text's keys and values, because a step's time does not depend on their contents.
+    added to `end`. Sizes are measured in turns, so that a temporary slowdown of the machine does not distort only one size. In each
+    turn only the second step is timed, because the first step finds data of another size in the processor's caches. The slots are not
+    filled with a text's keys and values, because a step's time does not depend on their contents.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock

@@ -32,7 +32,8 @@ class StepOutput:
         chosen: see :class:`~decoders.engine.decode.verify.Verified`.
         path: see :class:`~decoders.engine.decode.verify.Acceptance`.
         new: ``[B, N]`` int64, the step's new tokens of each row, in order.
-        summary: ``[4, B]`` int64, per row: numbers of new tokens, of accepted and of verified draft tokens; whether the row has ended.
+        summary: ``[4, B]`` int64: per row, the number of new tokens, of accepted draft tokens and of verified draft tokens, and whether
+            the row has ended.
         logits: ``[B, N, V]``, the target's logits after each node.
         scores: ``[B, N, V]``, the processed scores; None unless the plan keeps them.
         hidden: ``[B, N, H]``, the input of the output head.
@@ -52,7 +53,7 @@ class StepOutput:
     for_host: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> StepOutput:
-        """The results of the rows from `begin` to `end`, as views."""
+        """The results of the rows from `begin` up to, not including, `end`, as views."""
         rows, scores, layers = slice(begin, end), self.scores, self.layers
         return StepOutput(
             self.nodes[rows], self.chosen[rows], self.path[rows], self.new[rows], self.summary[:, rows], self.logits[rows],
@@ -69,7 +70,7 @@ class StepOutput:
         )  # fmt: skip
 
     def packed(self) -> StepOutput:
-        """This output, with the values for the host together in one tensor (:attr:`for_host`), so that one transfer fetches them."""
+        """Returns this output with all values for the host in one tensor (:attr:`for_host`), so that one transfer copies them."""
         parts = self.summary, self.new, self.path
         for_host = torch.cat([part.flatten() for part in parts])
         split = for_host.split([part.numel() for part in parts])
@@ -138,8 +139,8 @@ class Core:
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
     ) -> StepOutput:  # fmt: skip
-        """Appends the accepted path's tokens to the rows. Moves the path's keys and values behind the text, unless they are there
-        already (`in_place`).
+        """Appends the accepted path's tokens to the rows. Moves the path's keys and values to the slots after the text, unless they are
+        there already (`in_place`).
 
         Recurrent states are not advanced here, because stopping criteria may still cut the rows.
         """

@@ -1,6 +1,6 @@
 """Callbacks on the host: stopping criteria, which are called after every token, and logits processors that read the text so far.
 
-Whatever the draft tree, processors get the same calls in the same order as in plain decoding. So processors with a state work, too.
+Processors get the same calls in the same order as in plain decoding, whatever the draft tree is. So stateful processors work, too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CriteriaRun:
     Args:
         padded_rows: the rows in transformers' layout, which criteria read.
         scores: per row, the processed scores of each generated token; None unless scores are kept.
-        ranks: the processes that share the model. The criteria of the first process decide for all, since criteria may read a clock.
+        ranks: the processes that share the model. The first process's criteria decide for all, because criteria may read a clock.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ def choose_along_path(
     rows lose matching draft tokens.
 
     Args:
-        masks: grammar masks, whose replacements are applied to the chosen tokens; `logits` are already masked.
+        masks: grammar masks. Their replacements are applied to the chosen tokens; `logits` are already masked.
         scores: ``[B, N, V]``, a buffer for the processed scores of nodes on the path; None if scores are not kept.
 
     Returns:
@@ -205,7 +205,7 @@ def choose_along_path(
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
     generated = len(padded_rows.generated[active[0]])
-    # Siblings with equal tokens are the same text, so all matching nodes of a depth are followed together.
+    # Siblings with equal tokens stand for the same text, so all matching nodes of a depth are followed together.
     reached = {row: [0] for row in active}
     paths: dict[int, tuple[int, ...]] = dict.fromkeys(active, ())
     depth, going = 0, True
@@ -240,7 +240,8 @@ def choose_along_path(
 def _scores_behind(
     ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
 ) -> Tensor:  # fmt: skip
-    """Applies all processors to the `logits` ``[B, V]`` after the texts `ids` ``[B, T]``, and returns scores; the grammar's bans stay.
+    """Applies all processors to the `logits` ``[B, V]`` after the texts `ids` ``[B, T]``, and returns the scores. Tokens that a grammar
+    forbids stay forbidden.
 
     Raises:
         InputError: the processors leave no token to draw in an `active` row.

@@ -1,4 +1,4 @@
-"""The engine of one model: its target, its sessions, and the code compiled for it, shared by all calls and strategies."""
+"""The engine of one model: the prepared model (the target), its sessions and its compiled code. All calls and strategies share them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ from .step_functions import StepFunctions
 
 #: Greatest number of strategies' compiled functions that an engine keeps.
 KEPT_FUNCTIONS = 64
-#: Limits on the memories that strategies keep between calls: their number, and the sum of ``nbytes`` (0 if an object has none).
+#: Limits on the memories (objects that strategies keep between calls): their number, and the sum of their ``nbytes``. An object without
+#: ``nbytes`` counts as 0.
 KEPT_MEMORIES = 16
 KEPT_MEMORY_BYTES = 256 << 20
 
-#: Key of a strategy's memory: the name of its class, its ``repr`` with the settings, and the memory's name with the salt, if any.
+#: Key of a strategy's memory: the strategy's class name, the strategy's ``repr`` (it shows the settings), and the memory's name. If
+#: the call has a salt, the name includes it.
 MemoryKey = tuple[str, str, str]
-#: The key of the texts that the user gave. Strategies read these texts whatever their settings and the call's salts.
+#: The key of the texts that the user gave. All strategies read these texts, independent of their settings and of salts.
 TEXTS: MemoryKey = ("", "", "texts")
 
 
@@ -79,7 +81,7 @@ class Engine:
         self._prepared = started, making, target.checks.kernel_seconds, target.checks.seconds
         warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
-        # Processes that share a model do not record steps: all would have to start and stop replaying at the same step.
+        # Processes that share a model do not record steps, because all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
         self.sessions = Sessions(self.target, recorder)
@@ -123,13 +125,13 @@ class Engine:
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float, float]:
-        """Returns the seconds of packing the model, of compiling kernels and of checks; zeros if the work began before `begun`."""
+        """Returns the seconds spent on packing the model, compiling kernels and checks; zeros if that work began before `begun`."""
         started, *seconds = self._prepared
         making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
         return making, kernels, checking
 
     def serves(self, model: PreTrainedModel, attention: str, precision: Precision) -> bool:
-        """Whether :meth:`refresh` would do nothing. Does not wait for a running call.
+        """Whether :meth:`refresh` would return True without changing anything. Does not wait for a running call.
 
         False if several processes share the model, because they would have to agree on the answer.
         """
@@ -168,8 +170,8 @@ class Engine:
             yield
 
     def _follow_stream(self) -> None:
-        """Lets this call's work on the device wait for the last call's work, which may have used another stream: a superfluous last
-        step of that call may still be running.
+        """Makes this call's work on the device wait for the previous call's work, if that call used another stream. A superfluous last
+        step of the previous call may still be running.
         """
         if (module := devices.accelerator(self.target.device)) is not None:
             last, self._stream = self._stream, module.current_stream(self.target.device)
@@ -208,7 +210,7 @@ class Engine:
 
     @property
     def texts(self) -> Any:
-        """See :attr:`Context.texts`."""
+        """The texts that the user gave for all strategies, see :attr:`Context.texts`."""
         return self._memories.get(TEXTS)
 
     def _bound_memories(self) -> None:
@@ -258,7 +260,9 @@ class Engine:
             return self._own[target.layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
-        """See :attr:`decoders.strategy.Context.first_layers`. The result is created once per `count`. model: the model of this engine.
+        """The first `count` layers of `model`, the model of this engine, as a draft model. It is created once per `count`.
+
+        See :attr:`decoders.strategy.Context.first_layers`.
 
         Raises:
             UnsupportedError, SettingsError: the model's first layers cannot draft.
@@ -278,7 +282,7 @@ class Engine:
 
     @property
     def functions_ready(self) -> int:
-        """Number of compiled variants of strategies' functions: one per function and kind of arguments."""
+        """Number of compiled variants of strategies' functions. Arguments with other dtypes or dimensions need another variant."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
@@ -295,7 +299,7 @@ class Engine:
         return kept
 
     def head(self, hidden: Tensor) -> Tensor:
-        """See :attr:`decoders.strategy.Context.head`."""
+        """Computes logits from `hidden` with the target's output head, see :attr:`decoders.strategy.Context.head`."""
         if self._head is None:
             self._head = self.target.output_head()
         return self._head(hidden)
@@ -351,7 +355,7 @@ def _pass_of(target: Target) -> ForwardPass:
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
-    """Lets later compilations of `compiled` add their number and seconds to `report`. waited_for: whether the call waits for them."""
+    """Makes later compilations of `compiled` add to the counts and seconds in `report`. waited_for: whether the call waits for them."""
 
     def book(seconds: float) -> None:
         if waited_for:

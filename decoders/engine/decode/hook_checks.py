@@ -1,4 +1,6 @@
-"""Checks of hooks without a device sync: for writes to the loop's tensors, invalid trees, and invalid outcome distributions."""
+"""Checks for faults of hooks: writes to the loop's tensors, invalid trees and invalid outcome distributions. Faults can be noted on
+the device without a sync.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor
 
 @contextmanager
 def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
-    """A context for a hook: raises DraftError if the hook writes to tensors in `shown`. Misses writes by ``.data`` and ``.numpy()``."""
+    """A context for a hook: raises DraftError if the hook writes to tensors in `shown`. Writes by ``.data`` and ``.numpy()`` go
+    unnoticed.
+    """
     tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield

@@ -15,7 +15,7 @@ class TokenLogprobs:
     Attributes:
         token: the token's id.
         logprob: natural logarithm of the token's probability.
-        top: ids and log-probabilities of the likeliest tokens at its position, best first.
+        top: ids and log-probabilities of the likeliest tokens at the token's position, best first.
     """
 
     token: int

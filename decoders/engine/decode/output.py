@@ -156,7 +156,7 @@ class RequestOutput:
             self._tell_observers("end", lambda: (self.report, error or self.error))
 
     def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
-        """Calls a method of every observer with the call and what `told` returns. Exceptions of observers become warnings."""
+        """Calls `method` of every observer with the call and the values from `told`. Exceptions of observers become warnings."""
         for observer in self.request.returned.observers:
             try:
                 getattr(observer, method)(self._observed, *told())

@@ -19,7 +19,7 @@ def take_over(
         held: the texts to copy from: a session, the index of a row in that session, and the text in the row.
 
     Returns:
-        per prompt, the number of first tokens whose keys and values are in its row now.
+        per prompt, the number of leading tokens whose keys and values are in its row now.
     """
     index = PrefixIndex([text for *_, text in held])
     reused, moves = [], []
@@ -31,7 +31,7 @@ def take_over(
             holder, source_row, _ = held[place]
             moves.append((row, holder.stored.buffers, source_row, reused[-1]))
     own, written = session.stored.buffers, {row for row, *_ in moves}
-    # If a source row will be overwritten itself, its contents are copied aside first.
+    # If a source row will be overwritten itself, its contents are saved first.
     sources = [
         (source.of_row(place, count), 0) if source is own and place in written else (source, place)
         for _, source, place, count in moves

@@ -21,7 +21,7 @@ class KeptText:
         tokens: 1-D int64, on the CPU.
         whole: whether only a prompt that begins with the whole text can reuse it, because a recurrent state cannot be rolled back.
         salt: texts with different salts share nothing.
-        least: least number of first tokens that can be reused: the text up to the end of its images, because images are read together.
+        least: least number of leading tokens that can be reused. It covers all images of the text, because they are read together.
     """
 
     tokens: Tensor
@@ -35,7 +35,7 @@ class KeptText:
         return self.salt, self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: KeptText) -> int:
-        """Returns how many of this text's first tokens `prompt` begins with and can reuse."""
+        """Returns how many leading tokens of this text `prompt` shares and can reuse."""
         n = min(len(self.tokens), len(prompt.tokens))
         if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
@@ -57,7 +57,7 @@ NOTHING = KeptText(torch.empty(0, dtype=torch.int64, device="cpu"))
 class PrefixIndex:
     """Finds the text that shares the longest prefix with a prompt.
 
-    In sorted order, this text comes directly before or after the prompt's place. So n prompts and n texts take O(n log n) comparisons.
+    This text is next to the prompt if texts and prompt are sorted. So n prompts and n texts take O(n log n) comparisons.
     """
 
     def __init__(self, texts: list[KeptText]) -> None:
@@ -83,7 +83,7 @@ class PrefillPlan:
         starts: per row, the first slot that is prefilled. All rows prefill the same number of tokens, so a row that reuses more tokens
             than others computes some of them again.
         chunks: ``(offset from starts, number of tokens)``; each is a pass over all rows.
-        left: number of tokens directly before each row's last token that the first step runs instead of a prefill pass.
+        left: number of tokens before each row's last token that no prefill pass runs, because the first step runs them.
     """
 
     starts: list[int]
@@ -102,16 +102,17 @@ class PrefillPlan:
         """
         chunk = chunk or PREFILL_CHUNK
         ends, multiple = [length - 1 for length in lengths], target.multiple
-        # Recurrent layers that cannot continue a text with several tokens would read a second chunk token by token: so use one chunk.
+        # Some recurrent layers cannot continue a text with several tokens. They would read a second chunk token by token, so one chunk
+        # is used.
         if not target.continues:
             chunk = max(chunk, *ends)
         # Passes with fewer tokens than LEAST_NODES would run uncompiled in a compiled call, and round differently. But recurrent states
         # must stop at a text's end.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
-        # A chunk may reach beyond the end of a row's prompt; steps overwrite such slots before they read them. If sizes of blocks
-        # are multiples of `multiple`, a step may run the last tokens of a prompt again, and must write the same bits. A kept text may
-        # hold the bits of another tier (compiled or not), so its last `multiple` tokens are computed again.
+        # A chunk may reach beyond the end of a row's prompt; steps overwrite such slots before they read them. If `multiple` > 1, a
+        # step may run the last tokens of a prompt again, and must write the same bits. But a kept text may have been computed by
+        # another tier (compiled or not), so its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

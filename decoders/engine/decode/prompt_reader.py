@@ -27,7 +27,7 @@ class PromptReader:
 
         Args:
             lengths: number of tokens per row.
-            reusable: per row, number of first tokens whose keys and values are already in the row's slots.
+            reusable: per row, number of leading tokens whose keys and values are already in the row's slots.
             leave_last_chunk: whether to leave the end of the prompts to the first step. It must be False if steps are recorded.
         """
         batch = self.batch
@@ -54,7 +54,10 @@ class PromptReader:
         batch.report.reused = [0 if row in read else count for row, count in enumerate(reused[: batch.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
-        """Whether the keys and values of all images are in place: only text is left to prefill. lengths, reusable: see :meth:`read`."""
+        """Whether only text is left to prefill, because the keys and values of all images are in the rows' slots.
+
+        lengths, reusable: see :meth:`read`.
+        """
         target, starts = self.batch.target, reusable
         if not target.recurrent:  # rows prefill equally many tokens, so some reusable tokens may be computed again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
@@ -135,7 +138,7 @@ def read_chunk(
 
 
 def _places(lengths: Tensor, tokens: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions ``[B, N]`` of `tokens`, from `begin` ``[B]`` on, and whether each precedes its text's last one, ``[B, N]`` bool."""
+    """Returns the positions of `tokens`, from `begin` ``[B]`` on, and a mask of those before each text's last one; both ``[B, N]``."""
     positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, positions < lengths[:, None] - 1
 

@@ -40,7 +40,7 @@ class DraftModels(Protocol):
         """Returns the engine of `model`, a draft model with the target's vocabulary."""
 
     def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
-        """See :attr:`decoders.context.Context.vocabulary_of`."""
+        """Compares the vocabulary of a draft model with the target's, see :attr:`decoders.context.Context.vocabulary_of`."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,13 @@ class Request:
 
     @property
     def padding(self) -> list[Tensor]:
-        """Per row, the padding tokens in front of its text."""
+        """Per row, the padding tokens before its text."""
         lengths = [len(p) if self.given is None else int((p >= 0).sum()) for p in self.prompts]
         return [row[: max(len(row) - own, 0)] for row, own in zip(self.padded_prompt, lengths, strict=True)]
 
     @property
     def reach(self) -> Sequence[int]:
-        """Per row, the number of first prompt tokens whose keys and values the loop cannot compute from token ids."""
+        """Per row, the number of leading prompt tokens whose keys and values the loop cannot compute from token ids."""
         if self.given is not None:
             return self.given.fixed
         return self.multimodal.ends if self.multimodal is not None else (0,) * len(self.prompts)

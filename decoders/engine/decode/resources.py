@@ -46,7 +46,7 @@ class CallResources:
         self.modules.clear()
 
     def context(self) -> Context:
-        """A new :class:`Context` for the strategy, with the present rows."""
+        """Returns a new :class:`Context` for the strategy, with the batch's current rows."""
         batch, request, target = self.batch, self.batch.request, self.batch.target
         models = request.models
         context = Context(
@@ -66,7 +66,7 @@ class CallResources:
     def _module(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> SlotPasses:
-        """See :attr:`Context.module`."""
+        """Prepares the passes of a drafting network, see :attr:`Context.module`."""
         batch = self.batch
         passes = SlotPasses(
             batch.engine.module(module, example), batch.width, self._slots, ahead, batch.compiler(batch.engine)
@@ -93,12 +93,12 @@ class CallResources:
         return context
 
     def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
-        """See :attr:`Context.memory`."""
+        """Returns an object that a strategy keeps between calls, see :attr:`Context.memory`. of: the strategy, if not the call's."""
         request = self.batch.request
         return self.batch.engine.memory(of or request.strategy, key, factory, request.memory_salt)
 
     def _costs(self, measure: bool = False) -> StepCosts | None:
-        """See :attr:`Context.costs`."""
+        """Returns the measured costs of the batch's steps, or None if nothing was measured; see :attr:`Context.costs`."""
         if self.costs is None or self.costs.curve is None or (measure and not self._measured):
             batch = self.batch
             calibration, folder = batch.engine.calibration, batch.request.cost_folder

@@ -72,7 +72,7 @@ class Rows:
         return *((tensor.data_ptr(), tensor.shape) for tensor in tensors), self.buffers.place
 
     def of_rows(self, begin: int, end: int) -> Rows:
-        """The rows from `begin` to `end`, as views."""
+        """The rows from `begin` up to, not including, `end`, as views."""
         if (begin, end) == (0, len(self.length)):
             return self
         rows = slice(begin, end)
@@ -90,7 +90,7 @@ class Rows:
             return replace(self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=index)
 
     def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
-        """For each of the `nodes` ``[B, N]`` of a block, the text that ends with it. view: see :attr:`range`."""
+        """Returns, for each node of a block, the text up to and including the node. nodes: ``[B, N]``; view: see :attr:`range`."""
         padding = self.sampling.padding
         assert padding is not None
         tokens = self.tokens[:, : len(view)]
@@ -101,7 +101,7 @@ class Rows:
 
 
 def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
-    """The sampling tensors of `rows` rows for a plan without operations; without stop tokens."""
+    """Returns the sampling tensors of `rows` rows for a plan without operations. The rows have no stop tokens."""
     return SamplingInputs(torch.zeros(1, device=device), row_keys(0, rows, device), stop_tensor([()], device)[0])
 
 

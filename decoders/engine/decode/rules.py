@@ -142,7 +142,7 @@ class HostRule:
                     nodes[own], tree.of_rows(first, end), logits[own], rows.of_rows(first, end), member.padded_rows, processors, plan,
                     block.masks and block.masks.of_rows(first, end), scores[own] if scores is not None else None,
                 )  # fmt: skip
-            except BaseException as error:  # in a scheduler's thread, SystemExit is a processor's own
+            except BaseException as error:  # in a scheduler's thread, SystemExit comes from a processor
                 if not self.shared:
                     raise
                 member.error = error
@@ -174,8 +174,8 @@ def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> 
         keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
 
     Returns:
-        the accepted path, the token after it ``[B]`` int64, and whether the distribution was valid, ``[B]`` bool: probabilities are
-        finite, not negative, and sum to 1.
+        the accepted path, the token after it ``[B]`` int64, and whether the distribution was valid, ``[B]`` bool. Valid probabilities
+        are finite, not negative, and sum to 1.
     """
     n = nodes.shape[1]
     index = torch.arange(n, device=nodes.device)

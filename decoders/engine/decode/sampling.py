@@ -16,7 +16,7 @@ from .rows import stop_tensor
 
 
 def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) -> SamplingInputs:
-    """The tensors for one request, or for several requests of one row each. Parameters that are equal in all rows are stored once.
+    """Returns the sampling tensors of one request, or of several requests with one row each. Equal parameters are stored once.
 
     Args:
         rows: number of rows, padding rows included.
@@ -45,7 +45,7 @@ def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) ->
 
 
 def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor]:
-    """:attr:`SamplingInputs.sequences` and ``biases``, with sizes rounded up so that few shapes occur."""
+    """Returns :attr:`SamplingInputs.sequences` and ``biases``. Their sizes are rounded up, so that few shapes occur."""
     lists = list(dict.fromkeys(request.sampling.sequences for request in requests))
     every = [sequence for own in lists for operation in own for sequence in operation]
     ngrams = [

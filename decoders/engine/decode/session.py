@@ -31,8 +31,8 @@ class Session:
         blocks: turns drafts into blocks.
         recordings: recordings of passes and steps on the rows' tensors; None if the device records nothing.
         texts: per row, the text in its slots that later requests can reuse; empty while a request uses the row.
-        used: per row, a number that tells when its text was kept: greater is later. The session's owner sets it.
-        shared: by ``n``, the session of the draft model that consists of the target's first ``n`` layers (:class:`SharedSlots`).
+        used: per row, a number that orders the kept texts by time: greater is later. The session's owner sets it.
+        shared: maps ``n`` to the session of the draft model that consists of the target's first ``n`` layers (:class:`SharedSlots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
@@ -148,13 +148,13 @@ class Session:
 
         Args:
             lengths: number of tokens per prompt.
-            reused: per prompt, number of first tokens whose keys and values are in place.
+            reused: per prompt, number of leading tokens whose keys and values are already in the row's slots.
             chunk: greatest number of tokens per row and pass; None for the default.
             run: runs a pass; called with the arguments of :meth:`Target.prefill`.
             first: the row of the first prompt.
             leave_last_chunk: whether to leave the last chunk to the first step, which then reads the weights once for chunk and block.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise rows with recurrent states are prefilled
-                one at a time, because a state must process every token once and no token behind the text's end.
+                one at a time, because a state must process every token once and no token after the text's end.
             given: see :meth:`PrefillPlan.of`.
 
         Returns:
@@ -201,7 +201,7 @@ class Session:
             self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
     def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
-        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the row's recurrent state has read more or less.
+        """The text that a row can keep: `text` (1-D, on the CPU), or an empty text if the row's recurrent state is at another position.
 
         prompt: its `salt` and `least` are copied to the kept text.
         """

@@ -1,4 +1,4 @@
-"""The sessions of a model (rows with their cache slots). Some are kept after a call, and the next call gets the most suitable."""
+"""The sessions of a model (rows with their cache slots). Some are kept after a call, and the next call gets the most suitable one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .session import Session
 
 #: Greatest number of free sessions that are kept.
 KEPT_SESSIONS = 2
-#: Greatest number of free sessions that are kept if steps are recorded; more, because a session's recordings are dropped with it.
+#: The same limit if steps are recorded. It is higher, because the recordings of a session are dropped with the session.
 KEPT_RECORDING_SESSIONS = 4
 #: The text of padding rows.
 PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -61,12 +61,12 @@ class Sessions:
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
         shared: bool = False, prefixes: Sequence[KeptText] = (), shifts: Sequence[int] = (),
     ) -> Iterator[OpenSession]:  # fmt: skip
-        """A context with a session whose first rows hold `prompts`, with `slots` slots or more per row. Afterwards the session is free.
+        """A context that yields a session with `prompts` in its first rows and at least `slots` slots per row. On exit it becomes free.
 
-        After :meth:`Session.keep`, later calls can reuse this call's texts.
+        If :meth:`Session.keep` was called, later calls can reuse this call's texts.
 
         Args:
-            reuse: whether to reuse keys and values of kept texts that begin as the prompts do.
+            reuse: whether to reuse keys and values of kept texts that share a prefix with a prompt.
             shared: whether steps use the tensors of `sampling` themselves, not the session's copies.
             prefixes: the prompts to compare with kept texts, if tokens alone do not identify a prompt (salts, images).
             shifts: the prompts' shifts, if any (:class:`~decoders.engine.model.cache.CacheBuffers`).
@@ -143,7 +143,7 @@ class OpenSession:
     """A session in use.
 
     Attributes:
-        reusable: per row, number of first prompt tokens whose keys and values are in place.
+        reusable: per row, number of leading prompt tokens whose keys and values are already in the row's slots.
         lengths: number of tokens per row; padding rows have one token.
     """
 

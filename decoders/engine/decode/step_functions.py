@@ -40,7 +40,7 @@ class StepFunctions(Beside):
     def settle(
         self, tiers: Tiers, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:func:`decoders.engine.decode.verify.settle`, compiled if the passes run compiled."""
+        """Accepts and appends the matching path (:func:`decoders.engine.decode.verify.settle`). Runs compiled if the passes do."""
         if tiers.runs_compiled(len(nodes) > 1):
             return self._settle(nodes, chosen, _laid_out(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
@@ -53,9 +53,9 @@ class StepFunctions(Beside):
         self, tiers: Tiers, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor,
         masks: Masks | None = None, prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """:func:`decoders.engine.decode.verify.draw_tokens`, compiled or not.
+        """Draws the target's token after each node (:func:`decoders.engine.decode.verify.draw_tokens`).
 
-        On the CPU the function runs uncompiled, which is faster. On other devices uncompiled code is many small kernels, so the
+        On the CPU the function runs uncompiled, which is faster. On other devices uncompiled code launches many small kernels, so the
         function runs compiled if the passes do.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes
@@ -74,7 +74,7 @@ class StepFunctions(Beside):
 
 
 def _laid_out(tree: TreeTensors) -> TreeTensors:
-    """A copy of `tree` for the compiled :func:`settle`. The ancestors stand in for visibility, which :func:`settle` does not read."""
+    """A copy of `tree` for the compiled :func:`settle`, with the ancestors in place of visibility, which :func:`settle` never reads."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
 

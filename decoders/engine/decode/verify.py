@@ -1,4 +1,4 @@
-"""Finds the longest path in a block whose tokens are the target's own choices, and appends the path's tokens to the rows."""
+"""Finds the longest path of a block on which every token is the target's own choice, and appends the path's tokens to the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...sampling.prefixes import Prefixes
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, mix64
 from ...tree import TreeTensors
 
-#: Stands for the token after a node if no token could be drawn.
+#: Replaces the token after a node if no token could be drawn.
 NOTHING_LEFT = -3
 
 
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
-    """The longest path whose tokens are all the target's own choices.
+    """Returns the longest path on which every token is the target's own choice.
 
     This rule is exact for greedy decoding, and for sampling with noise that is a function of the position (Daliri et al. 2024,
     "Coupling without Communication and Drafter-Invariant Speculative Decoding"): the target's choice does not depend on the draft.
@@ -112,7 +112,7 @@ def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptan
 
 
 def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """``[B]`` int64 keys for the draws of one step, from the rows' keys ``[B]`` and their lengths ``[B]``.
+    """Returns keys ``[B]`` int64 for the draws of one step, from the rows' keys ``[B]`` and lengths ``[B]`` (`positions`).
 
     Every step adds a token, so no two steps of a row have the same key. A step's key also differs from the row's key.
     """
@@ -136,7 +136,7 @@ def draw_tokens(
 
     Args:
         logits: ``[B, N, V]``.
-        positions: ``[B, N]`` int64, the number of generated tokens in front of the token that is drawn after each node.
+        positions: ``[B, N]`` int64, for each node the number of generated tokens before the token that is drawn after the node.
         prefixes: the text that ends with each node; None unless the plan reads text.
     """
     left = candidates(logits, plan, inputs, positions, masks, prefixes=prefixes)
@@ -178,7 +178,7 @@ def append(
     is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])
     first_stop = torch.where(is_stop, index, n).amin(-1)
     emitted = torch.minimum(emitted, first_stop + 1)
-    # Rejected tokens are written behind the new length, where the next step overwrites them.
+    # Rejected tokens are written past the new length, where the next step overwrites them.
     tokens.scatter_(1, length[:, None] + index, new)
     length.add_(emitted)
     finished.logical_or_((first_stop < n) | (length >= limit))

@@ -22,10 +22,10 @@ from ..rows import Rows
 class DraftCore(Core):
     """The passes of a draft model, whose tokens another model verifies.
 
-    A block starts with each row's ``U`` pending tokens: the last committed tokens before the root, whose keys and values may be missing
-    from their slots. The last token of a fully accepted draft was never run, and keys and values of accepted tree nodes are in other
-    slots. Running these tokens again costs next to nothing, and saves moving keys and values. With the target's own slots
-    (:mod:`.shared_slots`) no keys and values are missing and no tokens are pending; small blocks are padded behind the root instead.
+    A block starts with each row's ``U`` pending tokens, the last committed tokens before the root. Their slots may lack their keys and
+    values: the last token of a fully accepted draft was never run, and keys and values of accepted tree nodes are in other slots.
+    Running these tokens again costs next to nothing, and saves moving keys and values. With the target's own slots
+    (:mod:`.shared_slots`) no keys and values are missing and no tokens are pending; small blocks are padded after the root instead.
 
     Args:
         vocab: size of the target's vocabulary. Token ids of the draft model beyond this size are padding and never proposed.
@@ -41,7 +41,7 @@ class DraftCore(Core):
         self.children = min(children, self.vocab)
 
     def key(self, method: str) -> tuple:
-        """What a recording of `method` depends on, besides the model."""
+        """Returns all values that a recording of `method` depends on, besides the model."""
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
     def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
@@ -89,8 +89,8 @@ class DraftCore(Core):
     ) -> Expansion:
         """Returns a further level of a tree: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`.
 
-        Earlier passes have run the tree's other nodes. The tokens of these nodes are not at hand, so operations that read the text are
-        left out.
+        Earlier passes have run the tree's other nodes. This pass does not get their tokens, so it leaves out operations that read the
+        text.
         """
         result = self.forward_pass(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]

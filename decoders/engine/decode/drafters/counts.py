@@ -1,4 +1,4 @@
-"""Figures of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
+"""Statistics of a draft model during a call: pending tokens (committed tokens that it has not run yet), passes, tokens and seconds.
 
 Accepted tokens are counted on the device, passes on the host. While a step is recorded, Python runs and the device does nothing; in
 replays the device runs without Python. So the host's numbers are corrected after recordings and replays.
@@ -19,7 +19,7 @@ LONGEST = 64
 
 
 class DraftCounts:
-    """Passes, tokens and seconds of a draft model. If another strategy drafts for it, the two are a *stage*.
+    """Passes, tokens and seconds of a draft model. If a strategy drafts for it, the model and this strategy are a *stage*.
 
     Args:
         model: the draft model's name.
@@ -29,7 +29,7 @@ class DraftCounts:
 
     Attributes:
         drafter: name of the strategy that drafts for the draft model; None without one.
-        pending: number of committed tokens that the draft model still has to run: the greatest of all rows.
+        pending: number of committed tokens that the draft model still has to run, as the maximum over all rows.
         tally: ``[3 + LONGEST]`` int64: numbers of new, accepted and drafted tokens in the stage's steps (in which the draft model
             verifies); then a histogram of new tokens per step.
         passes: number of forward passes.
@@ -63,18 +63,18 @@ class DraftCounts:
         self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
 
     def recording(self) -> None:
-        """Is called when a recording begins; stores the host's numbers, for :meth:`recorded`."""
+        """Stores the host's numbers when a recording begins, for :meth:`recorded`."""
         self._before = self.pending, self.passes
 
     def recorded(self, worked: bool) -> None:
-        """Is called when the recording has ended or failed. Every replay will add the passes counted during the recording."""
+        """Subtracts the passes counted during a recording, because each replay will add them. worked: whether recording succeeded."""
         pending, passes = self._before
         self._per_step, self.passes = self.passes - passes, passes
         if not worked:
             self.pending = pending
 
     def replayed(self, like: DraftCounts, steps: int) -> None:
-        """Adds the passes of `steps` replays of a recorded step. like: the figures of the drafter that was recorded."""
+        """Adds the passes of `steps` replays of a recorded step. like: the statistics of the drafter that was recorded."""
         self.passes += steps * like._per_step
         if steps:
             self.pending = like.pending

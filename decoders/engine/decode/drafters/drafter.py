@@ -46,12 +46,13 @@ class ModelDrafter(Drafter):
         stack: closes everything that this drafter opened, when the strategy ends.
         context: the context of the strategy that drafts with this model.
         model: the draft model, or a path to load it from.
-        ahead: greatest number of nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
+        ahead: greatest number of nodes that a round writes after the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
-        seldom: whether the strategy may never use this model. If so, the first round prefills the prompts, not ``__init__``.
+        seldom: whether the strategy might never use this model. If so, the first round prefills the prompts, not ``__init__``.
 
     Attributes:
-        proposed: number of nodes of the draft to verify next, without padding; set by proposer or stage; None before the first draft.
+        proposed: number of nodes, without padding, of the draft that is verified next; None before the first draft. The proposer or
+            the stage sets it.
         reach: greatest number of committed tokens that a row may have now.
         counts: pending tokens, passes, tokens and seconds.
         inner: the draft models of the strategy that drafts for this model, if any (:mod:`.staged`).
@@ -120,7 +121,7 @@ class ModelDrafter(Drafter):
         opened, request, self._unread = self._unread, self.batch.request, None
         with self._running():
             self.session.prefill(opened.lengths, opened.reusable, request.runtime.prefill_chunk, self._prefill)
-        # Slots behind the prompts may hold rejected nodes, so only the prompts are kept for later calls.
+        # Slots after the prompts may hold rejected nodes, so only the prompts are kept for later calls.
         self.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in request.prompts])
 
     def rebatch(self, rows: Sequence[int], context: Context) -> None:
@@ -161,7 +162,7 @@ class ModelDrafter(Drafter):
                 held = [(session, other, kept) for other, kept in enumerate(session.texts)]
                 reused = take_over(session, {place: prompt}, held) if request.runtime.reuse else [0]
                 session.prefill([len(text)], reused, request.runtime.prefill_chunk, self._prefill, first=place)
-                # Slots behind the prompt may later hold rejected nodes, so only the prompt is kept.
+                # Slots after the prompt may later hold rejected nodes, so only the prompt is kept.
                 session.texts[place] = session.kept(place, prompt.tokens[:-1], prompt)
         lengths = [len(text) for text in request.prompts]
         limits = [length + self.ahead for length in lengths]
@@ -266,8 +267,8 @@ class ModelDrafter(Drafter):
             return
         self._drafting = False
         own_nodes = own_nodes if step.own_nodes is None else step.own_nodes
-        # If the block has another number of nodes than this model's draft, the draft was merged with others or cut by a node budget:
-        # accepted nodes are in other slots.
+        # If the block has another number of nodes than this model's draft, the draft was merged with others or cut by a node budget.
+        # Then accepted nodes are in other slots.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
@@ -284,7 +285,7 @@ class ModelDrafter(Drafter):
 
     @property
     def room(self) -> int:
-        """Greatest number of committed tokens with which a row still has slots for a round with the largest tree so far."""
+        """The greatest length in tokens at which a row still has enough slots for a round with the largest tree so far."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
@@ -325,7 +326,7 @@ class ModelDrafter(Drafter):
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
-        """Runs `method` of :class:`DraftCore` on the rows, `view` and `given`, or replays its recording for their sizes."""
+        """Runs `method` of :class:`DraftCore` on the rows, `view` and `given`, or replays a recording of it for these sizes."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
@@ -351,7 +352,7 @@ class ModelDrafter(Drafter):
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
-        """Returns :meth:`Session.view`, up to the end of a block of size `nodes` behind the tokens drafted so far in this round."""
+        """Returns :meth:`Session.view` with room for the tokens drafted in this round and a block of `nodes` nodes after them."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.longest + nodes

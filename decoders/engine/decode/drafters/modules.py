@@ -35,7 +35,7 @@ class ModuleTwin:
 
     Args:
         example: the module's inputs for one node, ``[1, 1, …]`` each.
-        attends: name of the target's attention.
+        attends: name of the target's attention implementation.
 
     Attributes:
         layout: the shapes of keys and values that the module's attention layers store.
@@ -111,7 +111,7 @@ class ModuleTwin:
 
     @torch.no_grad()
     def _take_kernel(self, example: tuple[Tensor, ...]) -> None:
-        """Switches to the attention kernel for CPUs, if its results for a small tree agree with those of PyTorch's attention."""
+        """Switches to the attention kernel for CPUs, if it agrees with PyTorch's attention on a small tree."""
         tree, view = Topology.branches(2, 1).tensors(1, self.device), torch.arange(64, device=self.device)
         draws, results = torch.Generator().manual_seed(0), []
         inputs = [each.expand(1, 3, *each.shape[2:]).clone() for each in example]
@@ -126,7 +126,7 @@ class ModuleTwin:
                 results.append(self._pass()(tree.offsets[:, 0], tree.offsets, tree.visible, rows, view, *inputs))
             tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
             torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
-        except Exception:  # the module's own code may raise anything for the kernel's packed mask
+        except Exception:  # the module's own code may raise any exception when it gets the kernel's packed mask
             self.attends = "sdpa"
             self._attend_by(attention.NAME)
 
@@ -154,7 +154,7 @@ class SlotPasses(ModulePasses):
 
     Args:
         rows, slots: number of rows of the module's cache, and of slots per row without `ahead`.
-        ahead: greatest number of nodes that a step writes behind a row's text.
+        ahead: greatest number of nodes that a step writes after a row's text.
         compile: ``Context.compile``.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Rows of a draft model that consists of the target's first layers: it reads and writes keys and values in the target's own slots."""
+"""Rows of a draft model that consists of the target's first layers. It reads and writes keys and values in the target's own slots."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..session import Session
 
 
 class SharedSlots(Session):
-    """A session with its own tokens and lengths per row, whose keys and values are those of the first layers in the target's session.
+    """A session with its own tokens and lengths per row. Its keys and values are those of the first layers in the target's session.
 
     The slots already hold keys and values of committed tokens, because the target has computed them with the same weights. Drafting
-    writes only to slots from the root on, which the target's pass over the block overwrites; nothing reads slots behind the block.
+    writes only to slots from the root on. The target's pass over the block overwrites these slots, and nothing reads slots after them.
 
     Args:
         target: the draft model: the first layers of the owner's model.
@@ -44,7 +44,7 @@ class SharedSlots(Session):
             own.copy_(theirs)
 
     def follow(self) -> None:
-        """Uses the buffers of the target's rows, if these rows have been replaced or enlarged."""
+        """Switches to the buffers of the target's current rows, if these rows have been replaced or enlarged."""
         theirs = self.owner.rows
         if theirs is self._followed:
             return

@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts; its target is the draft model."""
+"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts, with the draft model as its target."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StagedDrafter(ModelDrafter):
 
 
 class DraftStage:
-    """Proposer and batch of the steps in which a draft model verifies, for :func:`~decoders.engine.decode.step.step`.
+    """The proposer, and also the batch, that :func:`~decoders.engine.decode.step.step` gets if a draft model verifies.
 
     Attributes:
         state: the strategy's state.
@@ -193,7 +193,7 @@ class StageClock(Clock):
 def context_draft(
     batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
-    """The function ``Context.draft`` for the strategy that gets `context` and drafts for `above`; it adds drafters to `opened`."""
+    """Returns ``Context.draft`` for the strategy that gets `context` and drafts for `above`. It adds open drafters to `opened`."""
 
     def draft(
         model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None, seldom: bool = False,

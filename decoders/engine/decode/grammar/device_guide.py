@@ -34,7 +34,7 @@ class DeviceAutomaton:
         entries: 1-D int64; for every state its number, then the next position for each column. Tokens share a column
             if, from every state, they all lead to the same next state.
         free: position of rows without a grammar: every column leads back to it.
-        first: ``[B]`` int64, position of each row's empty text.
+        first: ``[B]`` int64, each row's position before its first generated token.
         columns: ``[G, V]`` int64, column of each token in each of the ``G`` grammars, as an offset from a state's position.
         grammar: ``[B]`` int64, index of each row's grammar in `columns`.
         mask_of: ``[S]`` int64, for each of the ``S`` states the index of its mask in `masks`.
@@ -60,7 +60,7 @@ class DeviceAutomaton:
         if len(tabulated) < len(tables):
             return None
         wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
-        free = wide  # the entries before it are the dead state's, which has as many columns as the widest grammar
+        free = wide  # the entries before it belong to the dead state, which has as many columns as the widest grammar
         entries = [torch.zeros(wide, dtype=torch.int64, device="cpu"), torch.full((wide,), free, device="cpu")]
         entries[1][0] = 1
         columns = [torch.ones(vocabulary, dtype=torch.int64, device="cpu")]
@@ -220,7 +220,7 @@ class DeviceGuide(Guide):
             _ = self.automaton.forced
 
     def _roots(self, nodes: int) -> Tensor:
-        """``[B, nodes]``: each row's position at node 0 and, if it is ``free``, at all nodes; otherwise :data:`DEAD` at other nodes."""
+        """Returns ``[B, nodes]``: at node 0 each row's position; at other nodes ``free`` in rows at ``free``, else :data:`DEAD`."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 

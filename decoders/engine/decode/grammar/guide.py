@@ -1,7 +1,7 @@
 """The contract of guides, which track each row's position in its grammar and mask the tokens after each node of a block.
 
 The host guide (:mod:`~decoders.engine.decode.grammar.host_guide`) supports any grammar. The device guide
-(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables (of the transitions of an automaton).
+(:mod:`~decoders.engine.decode.grammar.device_guide`) supports grammars that have tables, which store the transitions of an automaton.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Guide(ABC):
 
     @abstractmethod
     def end(self) -> Masks:
-        """The masks after every row's last token (so ``N`` is 1), which becomes the root of the tree that :meth:`expand` extends."""
+        """Returns the masks after every row's last token (so ``N`` is 1). This token becomes the root of :meth:`expand`'s tree."""
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
@@ -74,7 +74,7 @@ class Guide(ABC):
 
     @abstractmethod
     def accept(self, out: StepOutput) -> None:
-        """Advances the rows over the new tokens of the step that verified the block last passed to :meth:`block`."""
+        """Advances the rows over the new tokens of a step. The step has verified the block that was last passed to :meth:`block`."""
 
     @abstractmethod
     def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
@@ -97,7 +97,7 @@ class Guide(ABC):
 
     @abstractmethod
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """``[B, K]`` int64, tokens for the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
+        """Returns tokens for the bytes that must come next, ``[B, K]`` int64, -1 after the last token; ``K`` is at most `limit`.
 
         The bytes are split into tokens as the row has split the same text before (:mod:`~decoders.engine.decode.grammar.history`).
         Bytes that are new in the row are split by the tokenizer; the last bytes are left out if the tokenizer might join them with the

@@ -1,8 +1,8 @@
 """Tokenization history: learns how rows split text into tokens, to propose tokens for the bytes that a grammar forces.
 
-Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to repeat its splits. So
-the token that last followed the same token in the row is proposed, else the row's last token with the same first byte, else the
-tokenizer's token.
+Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to repeat its splits. The
+proposed token is the one that last followed the same token in the row. If it does not fit, it is the row's latest token with the same
+first byte, or else the tokenizer's token.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeviceHistory:
             without text.
         sizes: ``[V]`` int64, number of bytes of each token.
         leads: ``[V]`` int64, first byte of each token; 256 for a token without text.
-        time: 0-D int64, number of slots of each row that were read so far, which orders tokens in time.
+        time: 0-D int64, number of slots of each row that were read so far; it orders tokens in time.
     """
 
     def __init__(self, rows: int, vocabulary: Vocabulary, device: torch.device) -> None:

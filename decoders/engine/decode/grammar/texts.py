@@ -15,7 +15,7 @@ from ....common.devices import pins
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 from ....sampling.processors import Replacements
 
-#: The row of every mask table whose mask allows all tokens.
+#: In every mask table, the row with the mask that allows all tokens.
 FREE = 0
 #: Greatest number of bytes of unpacked masks that are kept during a call.
 OPEN = 1 << 25
@@ -92,7 +92,7 @@ class MaskTable:
         """The replacements after each node, or None if there are none. kinds: the nodes' :meth:`kind` numbers, ``B`` lists of ``N``."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
-        if kinds != self._last[0] or self._last[1] is None:  # successive steps in free text have the same kinds
+        if kinds != self._last[0] or self._last[1] is None:  # in free text, consecutive steps have the same kinds
             keys, tokens = self._replaced.unbind(0)
             self._last = kinds, Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
         return self._last[1]
@@ -101,7 +101,7 @@ class MaskTable:
         """``[B, N, V]`` bool on the call's device, the masks in `rows` (``B`` lists of ``N``); None on the CPU if all rows are 0."""
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
-        if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
+        if self.device.type != "cpu":  # packed masks have an eighth of the bytes to transfer
             words = self.words[torch.tensor(rows)]  # a tensor, because nested lists would index several dimensions
             words = words.pin_memory() if pins(self.device) else words
             return unpack(words.to(self.device, non_blocking=pins(self.device)), self.vocabulary)
@@ -149,7 +149,7 @@ class Text(ABC):
         return 0
 
     def settle(self, position: Any) -> Any:
-        """Is called when the text up to `position` is committed. Returns the value that stands for this position from now on."""
+        """Called when the text up to `position` is committed. Returns the value that stands for this position from now on."""
         return position
 
     @abstractmethod
