@@ -190,7 +190,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 
 @keywords_named
 def forget(model: PreTrainedModel) -> PreTrainedModel:
-    """Drops an enabled model's data from earlier calls: memories of strategies, and texts for prefix reuse. Returns `model`.
+    """Drops an enabled model's data from earlier calls and from :func:`remember`: memories of strategies, and texts. Returns `model`.
 
     Quantized weights and compiled code stay: the next call is as fast as the first call after :func:`warmup`. The written tokens do not
     change. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or was not

@@ -90,7 +90,7 @@ def bracketed(text: str) -> tuple[str, str | None]:
     if not opened:
         return name.strip(), None
     if not name.strip() or not inside.rstrip().endswith("]"):
-        raise SettingsError(f"{text!r}: settings stand in brackets right behind a name, as in speculative[length=2]")
+        raise SettingsError(f"{text!r}: settings stand in brackets right after a name, as in speculative[length=2]")
     return name.strip(), inside.rstrip()[:-1].strip()
 
 

@@ -383,7 +383,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int |
     if holes.any() and inferred_from is not None:
         row, place = holes.nonzero()[0].tolist()
         raise UnsupportedError(
-            f"input_ids hold pad_token_id {inferred_from} behind other tokens (row {row}, place {place + 1}), and without an "
+            f"input_ids hold pad_token_id {inferred_from} after other tokens (row {row}, place {place + 1}), and without an "
             "attention_mask transformers takes it for padding: pass attention_mask=torch.ones_like(input_ids) if it is text, else "
             "pad rows on the left (tokenizer.padding_side='left')"
         )

@@ -78,7 +78,7 @@ def inputs_of(
     if any(end == length for end, length in zip(ends, lengths, strict=True)):
         raise UnsupportedError(
             "a prompt ends with an image, a video or a sound, and the loop continues from a text token: put the question, or the "
-            "chat template's start of the answer, behind it"
+            "chat template's start of the answer, after it"
         )
     digest, hashes = _digest(contents), []
     for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):

@@ -59,8 +59,8 @@ def test_brackets_name_the_tier() -> None:
     ("text", "said"),
     [
         ("speculative[length]", "speculative.* takes key=value"),
-        ("speculative[length=2]x", "right behind a name"),
-        ("[length=2]", "right behind a name"),
+        ("speculative[length=2]x", "right after a name"),
+        ("[length=2]", "right after a name"),
         ("", "is empty"),
         ("a[verifier=block]+b[verifier=rejection]", "one verifier"),
     ],

@@ -319,7 +319,7 @@ def test_harmony_ends_a_thought_with_the_head_of_the_answer() -> None:
         (lambda: decoders.after("</t>", "iso_dat"), DecodersError, "iso_date"),
         (lambda: decoders.tagged({}), GrammarError, "there are no tags"),
         (lambda: decoders.tagged(["<"]), GrammarError, "is no dict of tags"),
-        (lambda: decoders.tagged({"<": None}), GrammarError, "no grammar behind '<'"),
+        (lambda: decoders.tagged({"<": None}), GrammarError, "no grammar after '<'"),
         (lambda: decoders.tagged({"<": (decoders.after("a", "uuid"), ">")}), GrammarError, "give one grammar"),
         (lambda: compiled(decoders.after(99, decoders.choice(["a"]))), GrammarError, "no such token"),
         (

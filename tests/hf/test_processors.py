@@ -283,5 +283,5 @@ def test_scores_of_which_nothing_can_be_drawn_are_an_error(spoil: float) -> None
     options: dict[str, Any] = dict(max_new_tokens=6, logits_processor=LogitsProcessorList([Spoils()]), do_sample=True)
     with pytest.raises(RuntimeError, match="probability tensor"):
         model.generate(**prompts(2), **options)
-    with pytest.raises(InputError, match=r"nothing can be drawn behind 26 tokens: .*Spoils"):
+    with pytest.raises(InputError, match=r"nothing can be drawn after 26 tokens: .*Spoils"):
         model.generate(**prompts(2), strategy="prompt_lookup", seed=1, decoders_config={"compile": False}, **options)

@@ -27,7 +27,7 @@ RUST = Dialect(
         "look-around": "no automaton has look-around",
         "back-reference": "no automaton has back-references",
         "atomic group": "no automaton has atomic groups",
-        "option x": "the option x would read what stands behind it differently",
+        "option x": "the option x would read what follows it differently",
     },
     error=_error,
     dot=characters.complement(characters.of("\n")),

@@ -192,7 +192,7 @@ class Tagged(Structure):
             _check_marker(begin, "tagged")
             if isinstance(grammar, Structure):
                 raise GrammarError(
-                    f"tagged: the grammar behind {begin!r} is free text with grammars in it ({grammar.name}): give one grammar",
+                    f"tagged: the grammar after {begin!r} is free text with grammars in it ({grammar.name}): give one grammar",
                     "tagged",
                 )
             if end is not None:
@@ -306,8 +306,6 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
         grammar, end = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         spec = as_spec(grammar)
         if spec is None:
-            raise GrammarError(
-                f"tagged: there is no grammar behind {begin!r}: give {{begin: (grammar, end)}}", "tagged"
-            )
+            raise GrammarError(f"tagged: there is no grammar after {begin!r}: give {{begin: (grammar, end)}}", "tagged")
         entries.append((begin, spec, end))
     return Tagged(tuple(entries), required=required, several=several)

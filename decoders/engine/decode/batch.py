@@ -263,7 +263,7 @@ class Batch:
                     count = member.lengths[row] + tokens.index(NOTHING_LEFT)
                     names = ", ".join(dict.fromkeys(self.request.plan.operations))
                     raise InputError(
-                        f"nothing can be drawn behind {amount(count, 'token')}: the logits processors left no token ({names})"
+                        f"nothing can be drawn after {amount(count, 'token')}: the logits processors left no token ({names})"
                     )
                 if out is not None:
                     self._cut(first + row, outcome, out)

@@ -34,7 +34,7 @@ from .step import Stopwatch, step
 from .timed_steps import TimedSteps
 from .verify import Outcome
 
-#: Number of slots that a call first reserves behind its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
+#: Number of slots that a call first reserves after its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
 SLOTS_AHEAD = 2048
 
 

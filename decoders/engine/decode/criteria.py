@@ -251,7 +251,7 @@ def _scores_behind(
         processed = grammar_first(processed.masked_fill(logits == float("-inf"), float("-inf")), logits)
     if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or no token left
         raise InputError(
-            f"nothing can be drawn behind {amount(ids.shape[1], 'token')}: the logits processors left inf, NaN or no token "
+            f"nothing can be drawn after {amount(ids.shape[1], 'token')}: the logits processors left inf, NaN or no token "
             f"({', '.join(type(each).__name__ for each in processors)})"
         )
     return processed

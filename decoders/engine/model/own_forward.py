@@ -230,7 +230,7 @@ class OwnForward:
             gap = (new - plain).abs().max().item() if plain.numel() else 0.0
             if not gap <= tolerance * max(plain.abs().max().item() if plain.numel() else 0.0, 1.0):
                 raise UnsupportedError(
-                    f"{type(self.model).__name__}: its results for the text behind an image differ by {gap:.2g} if the text is "
+                    f"{type(self.model).__name__}: its results for the text after an image differ by {gap:.2g} if the text is "
                     "read in a separate pass, so strategies would not be exact. Call generate without strategy=."
                 )
         self._checked = count > 1 or bool(target.recurrent)

@@ -199,7 +199,7 @@ def _difference_in(
                     gap = min(gap, (ours[row] - token_by_token).abs().max().item())
                 if not gap <= tolerance * scale:
                     return (
-                        f"logits verified through a token tree of {nodes} nodes behind {len(text) - LONGEST_BRANCH} tokens differ from "
+                        f"logits verified through a token tree of {nodes} nodes after {len(text) - LONGEST_BRANCH} tokens differ from "
                         f"a plain forward by {gap:.2g} (largest logit {scale:.2g})"
                     )
     return None

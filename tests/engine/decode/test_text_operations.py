@@ -156,7 +156,7 @@ def test_where_nothing_is_left_to_draw_is_an_error(request: pytest.FixtureReques
     model = decoders.enable(tiny_model("llama"))
     options = dict(max_new_tokens=40, bad_words_ids=[[t] for t in range(VOCAB - 12)], no_repeat_ngram_size=1)
     for _ in range(2):
-        with pytest.raises(InputError, match=r"nothing can be drawn behind \d+ tokens: .*no_repeat_ngram"):
+        with pytest.raises(InputError, match=r"nothing can be drawn after \d+ tokens: .*no_repeat_ngram"):
             decode(model, prompts(2), "autoregressive", **options, do_sample=True, seed=1)
     assert device is None or device.replayed
     assert decode(model, prompts(2), "autoregressive", max_new_tokens=8).report.new_tokens == [8, 8]

@@ -351,7 +351,7 @@ def test_text_models_take_no_images() -> None:
 def test_a_model_that_reads_text_behind_an_image_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoders.enable(tiny_seeing_model("qwen2_vl"))
     monkeypatch.setattr("decoders.hf.multimodal._shifts", lambda arguments, lengths: [0] * len(lengths))
-    with pytest.raises(UnsupportedError, match="the text behind an image differ by"):
+    with pytest.raises(UnsupportedError, match="the text after an image differ by"):
         model.generate(**image_prompts("qwen2_vl"), strategy="autoregressive", max_new_tokens=2)
 
 

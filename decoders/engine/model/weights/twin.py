@@ -185,9 +185,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         raise UnsupportedError(f"{name} has no list of decoder layers that could be left early")
     if not 0 < count < len(layers):
         way = (
-            f"can be left behind layer 1 … {len(layers) - 1}, not {count}"
-            if len(layers) > 1
-            else "cannot be left early"
+            f"can be left after layer 1 … {len(layers) - 1}, not {count}" if len(layers) > 1 else "cannot be left early"
         )
         raise SettingsError(f"{name} has {amount(len(layers), 'layer')} and {way}")
     for module in twin.modules():
