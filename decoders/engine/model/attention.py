@@ -116,7 +116,7 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
     """Makes all layers of our copy of a model run the attention function `name`."""
     model.set_attn_implementation(name)
     # set_attn_implementation changes only the configs of whole models. A layer taken from another model has that model's config. In
-    # transformers 5.17, a model within `model` keeps its own config if that is of the same class.
+    # transformers 5.17, a model inside `model` keeps its own config if both configs have the same class.
     of_models = [
         module.config
         for module in model.modules()
@@ -184,7 +184,7 @@ class MaskShape:
     """The layout of a mask. The mask tensor's attribute ``decoders_shape`` holds it, because model code passes on only the tensor.
 
     Attributes:
-        group: how often each row of the mask is repeated: once for each query head of a key head, or 1 if not repeated yet.
+        group: number of copies of each row of the mask: one for each query head of a key head, or 1 if rows are not repeated yet.
         text: the text at the beginning of the block, if attention runs in stretches; None if attention runs in one piece.
         parts: the masks of stretches, by kind of layer, group size and first query; the first layer that needs a mask stores it here.
     """
@@ -195,7 +195,7 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. A model whose last layers reuse keys and values slices the mask, and the slice lacks the attribute.
+        """The layout of `mask`. Models in which the last layers reuse keys and values slice the mask; a slice lacks the attribute.
         For a slice, the number of mask rows shows how often rows are repeated, and attention runs in one piece.
         """
         shape = getattr(mask, "decoders_shape", None)
@@ -241,9 +241,8 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
-    """`mask` in the form that :func:`tree_attention` takes. A long block that begins with `text` keeps its mask, because its attention
-    runs in stretches. For other blocks, the mask's rows are repeated `group` times, once per query head of a key head, so that no layer
-    repeats them.
+    """Prepares `mask` for :func:`tree_attention`, once for all layers. Repeats the mask's rows `group` times, once per query head of a
+    key head. The mask of a long block that begins with `text` stays as it is, because its attention runs in stretches.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))

@@ -69,14 +69,15 @@ def view_sizes(slots: int, static: bool = True) -> tuple[int, ...]:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """A number of which the sizes of blocks and chunks have to be multiples: :data:`ROWS` on a CPU in low precision, because torch's
-    kernels sum in another order for a remainder of one to three rows; else 1.
+    """The sizes of blocks and chunks of text must be multiples of this number: :data:`ROWS` on a CPU in low precision, else 1.
+
+    In low precision, torch's CPU kernels sum in another order for a remainder of one to three rows.
     """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 
 
 def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
-    """Whether a difference in the last bit can change a token now and then. In float32 this practically never happens.
+    """Whether a difference in the last bit of an intermediate value may change a token. In float32 this practically never happens.
 
     rounds: whether intermediate values are rounded to a lower precision than `dtype`.
     """

@@ -150,7 +150,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Identifies the memory of the buffers. A recording is valid only while its buffers have the same place."""
+        """Identifies the buffers' memory: address, shape and dtype. A recorded step is valid only while they stay the same."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 
@@ -160,7 +160,7 @@ class CacheBuffers:
 
 
 def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
-    """Copies slot ``base[b] + path[b, n]`` to slot ``base[b] + n`` in every layer, with the result as if all slots were read first.
+    """Copies slot ``base[b] + path[b, n]`` to slot ``base[b] + n`` in every layer, as if all slots were read before any is written.
 
     Args:
         base: ``[B]`` int64.

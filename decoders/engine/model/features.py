@@ -1,4 +1,4 @@
-"""What strategies read of a pass besides logits: hidden states of decoder layers, and the output head's input."""
+"""What strategies get from a pass besides logits: hidden states of decoder layers, and the output head's input."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Prompts whose beginnings are in a transformers cache, which is never written.
+    """Prompts that begin with the text in a transformers cache. The cache is never written.
 
     Attributes:
         cache: the cache; None if it would be empty.

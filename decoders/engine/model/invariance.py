@@ -37,7 +37,7 @@ from .target import Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """The number of tokens at the end of a step's path that are in slots other than ``base + depth``, as the maximum over all rows.
+    """The number of tokens at the end of a step's path that are not in the slots ``base + depth``: the maximum over all rows.
 
     path: ``[B, N]`` int64, the accepted nodes; emitted: per row, the number of new tokens.
     """
@@ -80,7 +80,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
 
 class _Text:
-    """A random text of `length` tokens, to be prefilled and continued in several ways."""
+    """A random text of `length` tokens, which can be prefilled and continued in several ways."""
 
     def __init__(self, target: Target, length: int) -> None:
         self.target, self.length = target, length

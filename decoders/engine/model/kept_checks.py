@@ -37,11 +37,11 @@ from .target import Target
 from .torch_compat import float32_precision, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: A buffer with more bytes is not hashed, and the check of a model with such a buffer is not stored.
+#: Greatest number of bytes of a buffer that is hashed. The check of a model with a larger buffer is not stored.
 _BUFFER = 64 << 20
 #: Packages whose code is identified by the package's version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
-#: Attributes of modules that are not part of a model's design, so that no check depends on them.
+#: Attributes of modules that no check depends on, because they are not part of a model's design.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 
 

@@ -58,7 +58,7 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images; "" without images. If it is unknown which images it has: its entry in `hashes`."""
+        """The hash of a row's own images; an empty string without images. The row's entry in `hashes` if its own images are unknown."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
@@ -145,7 +145,7 @@ class OwnForward:
         return ForwardResult(read.float(), hidden[source, place], seen)
 
     def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
-        """A cache filled by a pass over `vectors` ``[B, P, H]``, input embeddings of prompts. mask: ``[B, P]``, 0 for left padding."""
+        """Returns a cache filled by a pass over prompts given as embeddings ``[B, P, H]``. mask: ``[B, P]``, 0 for left padding."""
         if self.target.recurrent and not self._reads_embeddings:
             self._check_embeddings()
         cache = DynamicCache(config=self.model.config)

@@ -93,11 +93,11 @@ class Ranks:
         return self.size > 1
 
     def first(self, values: Sequence[int]) -> list[int]:
-        """The `values` of the first process, returned in every process."""
+        """Returns the first process's `values` in every process."""
         return [int(value) for value in self._first(list(values), torch.int64)] if self.several else list(values)
 
     def first_number(self, value: float) -> float:
-        """The `value` of the first process, returned in every process."""
+        """Returns the first process's `value` in every process."""
         return float(self._first([value], torch.float64)[0]) if self.several else value
 
     def clock(self) -> float:
@@ -105,7 +105,7 @@ class Ranks:
         return self.first_number(time.perf_counter())
 
     def first_object(self, make: Callable[[], Value]) -> Value:
-        """The result of `make` in the first process, returned in every process. The others do not call `make`."""
+        """Calls `make` in the first process only, and returns its result in every process."""
         if not self.several:
             return make()
         held = [make() if dist.get_rank(self.group) == 0 else None]

@@ -142,7 +142,7 @@ WARM_UP_STEPS = 3
 PLAIN_RUNS = 2
 #: Greatest number of recordings of a session. They all share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
-#: Greatest number of bytes of inputs and outputs of a session's recordings. Most of these bytes are logits of blocks with many nodes.
+#: Greatest size in bytes of a session's recordings: their inputs and outputs. Most of it are logits of blocks with many nodes.
 MOST_BYTES = 1 << 30
 
 #: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
@@ -153,7 +153,7 @@ _as_parts = ContextVar("as_parts", default=False)
 
 @contextmanager
 def as_parts() -> Iterator[None]:
-    """Within this context, :meth:`Recordings.run` records nothing, for code that is itself being recorded."""
+    """Within this context, :meth:`Recordings.run` records nothing, because the calling code is itself being recorded."""
     token = _as_parts.set(True)
     try:
         yield
@@ -178,7 +178,7 @@ class Recording:
     """A recording of `body`.
 
     Attributes:
-        body: the recorded function. It keeps the objects alive whose tensors replays use.
+        body: the recorded function. It keeps alive the objects that own the tensors of replays.
         capacity: the sizes that the recording supports; None if the recording's key contains the sizes.
         inputs: the tensors that replays read and write, besides the session's rows and cache.
         output: the result of `body`; every replay writes to its tensors.
@@ -262,7 +262,7 @@ class Recordings:
         recorded: number of successful recordings.
         reused: number of calls that used an earlier recording.
         replays: number of replays by :meth:`run`.
-        unrecorded: why the last requested recording failed; "" if none has failed in the present call.
+        unrecorded: why the last requested recording failed; an empty string if none has failed in the current call.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:

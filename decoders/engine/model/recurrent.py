@@ -46,8 +46,8 @@ class Level:
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
     """The levels in which the nodes of a block run, computed on the host from the visibility.
 
-    A candidate continues its parent's state; in a window of lookahead decoding, a node continues the state of the token before it. In
-    general, a node continues the state of the visible node with the longest path. Nodes without a draft token do not run.
+    A node continues the state of the node with the longest path among the nodes that it sees. For a draft token this is its parent, in
+    a window of lookahead decoding it is the token before. Nodes without a draft token do not run.
 
     Args:
         visible: ``[B, N, N]`` bool.
@@ -205,7 +205,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain` whose modules run as the pass's :class:`~decoders.engine.model.slot_cache.StatePass` decides."""
+    """A subclass of `plain`. In passes with a :class:`~decoders.engine.model.slot_cache.StatePass`, that object runs the module."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]

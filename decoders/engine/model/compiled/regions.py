@@ -1,4 +1,4 @@
-"""A forward pass compiled by regions, the decoder layers. Equal layers share a graph, so many layers compile about as fast as few."""
+"""A forward pass that is compiled layer by layer. Equal layers share a graph, so many layers compile about as fast as few."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
 
 
 def _region(function: Callable) -> Callable:
-    return torch_compat.compiled_region(private(function))  # a copy, because marking a region writes to it
+    return torch_compat.compiled_region(private(function))  # a copy, because torch writes to the function
 
 
 class RegionalForward:
@@ -118,7 +118,7 @@ def copied_whole(tensor: Tensor) -> Tensor:
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target` for compilation, on a copy of the modules, because the target goes on running its own modules."""
+    """The forward pass of `target`, to be compiled. It has a copy of the modules, because the target's modules also run uncompiled."""
     twin = target.sibling()
 
     def forward(
@@ -130,7 +130,7 @@ def regional_forward(target: Target) -> RegionalForward:
 
 
 def regional_mixed(target: Target) -> RegionalForward:
-    """:func:`regional_forward` for mixed passes (:mod:`~decoders.engine.model.mixed`)."""
+    """The mixed pass of `target` (:mod:`~decoders.engine.model.mixed`), to be compiled, on a copy of the modules."""
     twin = target.sibling()
 
     def forward(
@@ -166,7 +166,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
 
 
 def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTensors, Tensor, PromptPiece, Tensor]:
-    """:func:`examples` for mixed passes with `count` nodes in each row."""
+    """Arguments to compile a mixed pass with, like :func:`examples`. count: number of nodes in each row."""
     rows = 3
     nodes, base, _, _, view, _ = examples(target, rows, count)
     buffers = target.buffers(rows + 1, EXAMPLE_SLOTS)

@@ -12,7 +12,7 @@ from ..kernels.products import are_one_product, multiplies
 from .fused import Group, join, plain_weight
 from .layers import FewRowsConv1D, FewRowsLinear
 
-#: By class of a layer, the class that replaces it.
+#: Maps the class of a layer to the class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
 
 
@@ -34,7 +34,7 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
 
 
 def _product_kind(layer: Any) -> Hashable:
-    """A key that is equal for layers that a kernel can multiply as one product; None for a layer that it can only multiply alone."""
+    """A key; layers with equal keys can be multiplied as one product. None for a layer that can only be multiplied alone."""
     matrix: Tensor = KINDS[type(layer)].matrix(layer)  # type: ignore[attr-defined]
     alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
     return alike if are_one_product([matrix]) else None

@@ -23,7 +23,7 @@ Group = tuple[str, ...]
 
 
 class SharedInputs:
-    """A context in which linear layers return zeros without computing, and which notes their inputs. layers: the layers by path."""
+    """A context that records the inputs of linear layers, which return zeros without computing. layers: the layers by path."""
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
         self._layers = layers

@@ -95,7 +95,7 @@ class WeightState:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor, on which compiled code depends; () for other tensors."""
+    """The strides of a dense tensor, on which compiled code depends; an empty tuple for other tensors."""
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 

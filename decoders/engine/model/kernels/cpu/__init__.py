@@ -178,7 +178,7 @@ def loaded(variant: str) -> Kernels:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares the kernels' results with float64 for several sizes. Returns what the first wrong result is; None if all are right."""
+    """Compares the kernels' results with float64 for several sizes. Describes the first wrong result; None if all are right."""
     found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
     return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 

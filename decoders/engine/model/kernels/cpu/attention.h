@@ -18,7 +18,7 @@ namespace {
 
 constexpr long STRETCH = 512;          // number of places of a stretch, a multiple of PLACES
 constexpr long MOST_QUERIES = 256;     // most queries (times heads of a group) that share one read of keys and values
-constexpr long TURNS = 8;              // number of turns of a thread: fewer begin less often where nothing is prefetched, more divide evenly
+constexpr long TURNS = 8;              // pieces of work per thread: fewer pieces begin less often without prefetched data, more divide evenly
 constexpr long LEAST_SHARED = 200000;  // least number of multiplications for which several threads are worth starting
 
 struct Attention {
@@ -42,7 +42,7 @@ struct Seen {
 
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
-// Returns what a query sees, and appends its gathered slots to `slots`. in_order: number of nodes in front whose depth is their index.
+// Returns what a query sees, and appends its gathered slots to `slots`. in_order: number of leading nodes with a depth equal to their index.
 inline Seen seen_by(const Attention& a, long row, long query, long in_order, std::vector<int>& slots) {
     const int64_t *nodes = a.mask + row * a.mask_of_row, *own = nodes + (a.nodes - a.queries + query) * a.mask_of_node;
     const long words = a.columns - 2, base = own[words + 1], depth = own[words], position = base + depth;
@@ -296,7 +296,7 @@ void attend_to_slots(const Attention& a, int threads) {
         return;
     }
     float* kept = space + threads * own;
-    const long turns = std::min(std::max(TURNS * threads / items, 1L), stretches);  // for each item, of about as many stretches
+    const long turns = std::min(std::max(TURNS * threads / items, 1L), stretches);  // pieces of an item, with about as many stretches each
     take_turns(items * turns, threads, [&](int thread, long turn) {
         const long item = turn / turns;
         auto queries = queries_of(thread, item);

@@ -24,8 +24,9 @@ def packed(levels: Tensor) -> Tensor:
 
 
 def with_offsets(steps: Tensor, middles: Tensor) -> Tensor:
-    """Scales: each group's step from level to level (`steps` ``[out, groups]``) and value of level 8 (`middles`), ``[out, 2, groups]``
-    in the order that the kernels read. They are float32, or bfloat16 if bfloat16 holds the same numbers.
+    """The scales ``[out, 2, groups]`` in the order that the kernels read, in bfloat16 if that holds the same numbers, else in float32.
+
+    steps: ``[out, groups]``, each group's step from level to level; middles: ``[out, groups]``, each group's value of level 8.
     """
     scales = torch.stack([steps, middles], 1).float()
     short = narrowed(scales, torch.bfloat16)

@@ -7,7 +7,7 @@
 
 namespace {
 
-// Shuffles every four lanes of two vectors. Indices 0 to 3 are lanes of the first vector, 4 to 7 are lanes of the second vector.
+// Shuffles each group of four lanes of two vectors. Indices 0 to 3 are lanes of the first vector, 4 to 7 are lanes of the second vector.
 template <int A, int B, int C, int D, size_t... LANE>
 inline Vec mixed_lanes(Vec v, Vec w, std::index_sequence<LANE...>) {
     constexpr int FROM[] = {A, B, C, D};
