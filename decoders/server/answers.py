@@ -1,6 +1,7 @@
 """Builds the answers of all routes: text, log probabilities and usage, as one JSON object or as server-sent events.
 
-A client's request asks for one or more texts (choices). Each choice is a request of a scheduler, cancelled if the client disconnects.
+A client's request asks for one or more texts (choices). Each choice is a request to a scheduler. If the client disconnects, its choices
+are cancelled.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """How many of the tokens in `_tokens` to return now: those whose text has been shown."""
+        """How many of the tokens in `_tokens` to return now: only tokens with text that has been shown."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)

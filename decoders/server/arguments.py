@@ -72,7 +72,7 @@ class Stops:
 
 
 def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
-    """Those tokens of `special` (token ids by name) whose full name occurs in one of the `texts`."""
+    """The ids of special tokens with a full name that occurs in one of the `texts`. special: token ids by name."""
     texts = tuple(texts)
     return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 

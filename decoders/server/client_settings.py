@@ -30,7 +30,7 @@ class ClientSettings:
             the same within these bounds.
 
     Raises:
-        SettingsError: a text in `given` has another form, or names a setting that does not exist or only the operator may set.
+        SettingsError: a text in `given` has another form, or names a setting that does not exist or that only the operator may set.
     """
 
     def __init__(self, given: Sequence[str] = ("bounded",)) -> None:

@@ -160,7 +160,7 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of pydantic's errors, the one that the refusal explains: an unknown field, else that of the union branch that got furthest."""
+    """The error of pydantic that the refusal explains: an unknown field, or else the error of the union branch that got furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
     # A missing field may have been sent under a wrong name, and the error about this name explains more.
     if unknown is not None:

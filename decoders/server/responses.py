@@ -115,7 +115,7 @@ def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arrival) -> TurnBody:
-    """`body` as a chat request, with the items of the conversation that it continues.
+    """Converts `body` to a chat request, with the items of the conversation that it continues.
 
     Raises:
         Refusal: the previous response does not exist, its conversation is larger than a body may be, or an item is not supported.
