@@ -119,7 +119,7 @@ def text_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], token
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The special tokens of a tokenizer: name → id. Takes milliseconds if a tokenizer has thousands of added tokens."""
+    """Maps the names of a tokenizer's special tokens to their ids. Takes milliseconds for thousands of added tokens."""
     added = tokenizer.added_tokens_decoder
     ids = sorted({*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)})
     return dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))

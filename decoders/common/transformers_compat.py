@@ -118,7 +118,7 @@ def set_rope_type(module: nn.Module, kind: Any) -> None:
 
 # Layers.
 
-#: The attribute of attention modules with the number of their decoder layer.
+#: The attribute of an attention module that holds the index of its decoder layer.
 LAYER_INDEX = "layer_idx"
 
 

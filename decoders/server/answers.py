@@ -261,7 +261,7 @@ async def settled(answer: Answer, receive: Receive) -> None:
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:
-    """The encoded server-sent event with `content` as JSON. name: the event's type; None: no type."""
+    """The encoded server-sent event with `content` as JSON. name: the event's type; None for no type."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 

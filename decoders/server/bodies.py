@@ -221,7 +221,7 @@ class Body(Asked):
     @property
     @abstractmethod
     def listed(self) -> int | None:
-        """How many of the likeliest tokens to return at each position, with log probabilities; None: return no log probabilities."""
+        """How many of the likeliest tokens to return at each position, with log probabilities; None for no log probabilities."""
 
     @property
     def heavy(self) -> bool:

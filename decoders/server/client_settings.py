@@ -22,7 +22,7 @@ OPERATORS = ("draft_model", "heads", "head", "table")
 
 
 class ClientSettings:
-    """Which settings of strategies clients may set, as the option ``--client-settings`` says.
+    """The strategies' settings that clients may set, according to the option ``--client-settings``.
 
     Args:
         given: ``"bounded"``: every setting that is a switch, a choice from a list, or a number with a minimum and a maximum;

@@ -200,9 +200,9 @@ class Gate:
 
     Args:
         app: answers the requests that pass.
-        keys: valid keys, of which a client sends one as ``Authorization: Bearer …``; empty: no key is needed.
-        hosts: names by which clients may address the server; None: any. On a loopback address the names keep out web pages whose
-            domain resolves to that address (DNS rebinding).
+        keys: valid keys. A client sends one of them as ``Authorization: Bearer …``. Empty if no key is needed.
+        hosts: names by which clients may address the server; None for any name. On a loopback address, the names keep out web pages
+            with a domain that resolves to that address (DNS rebinding).
         body: greatest number of bytes of a body.
         refused: called with every refusal.
         busy: returns whether requests are being decoded. If none are, no answer is delayed.

@@ -31,7 +31,7 @@ from .bodies import SHAPES, Asked
 
 log = logging.getLogger("decoders.server")
 
-#: ``type`` of an error by its status; all other 4xx are ``invalid_request_error``.
+#: Maps an HTTP status to the ``type`` of the error. All other 4xx have the type ``invalid_request_error``.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 

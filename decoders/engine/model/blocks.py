@@ -50,7 +50,7 @@ def after_text(count: int, tree: TreeTensors) -> TreeTensors:
 
 
 def ending(values: Tensor, count: int) -> Tensor:
-    """The last `count` entries along dimension 1. Compiled code gathers them, because a slice has other strides: another graph."""
+    """The last `count` entries along dimension 1. Compiled code gathers them, because the strides of a slice need another graph."""
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
     return values if values.shape[1] == count else values[:, -count:]
@@ -65,7 +65,7 @@ class PromptPiece:
         start: ``[1]`` int64, slot of the first token.
         latest: the value of `start` on the host.
         view: ``[view]``; its length is the number of slots that the piece's attention looks at.
-        buffers: the cache of the decoding rows and, as the last row, of the prompt.
+        buffers: the cache of the decoding rows, followed by the prompt's row.
     """
 
     tokens: Tensor
@@ -130,7 +130,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """Returns the topology of `draft`, the block's draft. If the topology is `TreeTensors`, `on_device` selects :attr:`tree`."""
+        """Returns the topology of `draft`, the block's draft. If `on_device`, a `TreeTensors` topology is replaced by :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
@@ -156,7 +156,7 @@ class Blocks:
         self._empty: dict[int, tuple[Tensor, TreeTensors]] = {}
 
     def of(self, draft: Draft) -> tuple[Tensor, TreeTensors]:
-        """The padded draft tokens ``[B, N-1]`` and the tree of ``N`` nodes; ``N`` is the :meth:`size` for the draft.
+        """The padded draft tokens ``[B, N-1]`` and the tree of ``N`` nodes, where ``N`` is the padded :meth:`size`.
 
         The caller has checked the draft with :func:`~decoders.draft.check_draft`.
         """

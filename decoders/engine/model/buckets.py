@@ -57,7 +57,7 @@ def slot_bucket(slots: int, static: bool = True) -> int:
 
 
 def view_bucket(length: int) -> int:
-    """The smallest number of slots, at least `length`, that attention may look at if sizes are not static."""
+    """Rounds `length` up to a number of slots that attention may look at, if sizes are not static."""
     full, rest = divmod(length, 512)
     return full * 512 + next(size for size in VIEWS if size >= rest)
 
@@ -97,8 +97,8 @@ def slots_for(tokens: int, static: bool = True) -> int:
 
 
 def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1) -> list[tuple[int, int]]:
-    """``(start, size)`` of the passes that prefill `tokens` tokens, at most `chunk` per pass. If sizes are static, the last size is
-    rounded up to a bucket; otherwise it is at least `least`.
+    """The passes that prefill `tokens` tokens, as pairs ``(start, size)`` of at most `chunk` tokens each. If sizes are static, the last
+    size is rounded up to a bucket; otherwise it is at least `least`.
 
     Padding after the prompt goes to slots that the next block overwrites before attention reads them. The cache needs room for padding.
     """

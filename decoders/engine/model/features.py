@@ -31,7 +31,7 @@ class HeadInputs:
         remove_hooks(head, [self._id])
 
     def let_read(self, nodes: Tensor | None) -> None:
-        """Restricts the head to `nodes` ``[K]`` int64 in the next pass; None: all nodes."""
+        """Restricts the head to `nodes` ``[K]`` int64 in the next pass; None for all nodes."""
         self._kept.clear()
         if nodes is not None:
             self._kept.append(nodes)

@@ -42,7 +42,7 @@ class GivenPrompts:
 
     @property
     def fixed(self) -> list[int]:
-        """Per prompt, the number of its first positions without token ids, which no pass can run again."""
+        """Per prompt, the number of positions at its beginning that no pass can run again, because their token ids are unknown."""
         return [count + (self.last is not None) for count in self.reach]
 
     def put(self, target: Target, buffers: CacheBuffers) -> None:

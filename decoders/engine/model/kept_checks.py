@@ -51,8 +51,8 @@ class KeptCheck:
 
     Attributes:
         day: ISO date of the check.
-        longest: see :attr:`~decoders.engine.model.facts.Checks.longest`.
-        invariance: see :attr:`~decoders.engine.model.facts.Checks.invariance`.
+        longest: greatest length of text for which the check is valid; None for any length.
+        invariance: whether bits depend on the block; None in float32 (:attr:`~decoders.engine.model.facts.Checks.invariance`).
     """
 
     day: str

@@ -80,7 +80,7 @@ _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)")
 def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
     """The ids of the tokens that stand for images, videos and sounds; None for a text-only model.
 
-    ``input_modalities`` alone does not tell: a text-only class may inherit it. Such a class has no inner configs and no placeholders.
+    A text-only class of a multimodal family may have ``input_modalities``, too, but it has neither inner configs nor placeholders.
     """
     modalities = getattr(model, "input_modalities", "text")
     if {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities):
@@ -318,7 +318,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Turns an exception that `model` raises in a trial pass into an UnsupportedError whose text contains `trouble`."""
+    """Turns an exception that `model` raises in a trial pass into an UnsupportedError with `trouble` in its message."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):
@@ -330,7 +330,7 @@ def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises UnsupportedError if the caller is recording a CUDA graph: the loop waits for the device, which cannot be recorded."""
+    """Raises UnsupportedError if the caller is recording a CUDA graph: the loop waits for the device, and waits cannot be recorded."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: it "

@@ -205,7 +205,7 @@ class OwnForward:
     def _check(
         self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
     ) -> None:
-        """Runs the ends of prompts again by the loop's pass, and compares the results with `logits` and the stored keys and values.
+        """Runs the ends of prompts again with the loop's pass, and compares the results with `logits` and the stored keys and values.
 
         behind: least number of tokens after the last image, over all rows.
 
@@ -237,8 +237,8 @@ class OwnForward:
 
 
 def _whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that keeps every token, also in layers with a window. A later text may share only the beginning of this text, so that
-    its windows begin earlier.
+    """A cache that keeps every token, also in layers with a window. A later text may share only the beginning of this text, and then
+    needs keys and values from before the window.
     """
     cache = DynamicCache(config=model.config)
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]

@@ -1,8 +1,8 @@
 """Recordings (CUDA graphs): a session (rows with their cache) records repeated work once, and then replays it with one launch.
 
-A whole step (propose; core, which verifies and commits; observe) is recorded if nothing in it needs the host
-(:mod:`~decoders.engine.decode.call`). Otherwise only the parts that run a model are recorded: the core, passes of draft models, chunks
-of a prompt (:meth:`Recordings.run`).
+A whole step (propose, pass, verify, commit, observe) is recorded if nothing in it needs the host (:mod:`~decoders.engine.decode.call`).
+Otherwise only the parts that run a model are recorded (:meth:`Recordings.run`): the core (pass, verify, commit), passes of draft
+models, chunks of a prompt.
 
 A replay reads and writes the tensors that the work was recorded with. The session owns the rows and the cache; :class:`StaticInputs`
 holds all other tensors of a recording. A later call copies its values into these tensors and replays. All uses of the device go through
@@ -61,7 +61,7 @@ class Recorder:
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Records `body`: its Python code runs once, its kernels do not. Returns the graph, and the output that replays write to."""
+        """Records `body`: its Python code runs once, but no kernel runs. Returns the graph, and the output that replays write to."""
         # This variable keeps a graph alive: torch refuses to record into a pool that has memory (cuBLAS's workspace) but no graph.
         living = next(iter(self._in_pool), None)
         if living is None or self._pool is None:
@@ -138,11 +138,11 @@ class HostCopies:
 
 #: Number of unrecorded steps before a step is recorded. In these steps kernels are tuned and memory is allocated.
 WARM_UP_STEPS = 3
-#: How often a part of a step runs unrecorded with the same key and shapes before the part is recorded.
+#: Number of unrecorded runs of a part of a step, with the same key and shapes, before the part is recorded.
 PLAIN_RUNS = 2
 #: Greatest number of recordings of a session. They all share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
-#: Greatest size in bytes of a session's recordings: their inputs and outputs. Most of it are logits of blocks with many nodes.
+#: Greatest number of bytes in the inputs and outputs of a session's recordings. Most of these are logits of blocks with many nodes.
 MOST_BYTES = 1 << 30
 
 #: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
@@ -163,7 +163,7 @@ def as_parts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCapacity:
-    """The sizes that a recorded step supports: rows of a batch, nodes of a block, and slots of a row in use before the block."""
+    """The sizes that a recorded step supports: rows of a batch, nodes of a block, and slots of a row that are used before the block."""
 
     rows: int
     nodes: int
@@ -397,7 +397,7 @@ class Recordings:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first exception of a failed recording, which further exceptions of CUDA hide."""
+    """The first exception of a failed recording. Later exceptions of CUDA would hide it."""
     while error.__context__ is not None:
         error = error.__context__
     return error

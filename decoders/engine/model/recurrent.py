@@ -34,8 +34,8 @@ class Level:
 
     Attributes:
         nodes: indices of the level's nodes among all ``B·N`` nodes.
-        parents: indices of the states of the nodes' parents among all ``B·(N+1)`` states (:attr:`RowStates.nodes`).
-        places: indices of the states of the nodes themselves among all ``B·(N+1)`` states.
+        parents: for each of these nodes, the index of its parent's state among all ``B·(N+1)`` states (:attr:`RowStates.nodes`).
+        places: for each of these nodes, the index of its own state among all ``B·(N+1)`` states.
     """
 
     nodes: Tensor
@@ -70,7 +70,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; if 0, states are 0."""
+    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; 0 for zero states."""
 
     def __init__(
         self, states: RowStates, specs: Sequence[Sequence[StateSpec]], visible: Tensor, nodes: Tensor, base: Tensor

@@ -38,7 +38,7 @@ from .weights.twin import share_weights
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
-    """The target of `model`. It uses this package's kernels if they are chosen, fit and compute the right logits; else PyTorch's.
+    """The target of `model`. It uses our kernels if they are chosen, support the model and compute the right logits; else PyTorch's.
 
     If a kernel fails, the function warns, and :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>` has the reason.
 
@@ -253,7 +253,7 @@ def _tree_logits(
 
 
 def check_moves(target: Target) -> None:
-    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Does nothing if it is not used."""
+    """Raises UnsupportedError if our kernel for moving slots gives other results than plain copies. An unused kernel is not checked."""
     buffers = target.buffers(2, 64)
     if buffers.places is None:
         return
@@ -317,7 +317,7 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
 
 @torch.no_grad()
 def can_mix(target: Target) -> bool:
-    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives the results of separate passes over the rows and the prompt.
+    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives the same results as separate passes over rows and prompt.
 
     False for models with their own attention code, static sizes, recurrent layers, a quantized cache, or Triton's attention.
     """
@@ -346,7 +346,7 @@ def can_mix(target: Target) -> bool:
 
 
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
-    """The model's own logits ``[count, V]`` float32 after the `count` tokens of `ids` ``[1, T]`` from `begin` on, by a pass per token.
+    """The model's own logits ``[count, V]`` float32, with one pass per token, for `count` tokens of `ids` ``[1, T]`` from `begin` on.
 
     Recurrent layers may use other equations for a single token than for a text in one pass: Nemotron-H bounds time steps in a text.
     """

@@ -96,8 +96,8 @@ class Target:
         continues: whether all recurrent layers can continue a text with several tokens at once.
         taps: the hooks that store outputs of a pass besides logits.
         multiple: the sizes of blocks and chunks of text are multiples of this number. It exceeds 1 in low precision on a CPU with
-            PyTorch's attention. Logits then depend on the slots of a path in their last bits, so tokens accepted on a branch run
-            again in the slots ``base + depth``.
+            PyTorch's attention. The last bits of logits then depend on the slots of a path, so tokens accepted on a branch run again
+            in the slots ``base + depth``.
         ranks: the processes that share the weights.
 
     Raises:

@@ -22,7 +22,7 @@ from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 
-#: A compiled pass for which nobody needs logits computes them for this many nodes: one node would need another graph.
+#: Number of nodes that get logits in a compiled pass if no logits are needed. A single node would need another graph.
 FEWEST_LOGITS = 2
 
 
@@ -63,7 +63,7 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
         recordings: Recordings | None = None,
     ) -> None:  # fmt: skip
-        """Runs :meth:`Target.prefill`, compiled or replayed if possible. recordings: of the rows' session; None for no replay."""
+        """Runs :meth:`Target.prefill`, compiled or replayed if possible. recordings: the session's recordings; None for no replay."""
         if recordings is not None:
             # A recording fixes the number of slots that attention reads, so attention reads all slots.
             key = "prefill", buffers.place, len(view)

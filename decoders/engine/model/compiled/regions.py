@@ -53,7 +53,7 @@ def _region(function: Callable) -> Callable:
 
 
 class RegionalForward:
-    """`function`, a forward pass over `model`, compiled with dynamic sizes; weights are inputs of the graph.
+    """Compiles `function`, a forward pass over `model`, with dynamic sizes. Weights are inputs of the graph.
 
     Layers are regions. If compiling by regions fails, the pass is compiled as a whole, with the same inputs and results. Declare
     constant sizes with :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic,

@@ -245,7 +245,7 @@ class Tiers:
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Adds seconds to `kind` that would be fewer if it were compiled. Begins to compile `kind` when that is due."""
+        """Adds seconds of work that would be faster if `kind` were compiled. Begins to compile `kind` when that is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):

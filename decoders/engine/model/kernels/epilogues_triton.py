@@ -34,7 +34,7 @@ def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arg
 
 @triton.jit
 def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`values`, a row or a part of it, after RMSNorm and its weight. squares: the squares of all values of the row."""
+    """Applies RMSNorm and its weight to `values`, a row or a part of a row. squares: the squares of all values of the row."""
     values *= tl.rsqrt(tl.sum(squares) / width + epsilon)
     if ROUNDED:
         values = values.to(weight.dtype.element_ty).to(tl.float32)

@@ -39,8 +39,8 @@ PROGRAMS = 256
 LEAST_STRETCH = 256
 #: Bytes of a row that a program reads at once.
 STEP_BYTES = 128
-#: Maps a program's number of row tiles to the number of steps that it reads ahead. So two programs fit into a multiprocessor's shared
-#: memory.
+#: Maps a program's number of row tiles to the number of steps that it reads ahead. With these numbers, two programs fit into the
+#: shared memory of a multiprocessor.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
 #: Greatest number of bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
 MOST_AHEAD = 96 << 10

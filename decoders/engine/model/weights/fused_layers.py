@@ -1,4 +1,4 @@
-"""Fused gated feed-forward layers, and which layers of a model they replace.
+"""Fuses gated feed-forward layers, and finds out which layers of a model can be fused.
 
 In a small layer, the operators around the products cost as much as the products, mostly by call overhead. A layer is recognized by
 its results: the layer and the kernel run on random numbers. If their results differ by more than rounding, the layer stays unfused.
@@ -27,7 +27,7 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial
 
 @functools.cache
 def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
-    """The class that replaces the class `plain` of a gated feed-forward layer. kind, gate_first: see :func:`products.gated_linear`."""
+    """The class that replaces `plain`, a class of gated feed-forward layers. kind, gate_first: see :func:`products.gated_linear`."""
 
     def inner(parts: tuple, x: Tensor) -> Tensor | None:
         by = parts[0][0].operands(parts[0])

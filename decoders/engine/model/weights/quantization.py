@@ -180,7 +180,7 @@ def quantize(
 
     Args:
         smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None for :data:`SMALLEST`.
-        groups: paths of layers with the same input. Layers of a group that are quantized alike multiply in one product.
+        groups: paths of layers with the same input. Layers of a group multiply in one product if they are quantized alike.
         given: the result of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest

@@ -75,7 +75,7 @@ def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor:
 
 
 def product_kind(layer: Any) -> Hashable:
-    """A key; layers with equal keys and the same input can be multiplied as one product."""
+    """A key for a layer. Layers with equal keys and the same input can be multiplied as one product."""
     inputs, bias = layer.levels.shape[1], None if layer.bias is None else layer.bias.dtype
     scales = layer.scales.dtype, layer.scales.shape[1:]
     return type(layer), inputs, layer.levels.dtype, scales, layer.digits, layer.after is None, bias

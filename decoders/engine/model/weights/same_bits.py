@@ -17,7 +17,7 @@ from ..kernels.products import rms_norm_for
 from .layers import Formula, norm_class
 from .twin import share_weights
 
-#: ATen assigns at least GRAIN elements to each thread, and runs only vector code if their number is a multiple of TWO_VECTORS.
+#: ATen assigns at least GRAIN elements to each thread. A thread runs only vector code if it has a multiple of TWO_VECTORS elements.
 GRAIN, TWO_VECTORS = 32768, 64
 #: torch's elementwise activations whose vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)

@@ -127,7 +127,7 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
 
 #: Devices whose memory the host reads directly.
 _READABLE = {"cpu"}
-#: By size of an entry, the integer dtype in which entries are compared, so that NaNs equal themselves and signed zeros differ.
+#: Maps the size of an entry to the integer dtype in which entries are compared: NaNs then equal themselves, and signed zeros differ.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

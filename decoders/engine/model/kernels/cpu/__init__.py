@@ -111,7 +111,7 @@ class Choice:
 
     Attributes:
         kernels: the kernels in use; None if torch's operators are used.
-        refused: the reason for each rejected variant, by variant; or the reason why no variant was tried.
+        refused: why variants were rejected, by variant; or why no variant was tried.
     """
 
     kernels: Kernels | None
