@@ -23,9 +23,9 @@ class TextPieces:
     """Cuts a growing list of tokens into pieces of text for streaming. The joined pieces are the text after the prompt. Each object
     serves one text.
 
-    The prompt is decoded with the tokens and without them, and the text is the difference: many tokenizers drop a blank at the
-    beginning of what they decode. A character that begins in the prompt belongs to the text. Special tokens are left out. Blanks are
-    not cleaned up (``clean_up_tokenization_spaces``), because this would change text that was already returned.
+    The prompt is decoded with the tokens and without them, and the text is the difference. The tokens are not decoded alone, because
+    many tokenizers drop a blank at the beginning. A character that begins in the prompt belongs to the text. Special tokens are left
+    out. Blanks are not cleaned up (``clean_up_tokenization_spaces``), because this would change text that was already returned.
 
     A piece ends after a token whose text no later token can change. It is held back while it ends within a character, or with a
     byte-fallback token (``<0x0A>``): a tokenizer decodes a run of such tokens at once, and a wrong byte turns the whole run into

@@ -108,8 +108,8 @@ def wrapped(seed: int) -> int:
 class StopStrings(StoppingCriteria):
     """Ends the text of one row as soon as the new text contains a stop string.
 
-    transformers' own criterion also finds strings that begin in the prompt, and it analyses the vocabulary for every new list of
-    strings, which takes seconds for a large vocabulary.
+    transformers' own criterion also finds strings that begin in the prompt. For every new list of strings it analyses the vocabulary,
+    which takes seconds if the vocabulary is large.
 
     Args:
         prompt: number of prompt tokens.

@@ -44,7 +44,7 @@ class ClientSettings:
             raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or whose value is outside of
+        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that has a value outside of
         the operator's limits.
 
         Args:

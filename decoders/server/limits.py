@@ -18,8 +18,8 @@ from .refusals import Refusal, log
 #: Names of this server's entries in an ASGI scope: the digest of the request's key, a function that returns the request's token
 #: counts, and the seconds that threads spent on preparing the request.
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
-#: Fraction of the server's time that answers without new tokens (see :class:`Pace`) may take while requests are decoded, and the
-#: seconds of such answers that may come in a burst.
+#: While requests are decoded, answers without new tokens (see :class:`Pace`) may take up to IDLE_SHARE of the server's time, and up to
+#: BURST seconds in a burst.
 IDLE_SHARE, BURST = 0.1, 0.02
 #: Longest delays in seconds, of answers to GET requests such as /health, and of refusals and answers to large bodies.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
@@ -157,7 +157,8 @@ class Limits:
             raise Refusal(400, message, code="too_many_values")
 
     def check_texts(self, count: int, param: str = "n") -> None:
-        """Raises Refusal if the number of a request's choices (`count`) exceeds its limit, or the number that fits into rows and queue.
+        """Raises Refusal if a request has more choices (`count`) than the limit allows, or than fit into rows and queue.
+
         param: the field that the refusal names.
         """
         most = min(self.choices, self.queue + self.rows)

@@ -243,8 +243,8 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # An entry for each of the last tokens, whose text may still change: the text from the first of these tokens to this one, and
-        # whether this one was drafted.
+        # An entry for each of the last tokens, whose text may still change. It has the text from the first of these tokens to this one,
+        # and whether this one was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 

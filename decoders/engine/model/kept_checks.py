@@ -1,8 +1,8 @@
 """Stores the results of passed checks on a CPU in files, so that later processes need not check the same architecture again.
 
-The name of a result's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
-their plain attributes, the files of code, the versions and the machine. Only results for unmodified models of transformers are stored.
-A model counts as modified if a module comes from another package, has hooks or a replaced ``forward``, or holds unknown objects.
+A file is named by a hash of what the check depends on: the config, the modules with their plain attributes, the files of code, the
+versions and the machine. The values of weights play no role. Only results for unmodified models of transformers are stored. A model
+counts as modified if a module comes from another package, has hooks or a replaced ``forward``, or holds unknown objects.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class MultimodalInputs:
         return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
-        """Whether all images of every row come before the row's slot in `starts`, where the loop goes on with the prompt."""
+        """Whether all images of every row come before the row's slot in `starts`, from which on the loop itself runs the prompt."""
         return all(end <= start for end, start in zip(self.ends, starts, strict=False))
 
 

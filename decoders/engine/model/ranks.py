@@ -3,8 +3,8 @@
 A collective ends when every process has entered it, so all processes must run the same passes over blocks of the same sizes. These
 rules make all processes decide alike:
 
-- All processes commit the same tokens without exchanging tokens: logits are gathered or summed over the processes, so that all have the
-  same bits, and noise depends only on seed, position and token.
+- All processes commit the same tokens without exchanging tokens. Logits are gathered or summed over the processes, so that all have
+  the same bits. Noise depends only on seed, position and token.
 - Values that may differ between processes are taken from the first process: a seed that the call does not name, clocks, measured costs,
   results of stopping criteria. Weights count as changed if they have changed in any process.
 - Passes run uncompiled, because processes finish compiling at different times, and compiled passes round differently.

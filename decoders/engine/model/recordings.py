@@ -138,7 +138,7 @@ class HostCopies:
 
 #: Number of unrecorded steps before a step is recorded. In these steps kernels are tuned and memory is allocated.
 WARM_UP_STEPS = 3
-#: Number of unrecorded runs of a part of a step, with the same key and shapes, before the part is recorded.
+#: A part of a step runs this many times unrecorded, with the same key and shapes, before it is recorded.
 PLAIN_RUNS = 2
 #: Greatest number of recordings of a session. They all share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
@@ -344,9 +344,9 @@ class Recordings:
 
         Args:
             capacity: the sizes that `body` supports.
-            inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass
-                :class:`StaticInputs` made at the beginning of the call, because :meth:`reuse` compares it with the beginnings of later
-                calls. If steps of this call have replaced tensors since then, only this call can use the recording.
+            inputs: as in :meth:`reuse`. The recording keeps all tensors in `inputs`. After the call's first step, pass
+                :class:`StaticInputs` from the beginning of the call, because :meth:`reuse` compares it with the inputs at the beginning
+                of later calls. If steps of this call have replaced tensors since then, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
         failure = self._failed.get(key)

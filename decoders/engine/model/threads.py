@@ -26,7 +26,7 @@ STEPS = 4
 LONG = 0.1
 #: A trial's number of threads is kept if its steps take at most this share of the time that steps took before the trial.
 BETTER = 0.9
-#: The next trial starts after AGAIN seconds of steps, and not before steps have run SPARSE times as long as the last trial.
+#: Before the next trial, steps run for at least AGAIN seconds, and at least SPARSE times as long as the last trial.
 AGAIN, SPARSE = 1.0, 20
 
 
@@ -109,7 +109,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """A `Threads` for a new model: begins with torch's number of threads, or with half of it if the machine is busy."""
+        """A `Threads` for a new model. It begins with torch's number of threads, or with half as many if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and busy_share():
             threads.count = threads.most // 2

@@ -148,8 +148,8 @@ def _tensors(result: ForwardResult) -> tuple[Tensor, ...]:
 def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
     """Arguments to compile a pass with. Sizes that may differ are pairwise different, because Dynamo treats equal sizes as one size.
 
-    The `count` nodes are the last of a larger tree, as in level-by-level drafting, and the first nodes get no logits. The graph then
-    also serves whole trees and text. If `count` is 1, the node is a whole tree. If sizes are static, the view covers all slots.
+    The `count` nodes are the last nodes of a larger tree, as in level-by-level drafting, and the first of them get no logits. The graph
+    then also serves whole trees and text. If `count` is 1, the node is a whole tree. If sizes are static, the view covers all slots.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.vocabulary.embeddings), (rows, count), device=device)

@@ -1,7 +1,7 @@
 """The Triton kernels of :mod:`.attention`. One computes a tile of queries over a split of the keys, the other adds up the splits.
 
 The queries of a GQA group (``G`` query heads per key head ``h``) are rows of a tile: row ``r`` is query ``r // G`` of head
-``h * G + r % G``. A tile of keys begins at a multiple of ``BN`` slots, and a split at a fixed slot, so that the order of a query's sums
+``h * G + r % G``. A tile of keys begins at a multiple of ``BN`` slots, and a split at a fixed slot. So the order of a query's sums
 depends neither on the block nor on the batch. Tiles that a query does not see change nothing, because their probabilities are zero.
 """
 

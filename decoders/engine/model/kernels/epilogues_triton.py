@@ -4,8 +4,8 @@ The input `parts` holds a product's partial sums, ``[stretches, rows, outputs]``
 (:mod:`.products_triton`). Or it is the whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have
 about a hundred more launches, of two microseconds each. Sums are rounded where the model rounds them.
 
-PyTorch's mean distributes a row to threads depending on the number of rows, and inductor chooses the loops of a sum by timing, so bits
-would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
+PyTorch's mean distributes a row to threads depending on the number of rows, and inductor chooses the loops of a sum by timing. With
+either, bits would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Up to three matrices with the same input (queries, keys and values; gate and up)
 same on both devices: C++ kernels on the CPU (:mod:`.cpu`), Triton kernels on CUDA (:mod:`.products_triton`).
 
 A product may have an epilogue: activations, residuals and norms, rotary positions. On CUDA, the kernel that adds up a product's partial
-sums also computes the epilogue, and writes to the cache (:mod:`.epilogues_triton`), which saves most of a step's launches. On the CPU,
-one call computes the product and the epilogue, which saves most of a step's time outside the products.
+sums also computes the epilogue and writes to the cache (:mod:`.epilogues_triton`). This saves most of a step's launches. On the CPU,
+one call computes the product and the epilogue. This saves most of a step's time outside the products.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The kernels of :mod:`.products` on CUDA.
 
 cuBLAS chooses its kernel by the number of rows, and its kernels add up the terms of a sum in different orders. Here the order depends
-only on the matrix: each sum is cut into stretches at fixed places ("split-K", :func:`plan`), tensor cores add up each stretch from
-beginning to end, and the stretches are added in order.
+only on the matrix. Each sum is cut into stretches at fixed places ("split-K", :func:`plan`). Tensor cores add up each stretch from
+beginning to end, and then the stretches are added in order.
 
 A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. Every block of outputs reads the rows
 again, mostly from the L2 cache; 32 or 64 rows are as much data as the block's part of the matrix. So programs of 64 or 128 rows have

@@ -68,7 +68,7 @@ def replace_norms(model: nn.Module) -> None:
 
 
 def align_activations(model: nn.Module) -> None:
-    """Makes the activations in our copy of a model compute the same bits for a number at any index of the tensor."""
+    """Makes the activations in our copy of a model give a number the same bits at any index of the tensor."""
     for module in model.modules():
         plain = type(module)
         elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations

@@ -79,7 +79,7 @@ def _product(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in matrices)))
 
 
-#: For each operator, in the order of :class:`Kernels`, a function that returns empty tensors of the result's sizes, for tracing.
+#: Maps each operator, in the order of :class:`Kernels`, to its fake for tracing, which returns empty tensors of the result's sizes.
 _FAKES: dict[str, Callable[..., Any]] = {
     "few_rows_linear": lambda x, matrices, *_: _product(x, matrices),
     "rms_norm": lambda x, *_: x.new_empty(x.shape),

@@ -17,7 +17,7 @@ def takes(outputs: int, group: int) -> bool:
 
 
 def packed(levels: Tensor) -> Tensor:
-    """Packs `levels` ``[out, in]`` uint8, 0 … 15, two per byte, in the order that the kernels read: ``[out, in / 2]`` uint8."""
+    """Packs levels from 0 to 15, ``[out, in]`` uint8, two per byte in the order that the kernels read. Returns ``[out, in / 2]``."""
     # Of eight inputs, the first byte holds 0 and 2, the next bytes 4 and 6, 1 and 3, 5 and 7.
     low, high = levels.view(-1, PANEL, levels.shape[1] // 8, 2, 2, 2).unbind(-2)
     return (low | high << 4).mT.transpose(1, 2).reshape(len(levels), -1)
