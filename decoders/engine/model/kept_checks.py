@@ -39,7 +39,7 @@ from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
 #: Greatest number of bytes of a buffer that is hashed. The check of a model with a larger buffer is not stored.
 _BUFFER = 64 << 20
-#: Packages whose code is identified by the package's version and files.
+#: The code of these packages is identified by their version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
 #: Attributes of modules that no check depends on, because they are not part of a model's design.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING

@@ -26,7 +26,7 @@ def preferred(device: torch.device) -> Kernel | None:
 
 
 def unfit(kernel: Kernel, layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
-    """Why a kernel cannot compute the attention of a model whose cache has this `layout`; None if it can.
+    """Why a kernel cannot compute the attention of a model with this cache `layout`; None if it can.
 
     own_layers: number of layers that call the attention function that their config names.
     """

@@ -75,7 +75,7 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
-    """Yields the parts of groups that can compute one product: layers whose `kind` is equal and not None.
+    """Yields the parts of groups that can compute one product: layers of the same `kind`, which is not None.
 
     Other layers may run between the layers of a part, for example the first layer of an adapter. Parts do not overlap.
     """

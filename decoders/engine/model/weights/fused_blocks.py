@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 def fuse_blocks(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable[[Callable[[SlotCache], None]], Any]
 ) -> int:
-    """Fuses the decoder `layers` whose structure is known, in our copy of a model. Returns the number of fused layers.
+    """Fuses those decoder `layers` in our copy of a model that have a known structure. Returns the number of fused layers.
 
     kernel: computes the model's attention; run: calls its argument with the cache, then runs the model on a few tokens.
     """

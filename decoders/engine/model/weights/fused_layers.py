@@ -38,7 +38,7 @@ def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
         return None if middle is None else parts[1](middle)
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-        # This does not call the layer's parts, so their hooks do not run. A layer whose parts have hooks is therefore not fused.
+        # This does not call the layer's parts, so their hooks do not run. A layer with hooks on its parts is therefore not fused.
         out = None if more or options else compute(self.decoders_gated, x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
@@ -49,7 +49,7 @@ def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
 
 @torch.no_grad()
 def fuse_layers(model: nn.Module) -> None:
-    """Fuses the gated feed-forward layers of `model`, our copy of a model, whose linear layers multiply with kernels."""
+    """Fuses gated feed-forward layers of `model`, our copy of a model, if their linear layers multiply with kernels."""
     for module in model.modules():
         if "forward" not in vars(module) and (gated := _gated(module)) is not None:
             module.__class__, vars(module)["decoders_gated"] = gated

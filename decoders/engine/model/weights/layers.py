@@ -138,7 +138,7 @@ class FewRowsLinear(FewRows, nn.Linear):
 
 
 class FewRowsConv1D(FewRows, Conv1D):
-    """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
+    """GPT-2's linear layer. Its weight is stored as ``[in, out]``."""
 
     def matrix(self) -> Tensor:
         return FewRows.matrix(self).t()  # not super(), which refuses plain layers

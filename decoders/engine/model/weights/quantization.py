@@ -175,8 +175,8 @@ def quantize(
     """Makes layers of `model`, our copy of a model, multiply with quantized matrices. Returns these layers, and those in `given`.
 
     Layers that a library has quantized keep their values, and use a kernel if there is one. With a `scheme`, dense layers get copies of
-    their weights. For ``int4``, the output `head` and layers whose size the kernel does not support get ``int8`` copies. ``16bit``
-    copies only float32 weights whose numbers 16 bits can hold.
+    their weights. For ``int4``, the output `head` and layers of a size that the kernel does not support get ``int8`` copies. For
+    ``16bit``, only float32 weights get copies, and only if 16 bits can hold all their numbers.
 
     Args:
         smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None for :data:`SMALLEST`.

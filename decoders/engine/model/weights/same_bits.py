@@ -19,7 +19,7 @@ from .twin import share_weights
 
 #: ATen assigns at least GRAIN elements to each thread. A thread runs only vector code if it has a multiple of TWO_VECTORS elements.
 GRAIN, TWO_VECTORS = 32768, 64
-#: torch's elementwise activations whose vector code and scalar code round differently.
+#: torch's elementwise activations in which vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
 #: Names of the attribute that holds epsilon, in norms of transformers and of torch.
 EPSILONS = ("variance_epsilon", "eps")

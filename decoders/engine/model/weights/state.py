@@ -28,7 +28,7 @@ _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 #: Depth to which containers are searched, and greatest number of entries of a container that is searched.
 _DEPTH, _ENTRIES = 4, 1000
-#: Packages whose hooks do not read values that a user sets.
+#: Hooks of these packages do not read values that a user sets.
 _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
 #: Changes are detected by a sample of each tensor: on the CPU _STRETCHES stretches of _BYTES bytes (a cache line), including the first
 #: and last bytes; on other devices about _SAMPLED entries.

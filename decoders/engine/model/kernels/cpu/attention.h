@@ -18,7 +18,7 @@ namespace {
 
 constexpr long STRETCH = 512;          // number of places of a stretch, a multiple of PLACES
 constexpr long MOST_QUERIES = 256;     // most queries (times heads of a group) that share one read of keys and values
-constexpr long TURNS = 8;              // pieces of work per thread: fewer pieces begin less often without prefetched data, more divide evenly
+constexpr long TURNS = 8;              // pieces of work per thread: with fewer, less is read without prefetching; with more, threads end together
 constexpr long LEAST_SHARED = 200000;  // least number of multiplications for which several threads are worth starting
 
 struct Attention {
@@ -93,7 +93,7 @@ struct Queries {
     Mean stretch = mean(key_rows + LANES * length), all = mean(stretch.tops + count);
     Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), key_rows};
     const C* values = (const C*)a.value.data + a.value.at(row, head);
-    const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: found once, because dividing takes long
+    const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: looked up once, because a division takes long
     Ahead ahead_values = {}, ahead_keys = {};  // values of this block, and keys of the next one
 
     Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }

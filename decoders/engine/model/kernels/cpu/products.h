@@ -300,8 +300,8 @@ struct TilePanels : Tiles {
 };
 #endif
 
-// Multiplies a block of rows. If `parts` is 2, each row is the sum of two rows of x, and the products of the second `rows` rows are added to
-// those of the first; otherwise it is 1. rows * parts is at most MOST_ROWS_AT_ONCE.
+// Multiplies a block of rows. `parts` is 1 or 2. If it is 2, each row is the sum of two rows of x: the products of the second `rows` rows are
+// added to those of the first. rows * parts is at most MOST_ROWS_AT_ONCE.
 template <class T, class Panels>
 void multiply_block(const Panels& panels, long rows, int parts, const Matrix* matrices, int count, T* out, long ldo, int threads) {
     constexpr long WIDE = Panels::WIDE;

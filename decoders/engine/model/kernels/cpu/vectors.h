@@ -21,7 +21,7 @@ struct float16 {
     uint16_t bits;
 };
 
-// This file uses the compiler's vector types, and intrinsics only where no operator becomes the wanted instruction.
+// This file uses the compiler's vector types, and intrinsics only where no operator is compiled to the wanted instruction.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 using Vec = __m512;
