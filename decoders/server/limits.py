@@ -172,8 +172,9 @@ class Limits:
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
     def list_checks(self, slots: int) -> dict[str, Callable[[list[Any]], None]]:
-        """For each field that holds a list, a function that checks the list's length before its items are validated. slots: greatest
-        number of tokens of a row.
+        """Maps each field that holds a list to a function that checks the list's length before its items are validated.
+
+        slots: greatest number of tokens of a row.
         """
 
         def prompt(given: list[Any]) -> None:

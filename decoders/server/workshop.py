@@ -56,7 +56,7 @@ TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Generates two random texts, to find very ambiguous grammars: all rows would wait while a token mask takes seconds.
+    """Generates two random texts to find very ambiguous grammars. Their token masks take seconds, for which all rows would wait.
 
     Raises:
         GrammarError: a matcher of the grammar exceeded its time limit.

@@ -247,7 +247,7 @@ def attend(
 
 
 def taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[Any]:
-    """The arguments of a call that have the names `names`; None for an absent argument."""
+    """Selects a call's arguments by their `names`; None for an absent argument."""
     return [
         options.get(name) if isinstance(name, str) else given[name] if name < len(given) else None
         for name in cast(Any, names)

@@ -12,7 +12,7 @@ PANEL = 16
 
 
 def takes(outputs: int, group: int) -> bool:
-    """Whether the kernels support a matrix with this many outputs, and inputs in a group."""
+    """Whether the kernels support a matrix with `outputs` outputs and groups of `group` inputs."""
     return outputs % PANEL == 0 and group % 8 == 0 and group <= 512
 
 
