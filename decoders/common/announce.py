@@ -16,7 +16,7 @@ LONG = 2.0
 
 @contextmanager
 def announced(work: str) -> Iterator[None]:
-    """Logs a warning when the ``with`` block has run for :data:`LONG` seconds, and when it ends, how long it took.
+    """Logs a warning once the ``with`` block has run for :data:`LONG` seconds, and logs the duration of such a block when it ends.
 
     Args:
         work: what the block does, and what for. Both log lines begin with it.

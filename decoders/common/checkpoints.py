@@ -84,7 +84,7 @@ def absent(name: str) -> str | None:
 
 
 def _source(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name, and the arguments with which ``from_pretrained`` reads a GGUF file: {} for other checkpoints."""
+    """The folder or hub name, and the arguments with which ``from_pretrained`` reads a GGUF file (empty for other checkpoints)."""
     if not is_gguf(path):
         return os.fspath(path), {}
     return str(PurePath(path).parent), {"gguf_file": PurePath(path).name}

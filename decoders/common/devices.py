@@ -39,7 +39,7 @@ def has_64_bits(device: torch.device) -> bool:
 
 
 def in_64_bits(tensor: Tensor) -> Tensor:
-    """`tensor`; if its device does not compute in 64 bits (:func:`has_64_bits`), a copy on the host, after waiting for the device."""
+    """Returns `tensor`, or a copy on the host if its device does not compute in 64 bits. The copy waits for the device."""
     return tensor if has_64_bits(tensor.device) else tensor.cpu()
 
 
@@ -63,7 +63,7 @@ def refuse_meta(name: str, value: Any) -> None:
 
 
 def present() -> dict[str, str]:
-    """Kind of device on this machine → the name of the first device of this kind; for ``cpu``, the instruction set."""
+    """Maps each kind of device on this machine to the name of its first device; ``cpu`` to the instruction set."""
     found = {"cpu": torch.backends.cpu.get_cpu_capability()}
     for kind in ("cuda", "xpu"):
         if (module := accelerator(torch.device(kind))).is_available():

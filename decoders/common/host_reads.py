@@ -1,4 +1,4 @@
-"""Whether Python may read a tensor's values: not where this would wait for the device, nor while a step is recorded."""
+"""Tells where Python may read a tensor's values: not where it would wait for the device, and not while a step is recorded."""
 
 from __future__ import annotations
 

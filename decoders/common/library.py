@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ..errors import GrammarError, UnknownNameError
 
 Kind = Literal["lark", "regex", "json_schema"]
-#: Suffix of a file → its format.
+#: Maps the suffix of a file to the format of its content.
 KINDS: dict[str, Kind] = {".lark": "lark", ".regex": "regex", ".json": "json_schema"}
 _COMMENTS = {"lark": "//", "regex": "#"}
 
@@ -50,7 +50,7 @@ def names() -> list[str]:
 
 
 def plain_names() -> list[str]:
-    """The names without suffix, sorted, except names that several grammars share."""
+    """The names of the library's grammars without suffix, sorted. Names that several grammars share are left out."""
     stems = [_stem(file) for file in names()]
     return sorted(stem for stem in set(stems) if stems.count(stem) == 1)
 
@@ -83,7 +83,7 @@ def joined(content: str) -> str:
 
 
 def _description(content: str, kind: Kind) -> str:
-    """The schema's description, or the comment in the first line; "" if there is none."""
+    """The schema's description, or the comment in the first line; an empty string if there is none."""
     if kind == "json_schema":
         return str(json.loads(content).get("description", ""))
     first = content.split("\n", 1)[0]

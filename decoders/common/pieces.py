@@ -23,9 +23,9 @@ class TextPieces:
     """Cuts a growing list of tokens into pieces of text for streaming. The joined pieces are the text after the prompt. Each object
     serves one text.
 
-    The text is the difference between the prompt decoded with the tokens and without them, because many tokenizers drop a blank at the
-    beginning. A character that begins in the prompt belongs to the text. Special tokens are left out. Blanks are not cleaned up
-    (``clean_up_tokenization_spaces``), because this would change text that was already returned.
+    The prompt is decoded with the tokens and without them, and the text is the difference. The tokens are not decoded alone, because
+    many tokenizers drop a blank at the beginning. A character that begins in the prompt belongs to the text. Special tokens are left
+    out. Blanks are not cleaned up (``clean_up_tokenization_spaces``), because this would change text that was already returned.
 
     A piece ends after a token whose text no later token can change. It is held back while it ends within a character, or with a
     byte-fallback token (``<0x0A>``): a tokenizer decodes a run of such tokens at once, and a wrong byte turns the whole run into
@@ -33,7 +33,7 @@ class TextPieces:
 
     Args:
         prompt: the tokens before the text.
-        shown: special tokens whose names are part of the text. Each ends a piece; the rest of the text does not change.
+        shown: special tokens that are written into the text by name. Each name ends a piece. All other text stays the same.
 
     Attributes:
         held: the text held back; the next piece begins with it, unless later tokens change it.
@@ -48,7 +48,10 @@ class TextPieces:
         self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
-        """The next piece; "" if the new text is held back. tokens: all tokens after the prompt. ended: whether to hold nothing back."""
+        """The next piece; an empty string if the new text is held back.
+
+        tokens: all tokens after the prompt; ended: whether the text has ended, so that nothing is held back.
+        """
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
@@ -66,7 +69,7 @@ class TextPieces:
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The end of a prompt: at least :data:`AGAIN` tokens with text, the first of them not a byte-fallback token."""
+        """The end of a prompt: at least :data:`AGAIN` tokens with text. The first of these is not a byte-fallback token."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
@@ -87,7 +90,7 @@ class TextPieces:
         return bool(BYTE_TOKEN.fullmatch(self.tokenizer.convert_ids_to_tokens([token])[0] or ""))
 
     def name(self, token: int) -> str:
-        """The name of a special token in `shown`; "" for other tokens."""
+        """The name of a special token in `shown`; an empty string for other tokens."""
         name: str = self.tokenizer.convert_ids_to_tokens([token])[0] if token in self._special else ""
         return name
 
@@ -116,7 +119,7 @@ def text_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], token
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The special tokens of a tokenizer: name → id. Takes milliseconds if a tokenizer has thousands of added tokens."""
+    """Maps the names of a tokenizer's special tokens to their ids. Takes milliseconds for thousands of added tokens."""
     added = tokenizer.added_tokens_decoder
     ids = sorted({*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)})
     return dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))

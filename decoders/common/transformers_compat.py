@@ -37,9 +37,9 @@ def is_of_training(hook: Any) -> bool:
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """The value of the config's field `name`; None if there is no such field; a tuple of each layer's value if layers differ.
+    """The value of the config's field `name`; None if there is no such field. If layers differ, a tuple with a value per layer.
 
-    transformers raises RuntimeError from 5.24 on if layers differ: Gemma 4 has two head widths.
+    From 5.24 on, transformers raises RuntimeError if layers differ: Gemma 4 has two head widths.
     """
     try:
         return getattr(config, name, None)
@@ -118,14 +118,14 @@ def set_rope_type(module: nn.Module, kind: Any) -> None:
 
 # Layers.
 
-#: The attribute of attention modules with the number of their decoder layer.
+#: The attribute of an attention module that holds the index of its decoder layer.
 LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index, different from all others.
+    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index, and no two have the same.
 
-    If no list is like this (GPT-Neo): the only list whose length is the config's number of layers. Empty if neither is found.
+    If no list is like this (GPT-Neo), the only list with as many modules as the config has layers. Empty if neither is found.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     for module in lists:
@@ -191,8 +191,8 @@ CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.nam
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The keyword for the key-value cache, ``cache`` or ``past_key_values``, in the signature of the module's ``forward``, which may be
-    written for an older transformers. If the signature has neither: the keyword of the installed transformers.
+    """The keyword for the key-value cache in the signature of the module's ``forward``: ``cache`` or ``past_key_values``, because the
+    module may be written for an older transformers. If the signature has neither, the keyword of the installed transformers.
     """
     names = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), CACHE)

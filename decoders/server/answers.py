@@ -1,6 +1,7 @@
 """Builds the answers of all routes: text, log probabilities and usage, as one JSON object or as server-sent events.
 
-A client's request asks for one or more texts (choices). Each choice is a request of a scheduler, cancelled if the client disconnects.
+A client's request asks for one or more texts (choices). Each choice is a request to a scheduler. If the client disconnects, its choices
+are cancelled.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Growing:
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """Returns the new text that may be sent, as spans (pieces of text, one per token), and its tokens (none if log probabilities
-        were not requested). ended: whether the choice has ended, so that no text is held back.
+        """Returns the new text that may be sent as spans (pieces of text, one per token), and the text's tokens. There are no tokens if
+        log probabilities were not requested. ended: whether the choice has ended, so that no text is held back.
         """
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
@@ -86,7 +87,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """How many of the tokens in `_tokens` to return now: those whose text has been shown."""
+        """How many of the tokens in `_tokens` to return now: only tokens with text that has been shown."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -260,7 +261,7 @@ async def settled(answer: Answer, receive: Receive) -> None:
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:
-    """The encoded server-sent event with `content` as JSON. name: the event's type; None: no type."""
+    """The encoded server-sent event with `content` as JSON. name: the event's type; None for no type."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 

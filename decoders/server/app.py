@@ -236,7 +236,7 @@ def _refused(error: Refusal) -> JSONResponse:
 
 
 def _endpoint(path: str) -> str:
-    """The value of the metrics' label ``endpoint`` for a path. Paths outside `_ROUTES` share one: clients cannot create labels."""
+    """The value of the metrics' label ``endpoint`` for a path. Unknown paths share a value, so that clients cannot create labels."""
     return path.removeprefix("/v1/") if path in _ROUTES else "other"
 
 

@@ -30,12 +30,12 @@ INSTEAD = {
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
 }
-#: By reasoning effort: the fraction of the new tokens that a thought (reasoning text) may take; None: no limit.
+#: Maps a reasoning effort to the fraction of the new tokens that a thought (reasoning text) may take; None for no limit.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 #: Refused fields that are accepted with this value, because it has no effect. A ``best_of`` equal to ``n`` is accepted, too.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
-#: For error messages: what a field may contain.
+#: Maps a field to a description of what it may contain, for error messages.
 SHAPES = {
     "prompt": "a text, token ids, or a list of either",
     "stop": "a text or a list of up to 16",
@@ -171,7 +171,7 @@ class Asked(Part):
     deadline: float | None = Field(None, gt=0)
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
     drafted: bool = False
-    # Without effect, except ``store`` in /v1/responses, whose answers repeat most of these fields:
+    # These fields have no effect, except ``store`` in /v1/responses. Answers of /v1/responses repeat most of them.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -221,7 +221,7 @@ class Body(Asked):
     @property
     @abstractmethod
     def listed(self) -> int | None:
-        """How many of the likeliest tokens to return at each position, with log probabilities; None: return no log probabilities."""
+        """How many of the likeliest tokens to return at each position, with log probabilities; None for no log probabilities."""
 
     @property
     def heavy(self) -> bool:

@@ -32,8 +32,8 @@ def submitted(
         kind: prefix of the answer's id.
 
     Returns:
-        The request with its choices, the functions that may be called (None: none), and how thoughts are separated from the answer
-        (None: they are not).
+        The request with its choices, the functions that may be called (None if there are none), and how thoughts are separated from
+        the answer (None if they are not).
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.

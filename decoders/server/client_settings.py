@@ -22,7 +22,7 @@ OPERATORS = ("draft_model", "heads", "head", "table")
 
 
 class ClientSettings:
-    """Which settings of strategies clients may set, as the option ``--client-settings`` says.
+    """The strategies' settings that clients may set, according to the option ``--client-settings``.
 
     Args:
         given: ``"bounded"``: every setting that is a switch, a choice from a list, or a number with a minimum and a maximum;
@@ -30,7 +30,7 @@ class ClientSettings:
             the same within these bounds.
 
     Raises:
-        SettingsError: a text in `given` has another form, or names a setting that does not exist or only the operator may set.
+        SettingsError: a text in `given` has another form, or names a setting that does not exist or that only the operator may set.
     """
 
     def __init__(self, given: Sequence[str] = ("bounded",)) -> None:
@@ -44,7 +44,7 @@ class ClientSettings:
             raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or whose value is outside of
+        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that has a value outside of
         the operator's limits.
 
         Args:

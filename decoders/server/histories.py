@@ -11,7 +11,7 @@ from typing import Any
 from ..prompts.templates import CallStyle
 from .refusals import wrong
 
-#: Separates thoughts that are joined to one thought, and texts that are joined to one text.
+#: Separator of several thoughts that are joined to one thought, or several texts that are joined to one text.
 JOINT = "\n\n"
 
 
@@ -113,8 +113,9 @@ class Links:
         return own
 
     def answered(self, id: str | None) -> dict[str, str]:
-        """The fields of a tool message that identify the answered call: the call's id and, if known, the function's name. A message
-        without an `id` answers the oldest unanswered call; the result is empty if there is none.
+        """The fields of a tool message that identify the answered call: the call's id and, if known, the function's name.
+
+        A message without an `id` answers the oldest unanswered call. Returns an empty dict if all calls are answered.
         """
         own = next(iter(self._waiting), None) if id is None else self._own.get(id) or self.style.id_of(id)
         if own is None:

@@ -18,10 +18,10 @@ from .refusals import Refusal, log
 #: Names of this server's entries in an ASGI scope: the digest of the request's key, a function that returns the request's token
 #: counts, and the seconds that threads spent on preparing the request.
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
-#: Fraction of the server's time that answers without new tokens (see :class:`Pace`) may take while requests are decoded, and the
-#: seconds of such answers that may come in a burst.
+#: While requests are decoded, answers without new tokens (see :class:`Pace`) may take up to IDLE_SHARE of the server's time, and up to
+#: BURST seconds in a burst.
 IDLE_SHARE, BURST = 0.1, 0.02
-#: Longest delays in seconds: the first of answers to GET requests such as /health, the second of refusals and answers to large bodies.
+#: Longest delays in seconds, of answers to GET requests such as /health, and of refusals and answers to large bodies.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at a time.
 BODIES = 64
@@ -37,7 +37,7 @@ class Arrival:
     """What is known about a request before its body arrives.
 
     Attributes:
-        client: digest of the request's key; "" without a key.
+        client: digest of the request's key; an empty string without a key.
         moment: when the request arrived, by ``time.monotonic()``.
         gone: whether the client has disconnected or has been answered, so that threads need not work for it any more.
     """
@@ -47,7 +47,7 @@ class Arrival:
     gone: bool = False
 
     def left(self, seconds: float) -> float:
-        """The seconds that are left of a limit of `seconds`, which began with the arrival; negative after the limit."""
+        """The remaining seconds of a limit of `seconds` that began with the arrival; negative once the limit has passed."""
         return seconds - (time.monotonic() - self.moment)
 
     def check(self, seconds: float) -> None:
@@ -157,7 +157,8 @@ class Limits:
             raise Refusal(400, message, code="too_many_values")
 
     def check_texts(self, count: int, param: str = "n") -> None:
-        """Raises Refusal if the number of a request's choices (`count`) exceeds its limit, or the number that fits into rows and queue.
+        """Raises Refusal if a request has more choices (`count`) than the limit allows, or than fit into rows and queue.
+
         param: the field that the refusal names.
         """
         most = min(self.choices, self.queue + self.rows)
@@ -166,13 +167,14 @@ class Limits:
             raise Refusal(400, message, param=param, code="too_many_choices")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
-        """The refusal of a prompt that is too long. tokens: its number of tokens, as text. slots: most tokens that fit a row."""
+        """The refusal of a prompt that is too long. tokens: its number of tokens, as text; slots: size of a row in tokens."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
     def list_checks(self, slots: int) -> dict[str, Callable[[list[Any]], None]]:
-        """For each field that holds a list, a function that checks the list's length before its items are validated. slots: greatest
-        number of tokens of a row.
+        """Maps each field that holds a list to a function that checks the list's length before its items are validated.
+
+        slots: greatest number of tokens of a row.
         """
 
         def prompt(given: list[Any]) -> None:
@@ -192,17 +194,17 @@ def values(content: bytes) -> int:
 
 
 class Gate:
-    """Refuses requests without a valid key, for a foreign host, or with too large a body, and POST requests whose content type is not
-    JSON, because web pages of other origins may send other types without permission (CORS).
+    """Refuses requests without a valid key, for a foreign host, or with too large a body. Refuses POST requests with a content type
+    other than JSON, too: web pages of other origins may send other types without permission (CORS).
 
     While other requests are decoded, answers without new tokens (refusals, /health, …) are delayed, so that a flood of them does not
     slow down decoding (:class:`Pace`).
 
     Args:
         app: answers the requests that pass.
-        keys: valid keys, of which a client sends one as ``Authorization: Bearer …``; empty: no key is needed.
-        hosts: names by which clients may address the server; None: any. On a loopback address the names keep out web pages whose
-            domain resolves to that address (DNS rebinding).
+        keys: valid keys. A client sends one of them as ``Authorization: Bearer …``. Empty if no key is needed.
+        hosts: names by which clients may address the server; None for any name. On a loopback address, the names keep out web pages
+            with a domain that resolves to that address (DNS rebinding).
         body: greatest number of bytes of a body.
         refused: called with every refusal.
         busy: returns whether requests are being decoded. If none are, no answer is delayed.
@@ -311,8 +313,9 @@ class Gate:
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
-    """The names by which clients may address a server at `host`: on a loopback address the loopback names and `more`; elsewhere `host`
-    and `more`, or None (any name) if `more` is empty.
+    """The names by which clients may address a server at `host`; None for any name.
+
+    On a loopback address, these are the loopback names and `more`. Elsewhere they are `host` and `more`, or any name without `more`.
     """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))

@@ -23,7 +23,7 @@ from .refusals import Refusal
 
 @dataclass
 class _Entry:
-    """A scheduler and its requests. Each request has a number, its turn: waiting requests with smaller turns are decoded first.
+    """A scheduler and its requests. Each request has a number, its turn. Waiting requests with smaller turns are decoded first.
 
     Attributes:
         key: the scheduler's strategy and settings, as JSON.

@@ -186,7 +186,7 @@ def _introduced(
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with each system message merged into the next user message, or at the end turned into one."""
+    """The conversation with each system message merged into the next user message, or turned into a user message at the end."""
     conversation, waiting = list[dict[str, Any]](), list[str]()
     for message in messages:
         if message["role"] == "system":

@@ -31,7 +31,7 @@ from .bodies import SHAPES, Asked
 
 log = logging.getLogger("decoders.server")
 
-#: ``type`` of an error by its status; all other 4xx are ``invalid_request_error``.
+#: Maps an HTTP status to the ``type`` of the error. All other 4xx have the type ``invalid_request_error``.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -160,7 +160,7 @@ def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[An
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of pydantic's errors, the one that the refusal explains: an unknown field, else that of the union branch that got furthest."""
+    """The error of pydantic that the refusal explains: an unknown field, or else the error of the union branch that got furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
     # A missing field may have been sent under a wrong name, and the error about this name explains more.
     if unknown is not None:

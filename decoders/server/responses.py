@@ -103,8 +103,8 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `items` without thoughts that no later prompt contains: a prompt contains only thoughts directly before a message or call
-    of the assistant.
+    """Returns `items` without thoughts that no later prompt contains. A prompt contains a thought only directly before a message or
+    call of the assistant.
     """
     following = [*items[1:], {}]
     return [
@@ -115,7 +115,7 @@ def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arrival) -> TurnBody:
-    """`body` as a chat request, with the items of the conversation that it continues.
+    """Converts `body` to a chat request, with the items of the conversation that it continues.
 
     Raises:
         Refusal: the previous response does not exist, its conversation is larger than a body may be, or an item is not supported.
@@ -197,7 +197,7 @@ class Response(Conversing):
         return event({"type": name, "sequence_number": number, **fields}, name)
 
     def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """Returns the log probabilities of the unsent tokens of the text with this part number, and marks them as sent."""
+        """Returns the log probabilities of the unsent tokens in the text with the part number `number`, and marks them as sent."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]

@@ -160,7 +160,7 @@ class Service:
         return _workshop(vocabulary, type(backend), seconds)
 
     async def judge(self, job: Job, choice: Choice) -> None:
-        """Validates the text of an ended choice if its grammar calls it complete, and stores the result in `choice.invalid`."""
+        """Validates the text of an ended choice if the text is complete by its grammar. Stores the result in `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)

@@ -203,8 +203,8 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token: `text` will be shown for it, and `matched` is searched for stop strings. They differ only for a special
-    token, whose name may be in one of the two or in both.
+    """A held-back token: `text` will be shown for it, and `matched` is searched for stop strings. They are equal, except that the name
+    of a special token may be in only one of them.
     """
 
     text: str
@@ -225,13 +225,13 @@ class ChoiceText:
     """Converts the tokens of a choice to text, up to the first stop string.
 
     Args:
-        prompt: token ids in front of the text.
+        prompt: token ids before the text.
         special: special tokens whose names are written into the text.
 
     Attributes:
         stopped: whether a stop string was found.
         shown: the text that :meth:`add` has returned so far.
-        written: the text of all tokens, including text behind a stop string.
+        written: the text of all tokens, including text after a stop string.
         places: for each token whose text is known, its begin and end in `written`. Tokens that share a character have the
             character's begin and end.
     """
@@ -243,7 +243,8 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # The last tokens, whose text may still change: for each, the text from the first of them up to it, and whether it was drafted.
+        # An entry for each of the last tokens, whose text may still change. It has the text from the first of these tokens to this one,
+        # and whether this one was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 

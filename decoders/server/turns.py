@@ -83,7 +83,8 @@ class Turn:
         return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
-        """Since the last call: the new pieces, the new spans (text per token), and the new tokens if log probabilities were requested.
+        """Returns what is new since the last call: pieces, spans (text per token), and tokens if log probabilities were requested.
+
         ended: whether the choice has ended.
         """
         spans, tokens = self.growing.read(ended)

@@ -56,7 +56,7 @@ TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Generates two random texts, to find grammars so ambiguous that a token mask takes seconds, for which all rows would wait.
+    """Generates two random texts to find very ambiguous grammars. Their token masks take seconds, for which all rows would wait.
 
     Raises:
         GrammarError: a matcher of the grammar exceeded its time limit.

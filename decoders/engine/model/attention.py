@@ -33,7 +33,9 @@ STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How far a layer looks back: ``window`` positions (sliding), to the beginning of a chunk of ``chunk`` positions, or unlimited."""
+    """How far back a layer attends: over ``window`` positions (sliding), to the beginning of its chunk of ``chunk`` positions, or
+    without limit.
+    """
 
     window: int | None = None
     chunk: int | None = None
@@ -43,7 +45,7 @@ class LayerKind:
         return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
 
     def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
-        """Returns `allowed` with False for each pair of a query and a key that this kind's window or chunk separates."""
+        """Returns `allowed` with False where a query and a key are not in the same window or chunk of this kind."""
         if self.window is not None:
             allowed = allowed & (position_q - position_k < self.window)
         if self.chunk is not None:
@@ -103,7 +105,7 @@ def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Se
 
 
 def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
-    """The configs that modules hold, by the module's path and the attribute's name. Several entries may be the same object."""
+    """Maps a module's path and an attribute's name to the config in that attribute. Several entries may be the same object."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -116,7 +118,7 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
     """Makes all layers of our copy of a model run the attention function `name`."""
     model.set_attn_implementation(name)
     # set_attn_implementation changes only the configs of whole models. A layer taken from another model has that model's config. In
-    # transformers 5.17, a model within `model` keeps its own config if that is of the same class.
+    # transformers 5.17, a model inside `model` keeps its own config if both configs have the same class.
     of_models = [
         module.config
         for module in model.modules()
@@ -184,9 +186,9 @@ class MaskShape:
     """The layout of a mask. The mask tensor's attribute ``decoders_shape`` holds it, because model code passes on only the tensor.
 
     Attributes:
-        group: how often each row of the mask is repeated: once for each query head of a key head, or 1 if not repeated yet.
+        group: number of copies of each row of the mask: one for each query head of a key head, or 1 if rows are not repeated yet.
         text: the text at the beginning of the block, if attention runs in stretches; None if attention runs in one piece.
-        parts: the masks of stretches, by kind of layer, group size and first query; the first layer that needs a mask stores it here.
+        parts: masks of stretches, keyed by kind of layer, group size and first query. The first layer that needs a mask stores it.
     """
 
     group: int = 1
@@ -195,7 +197,7 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. A model whose last layers reuse keys and values slices the mask, and the slice lacks the attribute.
+        """The layout of `mask`. Models in which the last layers reuse keys and values slice the mask; a slice lacks the attribute.
         For a slice, the number of mask rows shows how often rows are repeated, and attention runs in one piece.
         """
         shape = getattr(mask, "decoders_shape", None)
@@ -241,9 +243,8 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
-    """`mask` in the form that :func:`tree_attention` takes. A long block that begins with `text` keeps its mask, because its attention
-    runs in stretches. For other blocks, the mask's rows are repeated `group` times, once per query head of a key head, so that no layer
-    repeats them.
+    """Prepares `mask` for :func:`tree_attention`, once for all layers. Repeats the mask's rows `group` times, once per query head of a
+    key head. The mask of a long block that begins with `text` stays as it is, because its attention runs in stretches.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))
@@ -265,7 +266,7 @@ def tree_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of ``N`` nodes over the cache, with the queries of a GQA group packed as rows of a head.
+    """Attention of ``N`` nodes over the cache. The queries of a GQA group are packed as rows of one head.
 
     Args:
         query: ``[B, Hq, N, D]``.
@@ -322,7 +323,7 @@ def _spare_queries(packed: Tensor, nodes: int) -> int:
     """
     if packed.dtype not in (torch.bfloat16, torch.float16) or packed.device.type != "cpu":
         return 0
-    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple of ROWS; computing it would add a guard
+    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # `nodes` is a multiple of ROWS; a check would add a guard
         return 0
     return -packed.shape[2] % ROWS
 

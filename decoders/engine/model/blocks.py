@@ -18,11 +18,11 @@ from .cache import CacheBuffers
 
 
 class LeadingText(NamedTuple):
-    """Committed text that runs in front of a block's root.
+    """Committed text that runs before a block's root.
 
     Attributes:
         length: number of text tokens, the same in every row.
-        latest_start: the largest slot in which any row's text begins, known to the host without a sync.
+        latest_start: the largest of the slots in which the rows' texts begin, as a number on the host.
     """
 
     length: int = 0
@@ -30,7 +30,7 @@ class LeadingText(NamedTuple):
 
 
 def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
-    """The tree of a chunk of text, which runs as a chain of `n` nodes, but is not verified."""
+    """The tree of a chunk of text: a chain of `n` nodes, which is not verified."""
     index = torch.arange(n, device=device)
     visible = (index[:, None] >= index[None]).expand(rows, n, n)
     offsets = index.expand(rows, n)
@@ -38,11 +38,11 @@ def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
 
 
 def after_text(count: int, tree: TreeTensors) -> TreeTensors:
-    """`tree` with `count` text tokens before its root, for a forward pass, which uses only offsets and visibility."""
+    """Returns `tree` with `count` text tokens before its root. Only offsets and visibility are valid: a forward pass needs no more."""
     text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
     n = count + len(tree)
     index = torch.arange(n, device=tree.offsets.device)
-    # The root and all nodes after the root see the text in front of the root.
+    # The root and all nodes after it see the text before the root.
     in_front = (index[:, None] >= count) & (index[None] < count)
     visible = F.pad(tree.visible, (count, 0, count, 0)) | F.pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
     offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
@@ -50,7 +50,7 @@ def after_text(count: int, tree: TreeTensors) -> TreeTensors:
 
 
 def ending(values: Tensor, count: int) -> Tensor:
-    """The last `count` entries along dimension 1. Compiled code gathers the entries: a slice's strides would need another graph."""
+    """The last `count` entries along dimension 1. Compiled code gathers them, because the strides of a slice need another graph."""
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
     return values if values.shape[1] == count else values[:, -count:]
@@ -65,7 +65,7 @@ class PromptPiece:
         start: ``[1]`` int64, slot of the first token.
         latest: the value of `start` on the host.
         view: ``[view]``; its length is the number of slots that the piece's attention looks at.
-        buffers: the cache of the decoding rows and, as the last row, of the prompt.
+        buffers: the cache of the decoding rows, followed by the prompt's row.
     """
 
     tokens: Tensor
@@ -115,7 +115,7 @@ class NodeBlock:
         tree: the tree of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, 0 … view-1, the slots that attention looks at.
         masks: grammar masks after each node; None if no row has a grammar.
-        text: committed tokens that run in front of node 0: the end of the prompts in the first step, or a few tokens that were
+        text: committed tokens that run before node 0: the end of the prompts in the first step, or a few tokens that were
             accepted on a branch and have to run again.
         piece: the piece of another row's prompt to prefill in the same pass.
         root: ``[B, H]``, the input embedding of node 0; None if node 0 is a token.
@@ -130,7 +130,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The topology of `draft`, the block's draft; if it is `TreeTensors` and `on_device`: the padded :attr:`tree`."""
+        """Returns the topology of `draft`, the block's draft. If `on_device`, a `TreeTensors` topology is replaced by :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
@@ -143,8 +143,8 @@ class Blocks:
         static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
-        exact: whether blocks get no padding: in uncompiled passes over several rows, if padding would not change a row's bits.
-        single: whether a block of one node per row gets no padding, because padding would not change its bits.
+        exact: whether no block is padded. Uncompiled passes over several rows need no padding if a row's bits do not depend on it.
+        single: whether a block of one node per row is not padded, because padding would not change its bits.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
@@ -156,7 +156,7 @@ class Blocks:
         self._empty: dict[int, tuple[Tensor, TreeTensors]] = {}
 
     def of(self, draft: Draft) -> tuple[Tensor, TreeTensors]:
-        """The padded draft tokens ``[B, N-1]`` and the tree of ``N`` nodes; ``N`` is the :meth:`size` for the draft.
+        """The padded draft tokens ``[B, N-1]`` and the tree of ``N`` nodes, where ``N`` is the padded :meth:`size`.
 
         The caller has checked the draft with :func:`~decoders.draft.check_draft`.
         """
@@ -176,13 +176,13 @@ class Blocks:
         return padded_tokens(draft.tokens, nodes), trees
 
     def _nothing(self, tree: Topology, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """The result of :meth:`of` for a draft without tokens. It is created once per size."""
+        """The padded tokens and the tree for a draft without tokens, which are created once per size."""
         if nodes not in self._empty:
             self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64, device="cpu"), tree, nodes)
         return self._empty[nodes]
 
     def _brought(self, tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, TreeTensors]:
-        """The result of :meth:`of` for a draft on the host. Pads the draft on the host, and moves it to the device in one copy."""
+        """Pads a draft on the host, moves tokens and tree to the device in one copy, and returns both."""
         if isinstance(tree, TreeTensors):
             trees = tree.padded(nodes)
         else:
@@ -193,7 +193,7 @@ class Blocks:
         return own, TreeTensors(*parts)
 
     def size(self, nodes: int) -> int:
-        """The number of nodes of the padded block. nodes: number of nodes of the draft. Both numbers include the root."""
+        """The padded size of a block for a draft of `nodes` nodes. Both numbers include the root."""
         return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology, nodes: int) -> TreeTensors:
@@ -210,7 +210,7 @@ def padded_tokens(draft_tokens: Tensor, nodes: int) -> Tensor:
 
 
 def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
-    """`draft` without the nodes at its end that have no draft token in any unfinished row. finished: ``[B]`` bool."""
+    """Cuts the nodes at the end of `draft` that are empty (-1) in all unfinished rows. finished: ``[B]`` bool."""
     width = draft.tokens.shape[1]
     if not width or not isinstance(draft.topology, Topology):
         return draft

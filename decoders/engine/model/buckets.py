@@ -57,7 +57,7 @@ def slot_bucket(slots: int, static: bool = True) -> int:
 
 
 def view_bucket(length: int) -> int:
-    """The smallest number of slots, at least `length`, that attention may look at if sizes are not static."""
+    """Rounds `length` up to a number of slots that attention may look at, if sizes are not static."""
     full, rest = divmod(length, 512)
     return full * 512 + next(size for size in VIEWS if size >= rest)
 
@@ -69,14 +69,15 @@ def view_sizes(slots: int, static: bool = True) -> tuple[int, ...]:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """A number of which the sizes of blocks and chunks have to be multiples: :data:`ROWS` on a CPU in low precision, because torch's
-    kernels sum in another order for a remainder of one to three rows; else 1.
+    """The sizes of blocks and chunks of text must be multiples of this number: :data:`ROWS` on a CPU in low precision, else 1.
+
+    In low precision, torch's CPU kernels sum in another order for a remainder of one to three rows.
     """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 
 
 def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
-    """Whether a difference in the last bit can change a token now and then. In float32 this practically never happens.
+    """Whether a difference in the last bit of an intermediate value may change a token. In float32 this practically never happens.
 
     rounds: whether intermediate values are rounded to a lower precision than `dtype`.
     """
@@ -96,8 +97,8 @@ def slots_for(tokens: int, static: bool = True) -> int:
 
 
 def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1) -> list[tuple[int, int]]:
-    """``(start, size)`` of the passes that prefill `tokens` tokens, at most `chunk` per pass. If sizes are static, the last size is
-    rounded up to a bucket; otherwise it is at least `least`.
+    """The passes that prefill `tokens` tokens, as pairs ``(start, size)`` of at most `chunk` tokens each. If sizes are static, the last
+    size is rounded up to a bucket; otherwise it is at least `least`.
 
     Padding after the prompt goes to slots that the next block overwrites before attention reads them. The cache needs room for padding.
     """

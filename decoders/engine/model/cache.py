@@ -82,7 +82,7 @@ class CacheBuffers:
         return CacheBuffers(*parts, states, shifts).placed(by_kernel)
 
     def placed(self, by_kernel: bool) -> CacheBuffers:
-        """The same buffers, with :attr:`places` if `by_kernel`. Must not be recorded, because it copies data from the host."""
+        """The same buffers, with :attr:`places` if `by_kernel`. Must not run in a recording, because it copies data from the host."""
         return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
@@ -98,7 +98,7 @@ class CacheBuffers:
         return CacheBuffers(keys, values, key_scales, value_scales, states, shifts)
 
     def enlarged(self, slots: int) -> CacheBuffers:
-        """Copies of all rows. slots: number of slots per row of the copies."""
+        """Copies of all rows, with `slots` slots per row."""
 
         def wider(buffer: Tensor) -> Tensor:
             wide = buffer.new_zeros(*buffer.shape[:2], slots, buffer.shape[3])
@@ -150,7 +150,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Identifies the memory of the buffers. A recording is valid only while its buffers have the same place."""
+        """Identifies the buffers' memory: address, shape and dtype. A recorded step is valid only while they stay the same."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 
@@ -160,7 +160,7 @@ class CacheBuffers:
 
 
 def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
-    """Copies slot ``base[b] + path[b, n]`` to slot ``base[b] + n`` in every layer, with the result as if all slots were read first.
+    """Copies slot ``base[b] + path[b, n]`` to slot ``base[b] + n`` in every layer, as if all slots were read before any is written.
 
     Args:
         base: ``[B]`` int64.

@@ -1,6 +1,6 @@
-"""The matrix products of a mixture of experts, for use where torch's grouped product would wait for the device.
+"""Matrix products of a mixture of experts that replace torch's grouped product where it would wait for the device.
 
-Only in bfloat16 on compute capability 9.0 and 10.0 does torch multiply all groups of tokens by their experts' matrices in one kernel.
+torch multiplies all groups of tokens by their experts' matrices in one kernel only in bfloat16 on compute capability 9.0 and 10.0.
 Otherwise torch on CUDA reads the group sizes on the host, so that no step can be recorded.
 """
 
@@ -87,7 +87,7 @@ register_experts(NAME, forward)
 
 
 def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped product runs on `device` without a wait for the device. Always True on the CPU."""
+    """Whether torch's grouped product runs on `device` without waiting for it. Always True on the CPU."""
     if device.type != "cuda":
         return device.type == "cpu"
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))

@@ -67,7 +67,7 @@ class Products:
         groups: groups of linear layers (their paths) with the same input. The matrices of a group are multiplied as one matrix if they
             are stored or quantized alike.
         quantized: the quantized matrices.
-        few_rows: number of layers that use our kernels for few rows, with which one row costs less than three rows.
+        few_rows: number of layers that multiply with our kernels for few rows. For these kernels, one row costs less than three.
     """
 
     groups: list[Group]
@@ -119,8 +119,8 @@ class Checks:
         longest: the length up to which the target's logits agree with the model's; None for any length.
         invariance: in low precision, whether a node's logits have the same bits in every block; None in float32, and if not checked.
         day: ISO date on which the target was compared with the model (:mod:`.kept_checks`).
-        kernel_seconds: seconds of compiling kernels before the check.
-        seconds: seconds of the check against the model.
+        kernel_seconds: seconds spent compiling kernels before the check.
+        seconds: seconds spent comparing the target with the model.
     """
 
     rejected: str | None = None

@@ -1,4 +1,4 @@
-"""What strategies read of a pass besides logits: hidden states of decoder layers, and the output head's input."""
+"""What strategies get from a pass besides logits: hidden states of decoder layers, and the output head's input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HeadInputs:
         remove_hooks(head, [self._id])
 
     def let_read(self, nodes: Tensor | None) -> None:
-        """Restricts the head to `nodes` ``[K]`` int64 in the next pass; None: all nodes."""
+        """Restricts the head to `nodes` ``[K]`` int64 in the next pass; None for all nodes."""
         self._kept.clear()
         if nodes is not None:
             self._kept.append(nodes)

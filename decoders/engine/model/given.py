@@ -19,7 +19,7 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Prompts whose beginnings are in a transformers cache, which is never written.
+    """Prompts that begin with the text in a transformers cache. The cache is never written.
 
     Attributes:
         cache: the cache; None if it would be empty.
@@ -42,7 +42,7 @@ class GivenPrompts:
 
     @property
     def fixed(self) -> list[int]:
-        """Per prompt, the number of its first positions without token ids, which no pass can run again."""
+        """Per prompt, the number of positions at its beginning that no pass can run again, because their token ids are unknown."""
         return [count + (self.last is not None) for count in self.reach]
 
     def put(self, target: Target, buffers: CacheBuffers) -> None:

@@ -37,7 +37,7 @@ from .target import Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """The number of tokens at the end of a step's path that are in slots other than ``base + depth``, as the maximum over all rows.
+    """The number of tokens at the end of a step's path that are not in the slots ``base + depth``: the maximum over all rows.
 
     path: ``[B, N]`` int64, the accepted nodes; emitted: per row, the number of new tokens.
     """
@@ -48,14 +48,14 @@ def branch_length(path: Tensor, emitted: list[int]) -> int:
     return longest
 
 
-#: Name of the comparison of branches, whose nodes are not in slots ``base + depth``.
+#: Name of the comparison with a tree's branch. The nodes of the branch are not in the slots ``base + depth``.
 BRANCHES = "the branch of a tree"
 #: Name of the comparison with a block of one node in one row.
 SINGLE = "whether a block has one node"
 
 
 def brief_check(target: Target) -> Invariance | None:
-    """Makes only the comparisons in which bits most often differ, in few passes; ``decoders doctor MODEL`` makes all comparisons.
+    """Makes only the comparisons that fail most often, in few passes. ``decoders doctor MODEL`` makes all comparisons.
 
     Returns None in float32, where bits matter little, and for models with recurrent layers, whose blocks run level by level.
     """
@@ -80,7 +80,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
 
 class _Text:
-    """A random text of `length` tokens, to be prefilled and continued in several ways."""
+    """A random text of `length` tokens, which can be prefilled and continued in several ways."""
 
     def __init__(self, target: Target, length: int) -> None:
         self.target, self.length = target, length
@@ -107,7 +107,7 @@ class _Text:
     def run(
         self, buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
-        """Runs a block after the text. Returns the logits ``[D, V]`` along `path`, whose nodes hold the next tokens of the text.
+        """Runs a block after the text, with the text's next tokens in the nodes of `path`. Returns the logits ``[D, V]`` along `path`.
 
         spare: number of further slots that attention looks at; padded: whether the block is padded to a bucket.
         """

@@ -1,8 +1,8 @@
 """Stores the results of passed checks on a CPU in files, so that later processes need not check the same architecture again.
 
-The name of a result's file is a hash of everything that the check depends on except the values of weights: the config, the modules with
-their plain attributes, the files of code, the versions and the machine. Only results for unmodified models of transformers are stored.
-A model counts as modified if a module comes from another package, has hooks or a replaced ``forward``, or holds unknown objects.
+A file is named by a hash of what the check depends on: the config, the modules with their plain attributes, the files of code, the
+versions and the machine. The values of weights play no role. Only results for unmodified models of transformers are stored. A model
+counts as modified if a module comes from another package, has hooks or a replaced ``forward``, or holds unknown objects.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .target import Target
 from .torch_compat import float32_precision, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
-#: A buffer with more bytes is not hashed, and the check of a model with such a buffer is not stored.
+#: Greatest number of bytes of a buffer that is hashed. The check of a model with a larger buffer is not stored.
 _BUFFER = 64 << 20
-#: Packages whose code is identified by the package's version and files.
+#: The code of these packages is identified by their version and files.
 _LIBRARIES = {"torch", "transformers", "decoders", "accelerate", "safetensors", "huggingface_hub"}
-#: Attributes of modules that are not part of a model's design, so that no check depends on them.
+#: Attributes of modules that no check depends on, because they are not part of a model's design.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 
 
@@ -51,8 +51,8 @@ class KeptCheck:
 
     Attributes:
         day: ISO date of the check.
-        longest: see :attr:`~decoders.engine.model.facts.Checks.longest`.
-        invariance: see :attr:`~decoders.engine.model.facts.Checks.invariance`.
+        longest: greatest length of text for which the check is valid; None for any length.
+        invariance: whether bits depend on the block; None in float32 (:attr:`~decoders.engine.model.facts.Checks.invariance`).
     """
 
     day: str

@@ -1,4 +1,4 @@
-"""Finds the parts of a model by running one token, and checks by behaviour, not by class name, whether the loop supports the model."""
+"""Finds the parts of a model by trial passes, and checks whether the loop supports the model. Class names play no role."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def embeddings_of(model: PreTrainedModel) -> int:
-    """The number of token ids that the model accepts: the rows of its embedding, else the vocabulary size in its config."""
+    """The number of token ids that the model accepts: the number of its input embeddings, or else its config's ``vocab_size``."""
     embeddings = model.get_input_embeddings()
     told = getattr(embeddings, "num_embeddings", None)
     if isinstance(told, int):
@@ -73,12 +73,12 @@ def context_length(model: PreTrainedModel) -> int:
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
 
 
-#: Names in configs of the placeholder tokens of images, videos and sounds.
+#: Matches config attributes that hold the id of a placeholder token, such as ``image_token_id``.
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)")
 
 
 def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
-    """The placeholder tokens of images, videos and sounds; None for a text-only model.
+    """The ids of the tokens that stand for images, videos and sounds; None for a text-only model.
 
     A text-only class of a multimodal family may have ``input_modalities``, too, but it has neither inner configs nor placeholders.
     """
@@ -116,8 +116,9 @@ class Layout:
 
 @torch.no_grad()
 def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
-    """The layout of `model`, found by running one token, or several if the model uses the number of tokens in its cache. kinds: the
-    number of kinds of attention layers (:mod:`.attention`).
+    """Finds the layout of `model` by running one token. A model that uses the number of cached tokens runs several tokens, too.
+
+    kinds: the number of kinds of attention layers (:mod:`.attention`).
 
     Raises:
         UnsupportedError: the model does not run with the loop's cache and mask, or stores data that the loop's cache cannot store.
@@ -156,7 +157,7 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
-    """Groups of plain linear layers that read the same input, found by running one token while these layers return zeros."""
+    """Groups of plain linear layers that read the same input. Runs one token, while all these layers return zeros."""
     if may_keep_states(model):  # the code of recurrent layers may depend on values
         return []
     return reading_alike(model, lambda: _run_one_token(model, kinds, LayoutProbe()))
@@ -209,7 +210,7 @@ class CountedTokens:
 
     Attributes:
         harmless: up to this number of tokens, the model computes as with an empty cache.
-        by_node: whether the model accepts, instead of a single number, a tensor with a number per node.
+        by_node: whether the model also accepts a tensor with one number per node.
     """
 
     harmless: int
@@ -317,7 +318,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Turns an exception that `model` raises in a trial pass into an UnsupportedError whose text contains `trouble`."""
+    """Turns an exception that `model` raises in a trial pass into an UnsupportedError with `trouble` in its message."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):
@@ -329,7 +330,7 @@ def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises UnsupportedError while the caller records a CUDA graph, because the loop waits for the device, which a graph cannot."""
+    """Raises UnsupportedError if the caller is recording a CUDA graph: the loop waits for the device, and waits cannot be recorded."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: it "

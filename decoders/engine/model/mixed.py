@@ -51,7 +51,7 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """``[R · (N - text)]`` int64: the tokens of the line that get logits, each row's nodes after its text (`text` tokens)."""
+    """Indices ``[R · (N - text)]`` int64 of the tokens that get logits: each row's nodes after its `text` text tokens."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 
@@ -68,7 +68,7 @@ def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
 
 
 def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResult:
-    """The result of :meth:`Target.forward` for the decoded rows. The pass also writes the keys and values of `piece`."""
+    """Runs a mixed pass, which also writes the keys and values of `piece`. Returns the results for the decoded rows."""
     (rows, n), text = given.nodes.shape, given.text.length
     kept = with_logits(rows, n, text, given.nodes.device)
     result = target.results(inputs(target, given.nodes, given.base, given.tree, given.view, piece), kept)
@@ -77,7 +77,7 @@ def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResu
 
 @dataclass(frozen=True)
 class MixedShape(MaskShape):
-    """The layout of a mixed pass's mask, which is flat: the entries of the decoded rows' mask, then those of the piece's mask.
+    """The layout of a mixed pass's mask. This mask is flat: first the entries of the decoded rows' mask, then of the piece's mask.
 
     Attributes:
         rows, nodes: number of decoded rows, and number of nodes in each row.

@@ -29,8 +29,9 @@ def remove_hooks(module: nn.Module, ids: Iterable[int]) -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's dict of its own parameters. A write to the dict bypasses ``register_parameter``, which runs hooks and accepts only
-    parameters. A parametrized or pruned weight is not in the dict, although ``module.weight`` exists.
+    """The module's dict of its own parameters. A parametrized or pruned weight is not in it, although ``module.weight`` exists.
+
+    Writing to the dict bypasses ``register_parameter``, which runs hooks and accepts only parameters.
     """
     return module._parameters
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OutputHead:
-    """The output head of our copy of a model, with everything that the model does with the head's logits, for example a softcap.
+    """The output head of our copy of a model, and everything that the model does with the head's logits, for example a softcap.
 
     A call runs the model's own forward pass, with the modules before the head replaced by a stand-in.
     """
@@ -67,7 +67,7 @@ class _HiddenStates:
 
 
 class _Given(nn.Module):
-    """Replaces the backbone, the module that computes hidden states, and returns the hidden states in `given`.
+    """A stand-in for the backbone (the module that computes hidden states): returns the hidden states in `given`.
 
     If a model calls a module inside the backbone directly (OPT), a stand-in replaces this module, too. If a model reads another
     attribute of the backbone (Falcon-H1 reads a multiplier), the stand-in returns the backbone's value.

@@ -58,14 +58,14 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """The hash of a row's own images; "" without images. If it is unknown which images it has: its entry in `hashes`."""
+        """The hash of a row's own images; an empty string without images. The row's entry in `hashes` if its own images are unknown."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
         return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
-        """Whether all images of every row come before the row's slot in `starts`, where the loop goes on with the prompt."""
+        """Whether all images of every row come before the row's slot in `starts`, from which on the loop itself runs the prompt."""
         return all(end <= start for end, start in zip(self.ends, starts, strict=False))
 
 
@@ -145,7 +145,7 @@ class OwnForward:
         return ForwardResult(read.float(), hidden[source, place], seen)
 
     def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
-        """A cache filled by a pass over `vectors` ``[B, P, H]``, input embeddings of prompts. mask: ``[B, P]``, 0 for left padding."""
+        """Returns a cache filled by a pass over prompts given as embeddings ``[B, P, H]``. mask: ``[B, P]``, 0 for left padding."""
         if self.target.recurrent and not self._reads_embeddings:
             self._check_embeddings()
         cache = DynamicCache(config=self.model.config)
@@ -205,7 +205,7 @@ class OwnForward:
     def _check(
         self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
     ) -> None:
-        """Runs the ends of prompts again by the loop's pass, and compares the results with `logits` and the stored keys and values.
+        """Runs the ends of prompts again with the loop's pass, and compares the results with `logits` and the stored keys and values.
 
         behind: least number of tokens after the last image, over all rows.
 
@@ -237,8 +237,8 @@ class OwnForward:
 
 
 def _whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that keeps every token, also in layers with a window. A later text may share only the beginning of this text, so that
-    its windows begin earlier.
+    """A cache that keeps every token, also in layers with a window. A later text may share only the beginning of this text, and then
+    needs keys and values from before the window.
     """
     cache = DynamicCache(config=model.config)
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]

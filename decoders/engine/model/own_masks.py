@@ -1,7 +1,7 @@
-"""Some attention modules keep a causal mask in a buffer, and slice the mask by the present number of keys.
+"""Takes over the causal masks that some attention modules keep in a buffer and slice by the current number of keys.
 
-In the loop, the number of keys is the view of the cache and does not determine positions, so such a module would take a wrong slice.
-The loop's own masks suffice. So in our copy of a model these buffers are set to True, and the masks' windows become kinds of layers.
+In the loop, the number of keys is the size of the cache's view, whatever the positions are. Such a module would take a wrong slice.
+The loop passes masks of its own. So in our copy of a model, these buffers are set to True, and their windows become layer kinds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from .attention import LayerKind
 
-#: A view of the cache may have up to this many slots more than the longest text has tokens: for a block, and by rounding up.
+#: A view of the cache may have up to this many slots more than the longest text has tokens. They are for a block and for rounding up.
 MARGIN = 2048
 OWN_KIND = "decoders_own_kind"
 
 
 def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Sets the masks in buffers of our copy of a model to True. Returns `kinds`, extended by the masks' windows. A module
-    with such a mask then gets the loop's mask for the window of its own mask.
+    """Sets the masks in buffers of our copy of a model to True. Returns `kinds`, extended by the masks' windows.
+
+    A module that had a mask with a window then gets the loop's mask for this window.
     """
     masks = _masks(model)
     for mask in masks:

@@ -3,8 +3,8 @@
 A collective ends when every process has entered it, so all processes must run the same passes over blocks of the same sizes. These
 rules make all processes decide alike:
 
-- All processes commit the same tokens without exchanging tokens: logits are gathered or summed over the processes, so that all have the
-  same bits, and noise depends only on seed, position and token.
+- All processes commit the same tokens without exchanging tokens. Logits are gathered or summed over the processes, so that all have
+  the same bits. Noise depends only on seed, position and token.
 - Values that may differ between processes are taken from the first process: a seed that the call does not name, clocks, measured costs,
   results of stopping criteria. Weights count as changed if they have changed in any process.
 - Passes run uncompiled, because processes finish compiling at different times, and compiled passes round differently.
@@ -93,11 +93,11 @@ class Ranks:
         return self.size > 1
 
     def first(self, values: Sequence[int]) -> list[int]:
-        """The `values` of the first process, returned in every process."""
+        """Returns the first process's `values` in every process."""
         return [int(value) for value in self._first(list(values), torch.int64)] if self.several else list(values)
 
     def first_number(self, value: float) -> float:
-        """The `value` of the first process, returned in every process."""
+        """Returns the first process's `value` in every process."""
         return float(self._first([value], torch.float64)[0]) if self.several else value
 
     def clock(self) -> float:
@@ -105,7 +105,7 @@ class Ranks:
         return self.first_number(time.perf_counter())
 
     def first_object(self, make: Callable[[], Value]) -> Value:
-        """The result of `make` in the first process, returned in every process. The others do not call `make`."""
+        """Calls `make` in the first process only, and returns its result in every process."""
         if not self.several:
             return make()
         held = [make() if dist.get_rank(self.group) == 0 else None]

@@ -1,8 +1,8 @@
 """Recordings (CUDA graphs): a session (rows with their cache) records repeated work once, and then replays it with one launch.
 
-A whole step (propose; core, which verifies and commits; observe) is recorded if nothing in it needs the host
-(:mod:`~decoders.engine.decode.call`). Otherwise only the parts that run a model are recorded: the core, passes of draft models, chunks
-of a prompt (:meth:`Recordings.run`).
+A whole step (propose, pass, verify, commit, observe) is recorded if nothing in it needs the host (:mod:`~decoders.engine.decode.call`).
+Otherwise only the parts that run a model are recorded (:meth:`Recordings.run`): the core (pass, verify, commit), passes of draft
+models, chunks of a prompt.
 
 A replay reads and writes the tensors that the work was recorded with. The session owns the rows and the cache; :class:`StaticInputs`
 holds all other tensors of a recording. A later call copies its values into these tensors and replays. All uses of the device go through
@@ -61,7 +61,7 @@ class Recorder:
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Records `body`: its Python code runs once, its kernels do not. Returns the graph, and the output that replays write to."""
+        """Records `body`: its Python code runs once, but no kernel runs. Returns the graph, and the output that replays write to."""
         # This variable keeps a graph alive: torch refuses to record into a pool that has memory (cuBLAS's workspace) but no graph.
         living = next(iter(self._in_pool), None)
         if living is None or self._pool is None:
@@ -138,11 +138,11 @@ class HostCopies:
 
 #: Number of unrecorded steps before a step is recorded. In these steps kernels are tuned and memory is allocated.
 WARM_UP_STEPS = 3
-#: How often a part of a step runs unrecorded with the same key and shapes before the part is recorded.
+#: A part of a step runs this many times unrecorded, with the same key and shapes, before it is recorded.
 PLAIN_RUNS = 2
 #: Greatest number of recordings of a session. They all share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
-#: Greatest number of bytes of inputs and outputs of a session's recordings. Most of these bytes are logits of blocks with many nodes.
+#: Greatest number of bytes in the inputs and outputs of a session's recordings. Most of these are logits of blocks with many nodes.
 MOST_BYTES = 1 << 30
 
 #: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
@@ -153,7 +153,7 @@ _as_parts = ContextVar("as_parts", default=False)
 
 @contextmanager
 def as_parts() -> Iterator[None]:
-    """Within this context, :meth:`Recordings.run` records nothing, for code that is itself being recorded."""
+    """Within this context, :meth:`Recordings.run` records nothing, because the calling code is itself being recorded."""
     token = _as_parts.set(True)
     try:
         yield
@@ -163,7 +163,7 @@ def as_parts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCapacity:
-    """The sizes that a recorded step supports: rows of a batch, nodes of a block, and slots of a row in use before the block."""
+    """The sizes that a recorded step supports: rows of a batch, nodes of a block, and slots of a row that are used before the block."""
 
     rows: int
     nodes: int
@@ -178,7 +178,7 @@ class Recording:
     """A recording of `body`.
 
     Attributes:
-        body: the recorded function. It keeps the objects alive whose tensors replays use.
+        body: the recorded function. It keeps alive the objects that own the tensors of replays.
         capacity: the sizes that the recording supports; None if the recording's key contains the sizes.
         inputs: the tensors that replays read and write, besides the session's rows and cache.
         output: the result of `body`; every replay writes to its tensors.
@@ -262,7 +262,7 @@ class Recordings:
         recorded: number of successful recordings.
         reused: number of calls that used an earlier recording.
         replays: number of replays by :meth:`run`.
-        unrecorded: why the last requested recording failed; "" if none has failed in the present call.
+        unrecorded: why the last requested recording failed; an empty string if none has failed in the current call.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
@@ -344,9 +344,9 @@ class Recordings:
 
         Args:
             capacity: the sizes that `body` supports.
-            inputs: see :meth:`reuse`; the recording keeps all tensors in `inputs`. After the call's first step, pass
-                :class:`StaticInputs` made at the beginning of the call, because :meth:`reuse` compares it with the beginnings of later
-                calls. If steps of this call have replaced tensors since then, only this call can use the recording.
+            inputs: as in :meth:`reuse`. The recording keeps all tensors in `inputs`. After the call's first step, pass
+                :class:`StaticInputs` from the beginning of the call, because :meth:`reuse` compares it with the inputs at the beginning
+                of later calls. If steps of this call have replaced tensors since then, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
         failure = self._failed.get(key)
@@ -397,7 +397,7 @@ class Recordings:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first exception of a failed recording, which further exceptions of CUDA hide."""
+    """The first exception of a failed recording. Later exceptions of CUDA would hide it."""
     while error.__context__ is not None:
         error = error.__context__
     return error

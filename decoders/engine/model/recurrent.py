@@ -34,8 +34,8 @@ class Level:
 
     Attributes:
         nodes: indices of the level's nodes among all ``B·N`` nodes.
-        parents: indices of the states of the nodes' parents among all ``B·(N+1)`` states (:attr:`RowStates.nodes`).
-        places: indices of the states of the nodes themselves among all ``B·(N+1)`` states.
+        parents: for each of these nodes, the index of its parent's state among all ``B·(N+1)`` states (:attr:`RowStates.nodes`).
+        places: for each of these nodes, the index of its own state among all ``B·(N+1)`` states.
     """
 
     nodes: Tensor
@@ -46,8 +46,8 @@ class Level:
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
     """The levels in which the nodes of a block run, computed on the host from the visibility.
 
-    A candidate continues its parent's state; in a window of lookahead decoding, a node continues the state of the token before it. In
-    general, a node continues the state of the visible node with the longest path. Nodes without a draft token do not run.
+    A node continues the state of the node with the longest path among the nodes that it sees. For a draft token this is its parent, in
+    a window of lookahead decoding it is the token before. Nodes without a draft token do not run.
 
     Args:
         visible: ``[B, N, N]`` bool.
@@ -70,7 +70,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; if 0, states are 0."""
+    """Runs a block of nodes, each from its parent's states. base: ``[B]``, number of tokens before the block; 0 for zero states."""
 
     def __init__(
         self, states: RowStates, specs: Sequence[Sequence[StateSpec]], visible: Tensor, nodes: Tensor, base: Tensor
@@ -205,7 +205,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain` whose modules run as the pass's :class:`~decoders.engine.model.slot_cache.StatePass` decides."""
+    """A subclass of `plain`. In passes with a :class:`~decoders.engine.model.slot_cache.StatePass`, that object runs the module."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...common.transformers_compat import rope_parameters_of, rope_type_of, set_rope_type
 from ...errors import ContextLengthError, UnsupportedError, amount
 
-#: The rope types whose tables depend on the length. True: all lengths beyond the border share a table.
+#: The rope types with tables that depend on the length. The value says whether all lengths beyond the border share a table.
 VARYING = {"longrope": True, "dynamic": False}
 
 
@@ -30,7 +30,7 @@ class Sides:
     Attributes:
         borders: the greatest length of each side, in ascending order. If `open`, there is one more side beyond the last border.
         open: whether all texts beyond the last border share a table.
-        now: the side of the present pass.
+        now: the side of the current pass.
         flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All our copies of a model share it.
     """
 
@@ -122,7 +122,7 @@ def take_over(model: PreTrainedModel) -> Sides | None:
 
 
 def with_own_tables(model: nn.Module) -> None:
-    """Gives our copy of a model separate buffers for the tables that ``forward`` of rotary modules writes."""
+    """Gives our copy of a model its own buffers for the tables that rotary modules write in ``forward``."""
     for module in model.modules():
         if has_varying_table(module):
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -141,8 +141,9 @@ def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 
 
 def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
-    """Whether a module computes rotary tables that depend on the text's length: its config (or else `config`) says so, and the module
-    takes positions, has buffers and no weights.
+    """Whether a module computes rotary tables that depend on the text's length.
+
+    Its config (or else `config`) must say so, and the module must take positions and have buffers, but no weights.
     """
     if not varies(getattr(module, "config", config)) or next(module.parameters(), None) is not None:
         return False
@@ -150,7 +151,7 @@ def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
 
 
 class SidedRotary(nn.Module):
-    """A rotary module that uses the present side's table for all positions. module: the rotary module to replace."""
+    """A rotary module that uses the current side's table for all positions. module: the rotary module to replace."""
 
     flag: Tensor
 
@@ -220,7 +221,7 @@ class SidedRotary(nn.Module):
 
 
 def _each(function: Callable[..., Tensor], *tables: Any) -> Any:
-    """Applies `function` to `tables`. If the tables are tuples of tensors, it is applied to the first tensors, the second tensors, …"""
+    """Applies `function` to `tables`, element by element if the tables are tuples of tensors."""
     if isinstance(tables[0], Tensor):
         return function(*tables)
     return tuple(function(*parts) for parts in zip(*tables, strict=True))

@@ -62,7 +62,7 @@ class RowStates:
         self.reached[row] = source.reached[source_row]
 
     def commit(self, path: Tensor, emitted: Tensor, length: Tensor) -> None:
-        """Sets the states of every row to those after the row's last accepted node.
+        """Sets each row's states to the states after its last accepted node.
 
         Args:
             path: ``[B, N]`` int64, the accepted nodes.

@@ -1,4 +1,4 @@
-"""Creates a model's target (our copy of it) with kernels that work on this machine, and compares its logits with the model's."""
+"""Creates a target (our copy of a model) with kernels that work on this machine, and compares its logits with the model's."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .weights.twin import share_weights
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
-    """The target of `model`. It uses this package's kernels if they are chosen, fit and compute the right logits; else PyTorch's.
+    """The target of `model`. It uses our kernels if they are chosen, support the model and compute the right logits; else PyTorch's.
 
-    If a kernel fails, a warning is given, and :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>` is the reason.
+    If a kernel fails, the function warns, and :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>` has the reason.
 
     Raises:
         UnsupportedError: see :class:`Target`; or the target's logits for a tree differ from the model's.
@@ -103,7 +103,7 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
 
 #: Number of tokens of the longest branch after a text. For each block, the check compares the logits along the last branch.
 LONGEST_BRANCH = 3
-#: In low precision, logits must differ in so many pairs of texts before a model or a kernel is refused.
+#: In low precision, a model or a kernel is refused only if logits differ in this many trials, each with other texts.
 TEXTS = 3
 
 
@@ -114,7 +114,7 @@ class Sizes:
     Attributes:
         texts: number of tokens of each row, the longest row first.
         trees: for each verified block, the number and the length of its branches.
-        reach: number of positions to which the check shortens windows and chunks of layers, so that its short texts exceed them.
+        reach: the check limits windows and chunks of layers to this number of positions, so that its short texts exceed them.
     """
 
     texts: tuple[int, ...]
@@ -129,8 +129,8 @@ class Sizes:
 
 #: On the CPU the check has two short texts and a block of 16 nodes. It must be quick, because a process runs it before its first call.
 ON_CPU = Sizes((16, 8), ((5, 3),), 6)
-#: On CUDA the check has a text longer than a bucket of slots and than a split of the attention kernel, and blocks of up to 64 nodes, as
-#: calls have. A kernel that is right at small sizes may be wrong at these sizes.
+#: On CUDA the check has the sizes of calls, because a kernel that is right at small sizes may be wrong at these sizes. One text is
+#: longer than a bucket of slots and longer than a split of the attention kernel. Blocks have up to 64 nodes.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
@@ -174,7 +174,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
     """Describes in words how the logits of `target` and `reference` differ; None if they differ only by rounding."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     difference = None
-    # In low precision rounding may choose other experts, which changes a token's logits. A fault shows in every text.
+    # In low precision, rounding may lead to other experts, which changes a token's logits. A fault shows in every text.
     for shift in range(1 if exact else TEXTS):
         ids = _texts(target, sizes, shift)
         difference = _difference_in(ids, target, reference, layout, sizes, 1e-4 if exact else 0.1)
@@ -206,7 +206,7 @@ def _difference_in(
 
 
 def _texts(target: Target, sizes: Sizes, shift: int = 0) -> list[Tensor]:
-    """Pseudo-random token ids: for each row, a text followed by the tokens of the longest branch. shift: the number of the texts."""
+    """Pseudo-random token ids: for each row, a text followed by the tokens of the longest branch. Each `shift` gives other ids."""
     ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11 + shift) % 97 + 3
     return [
         ids[row * 1000 :][: count + LONGEST_BRANCH] % target.vocabulary.embeddings
@@ -253,7 +253,7 @@ def _tree_logits(
 
 
 def check_moves(target: Target) -> None:
-    """Raises UnsupportedError if our kernel that moves slots gives other results than plain copies. Does nothing if it is not used."""
+    """Raises UnsupportedError if our kernel for moving slots gives other results than plain copies. An unused kernel is not checked."""
     buffers = target.buffers(2, 64)
     if buffers.places is None:
         return
@@ -277,7 +277,7 @@ def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
 
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
-    """Runs the passes of a check with one row and with two rows, to compile kernels. twin: a copy, as modules may store results."""
+    """Runs a check's passes with one row and with two rows, to compile kernels. twin: a copy, because modules may store results."""
     _move_some(twin.buffers(2, 64), twin.device)
     sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):
@@ -291,7 +291,7 @@ REACHES = ("sliding_window", "attention_chunk_size")
 
 @contextmanager
 def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
-    """Within this context, limits windows and chunks of `target` and `reference`, which must be our copy, to `sizes.reach`."""
+    """Within this context, limits windows and chunks of `target` and of `reference`, our copy of a model, to `sizes.reach`."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
     usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
     kinds = target.attending.kinds
@@ -317,7 +317,7 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
 
 @torch.no_grad()
 def can_mix(target: Target) -> bool:
-    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives the results of separate passes over the rows and the prompt.
+    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives the same results as separate passes over rows and prompt.
 
     False for models with their own attention code, static sizes, recurrent layers, a quantized cache, or Triton's attention.
     """
@@ -346,7 +346,7 @@ def can_mix(target: Target) -> bool:
 
 
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
-    """The model's own logits ``[count, V]`` float32 after the `count` tokens of `ids` ``[1, T]`` from `begin` on, by a pass per token.
+    """The model's own logits ``[count, V]`` float32, with one pass per token, for `count` tokens of `ids` ``[1, T]`` from `begin` on.
 
     Recurrent layers may use other equations for a single token than for a text in one pass: Nemotron-H bounds time steps in a text.
     """

@@ -36,7 +36,7 @@ class Levels(NamedTuple):
     scales: Tensor
 
     def to(self, device: torch.device) -> Levels:
-        """On `device`. Layers of Gemma 4 move the keys and values of other layers to their own device in transformers 5.17."""
+        """Moves the tensors to `device`. In transformers 5.17, layers of Gemma 4 do so with keys and values of other layers."""
         return Levels(self.levels.to(device), self.scales.to(device))
 
 
@@ -79,7 +79,7 @@ class SlotCache(Cache):
         return self.seen(keys, key_scales), self.seen(values, value_scales)
 
     def seen(self, buffer: Tensor, scales: Tensor | None) -> Tensor | Levels:
-        """The slots of `buffer` that attention sees. With `scales`: as :class:`Levels` if `in_levels`, else dequantized."""
+        """The slots of `buffer` that attention sees. Slots with `scales` are dequantized, or become :class:`Levels` if `in_levels`."""
         states = buffer[:, :, : self.view]
         if scales is None:
             return states
@@ -107,7 +107,7 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
-    """Our CPU kernel that writes keys and values; None if it does not fit, or in compiled code: inductor generates a kernel."""
+    """Our CPU kernel that writes keys and values; None if it does not support them. In compiled code None: inductor writes them."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     if keys.dtype not in cpu.TYPES or keys.dtype != values.dtype or buffer.dtype not in (keys.dtype, torch.int8):

@@ -1,4 +1,4 @@
-"""Finds out by a trial pass what a model's layers store: keys, values and recurrent states; checks that states can be continued."""
+"""Finds out by a trial pass which keys, values and recurrent states a model stores, and checks that states can be continued."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .row_states import StateSpec
 MOST_LAYERS = 4096
 #: Number of tokens of a trial text.
 TRIED = 6
-#: Tolerated relative difference of the results for a text in one piece and in two pieces, in float32 and in lower precision.
+#: Tolerated relative difference between the results for a text in one piece and in two pieces, in float32 and in lower precision.
 IN_PIECES, LOW_IN_PIECES = 1e-3, 2e-2
-#: Tolerated relative difference of the results for a text in one piece and token by token. Some models use other equations for single
+#: Tolerated relative difference between the results in one piece and token by token. Some models use other equations for single
 #: tokens: Nemotron-H and Zamba2 differ by 3e-2.
 TOKEN_BY_TOKEN = 0.1
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A module with recurrent states, with its arguments in a trial pass. layer: index of the cache layer that holds the states."""
+    """A module with recurrent states, and its arguments in a trial pass. layer: index of the cache layer that holds the states."""
 
     layer: int
     module: nn.Module
@@ -68,7 +68,7 @@ class Recurrent:
         return tokens_of(self.args, self.keywords)
 
     def projections(self) -> tuple[tuple[str, ...], str | None]:
-        """See :func:`.recurrent.projections`."""
+        """The names of the linear layers that read the module's input and compute its output (:func:`.recurrent.projections`)."""
         hidden = self.tokens.expand(1, 2, -1).contiguous()
         return projections(self.module, lambda hidden: self(hidden, cache_of(self.states, None)[0]), hidden)
 

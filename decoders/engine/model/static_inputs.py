@@ -1,4 +1,4 @@
-"""Finds the tensors in a strategy's state, compares them with those in another call's state, and copies values between them."""
+"""Finds the tensors in a strategy's state, compares them with the tensors of another call, and copies values between both."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ class StaticInputs:
 
 
 def copied(value: Any) -> Any:
-    """`value` with copies of its tensors. If tensors together fill a buffer, their copies share a copy of this buffer."""
+    """Returns `value` with copies of its tensors. If tensors together fill a buffer, their copies share a copy of this buffer."""
     tensors, _ = find_tensors(value)
     buffers = {buffer.data_ptr(): buffer.clone().untyped_storage() for buffer in _whole_buffers(tensors)[0].values()}
     return _copied(value, buffers)
 
 
 def _copied(value: Any, buffers: Mapping[int, torch.UntypedStorage]) -> Any:
-    """The result of :func:`copied`. buffers: copies of shared buffers, by the address of the original buffer."""
+    """Returns `value` with copies of its tensors. buffers: copies of shared buffers, by the address of the original buffer."""
     if isinstance(value, Tensor):
         buffer = buffers.get(value.untyped_storage().data_ptr()) if buffers else None
         if buffer is None:
@@ -198,7 +198,7 @@ def _equal(own: Any, other: Any) -> bool:
 
 
 def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` with size 1 in the dimensions in which `like` (default: `tensor`) is expanded: expanded tensors cannot be written."""
+    """Narrows `tensor` to size 1 where `like` (default: `tensor`) is expanded, because expanded tensors cannot be written."""
     like = tensor if like is None else like
     for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if stride == 0 and size > 1:

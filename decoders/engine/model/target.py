@@ -59,7 +59,7 @@ class ForwardResult:
     layers: Tensor | None = None
 
     def behind(self, count: int) -> ForwardResult:
-        """These results without the hidden states of the first `count` nodes, for passes in which these nodes get no logits."""
+        """Returns these results without the hidden states of the first `count` nodes, which got no logits."""
         if not count:
             return self
         layers = self.layers[:, count:] if self.layers is not None else None
@@ -83,24 +83,26 @@ class Target:
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded up to buckets.
-        precision: precision of the matrices and of the cache, if it differs from the model's precision.
+        precision: how matrices and the KV cache are stored, if not as the model has them.
         vocabulary: the tokens that the model accepts and predicts.
         attending: how attention is computed.
         products: how matrices are multiplied.
         lengths: how results depend on the length of a text.
         checks: the results of the checks made when the target was created.
-        weights: the state of the weights from which the kept keys and values, and the quantized matrices, were computed.
-        rounds: whether intermediate values are rounded (activations, keys or values are quantized, or float32 products use
-            TensorFloat-32), so that a difference in the last bit may become larger.
+        weights: identifies the weights from which cached keys and values, and quantized matrices, were computed.
+        rounds: whether intermediate values are rounded: activations, keys or values are quantized, or float32 products use
+            TensorFloat-32. Rounding may enlarge a difference in the last bit.
         recurrent: indices of the layers that keep a state per row (:mod:`.recurrent`). A model with recurrent layers runs uncompiled.
         continues: whether all recurrent layers can continue a text with several tokens at once.
         taps: the hooks that store outputs of a pass besides logits.
-        multiple: blocks and chunks of text have a multiple of this number of nodes. It is more than 1 if the last bits of logits matter
-            and depend on the slots of a path. Then tokens accepted on a branch run again in the slots ``base + depth``.
+        multiple: the sizes of blocks and chunks of text are multiples of this number. It exceeds 1 in low precision on a CPU with
+            PyTorch's attention. The last bits of logits then depend on the slots of a path, so tokens accepted on a branch run again
+            in the slots ``base + depth``.
         ranks: the processes that share the weights.
 
     Raises:
-        UnsupportedError: the loop does not support the model's architecture. A kernel that does not run may raise any exception.
+        UnsupportedError: the loop does not support the model's architecture.
+        Exception: a kernel failed to run.
     """
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
@@ -158,18 +160,18 @@ class Target:
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        # Only PyTorch's attention needs multiples. Committed tokens run again to fill a multiple, which recurrent states do not allow.
+        # Only PyTorch's attention needs multiples. To fill a multiple, committed tokens run again: recurrent layers cannot do that.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self) -> PassInput:
-        """The input of a pass over four tokens of one row, for checks, with a new cache that is not quantized."""
+        """The input of a pass for checks: four tokens in one row, and a new cache, which is not quantized."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.vocabulary.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
         buffers = CacheBuffers.allocate([replace(spec, quantized=False) for spec in self.layout], 1, 16)
         return PassInput(tokens, start, tree, buffers, torch.arange(8, device=self.device))
 
     def _read_few(self, watch: Callable[[SlotCache], None]) -> None:
-        """Runs a pass over a few tokens. watch: called before the pass with the cache that it uses, which is not quantized."""
+        """Runs a pass over a few tokens. watch: called with the pass's cache, which is not quantized, before the pass runs."""
         given = self._few_tokens()
         inputs = self.inputs(given.nodes, given.base, given.tree, given.buffers, given.view)
         watch(inputs[self._cache_keyword])
@@ -177,7 +179,7 @@ class Target:
         self.taps.head.forget()
 
     def check_lengths(self, longest: int, rows: int) -> None:
-        """Raises ContextLengthError if the loop cannot decode `rows` texts of up to `longest` tokens with the model's own results."""
+        """Raises ContextLengthError if the loop's results for `rows` texts of up to `longest` tokens would differ from the model's."""
         name, most = type(self.model).__name__, self.checks.longest
         if most is not None and longest > most:
             raise ContextLengthError(
@@ -188,11 +190,11 @@ class Target:
             self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
-        """The rotary table (side) for a text of `length` tokens, see :class:`~decoders.engine.model.rope.Sides`; 0 if there is one."""
+        """Index of the rotary table for `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 if the table never changes."""
         return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
 
     def take_side(self, side: int) -> None:
-        """Makes the next passes use the rotary table of `side`."""
+        """Makes the next passes use the rotary table with the index `side`."""
         if self.lengths.sides is not None:
             self.lengths.sides.take(side)
 
@@ -212,17 +214,17 @@ class Target:
 
     @property
     def attends(self) -> Literal["sdpa", "triton", "cpu"]:
-        """See :attr:`Attending.by`."""
+        """Which attention runs: our kernel ("triton" or "cpu") or PyTorch's ("sdpa")."""
         return self.attending.by
 
     @property
     def vocab_size(self) -> int:
-        """See :attr:`Vocabulary.size`."""
+        """Number of logits ``V``."""
         return self.vocabulary.size
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the decoder layers whose outputs are in the target's results, see :meth:`watching`."""
+        """Indices of the watched decoder layers: the target's results contain their outputs (:meth:`watching`)."""
         return self.taps.layers
 
     @property
@@ -251,8 +253,9 @@ class Target:
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether a block of `rows` rows may have a single node per row. False if sizes are static, or if other bits of a single node's
-        logits could change a token.
+        """Whether a block of `rows` rows may have a single node per row.
+
+        False if sizes are static, or if a token could change because a single node's logits have other bits.
         """
         if self.static:
             return False
@@ -267,7 +270,7 @@ class Target:
         return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
-        """A target with a further copy of the modules, which shares the (quantized) weights. layers: see :meth:`watching`."""
+        """A second target with its own modules, which share all weights, also quantized ones. layers: see :meth:`watching`."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -297,12 +300,13 @@ class Target:
         return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.vocabulary.embeddings - 1)))
 
     def watching(self, layers: tuple[int, ...]) -> Target:
-        """A :meth:`sibling` whose results contain the outputs of the decoder layers `layers`. Its passes need another graph."""
+        """A :meth:`sibling` that also returns the outputs of the decoder layers `layers`. Its passes are compiled separately."""
         return self.sibling(layers)
 
     def renew(self, weights: WeightState) -> bool:
-        """Quantizes the present weights again, in place, so that compiled code and recorded steps read the new values. Returns False if
-        a 16-bit copy of a weight can no longer represent the weight. weights: the present :class:`WeightState`.
+        """Quantizes the current weights again, in place: compiled code and recorded steps then read the new values.
+
+        Returns False if a 16-bit copy can no longer represent its weight. weights: the current :class:`WeightState`.
         """
         if not self.products.quantized.renew():
             return False
@@ -310,16 +314,17 @@ class Target:
         return True
 
     def _quick(self) -> AbstractContextManager:
-        """Inference mode, in which operators cost less, for passes that are neither compiled nor recorded."""
+        """Returns inference mode, which makes operators cheaper, for passes that are neither compiled nor recorded."""
         seen = self.static or torch.compiler.is_dynamo_compiling()
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
     def forward(self, given: PassInput) -> ForwardResult:
-        """One pass over a block of nodes, without the prompt piece that may come with the block."""
+        """Runs one pass over a block of nodes. It does not prefill the prompt piece ``given.piece``."""
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
-            # Some models need a token's id besides its embedding. So drafts run in a second pass, with ids, except in recurrent models.
+            # The root is an embedding without an id, but some models need the ids of draft tokens. So drafts run in a second pass,
+            # with ids. Recurrent models run all nodes in one pass.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
                 first = self.forward(given._replace(nodes=nodes[:, :count], tree=begin))
@@ -367,7 +372,7 @@ class Target:
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
     ) -> dict:  # fmt: skip
-        """The result of :meth:`inputs` for a chunk of text, which recurrent layers process in another way than a block of nodes."""
+        """The model's arguments for a chunk of text. Recurrent layers process text differently from a block of nodes."""
         rows, count = tokens.shape
         text_pass = None
         if buffers.states is not None:
@@ -415,6 +420,6 @@ class Target:
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    """`tensor`; if it is an inference tensor, an ordinary copy."""
+    """Returns `tensor`, or an ordinary copy if `tensor` is an inference tensor."""
     inference = not torch.compiler.is_dynamo_compiling() and tensor.is_inference()
     return tensor.clone() if inference else tensor

@@ -24,14 +24,14 @@ from ...report.surroundings import WAITING, busy_share, waiting_share
 #: The number of threads is reconsidered after every STEPS steps, or after LONG seconds of steps.
 STEPS = 4
 LONG = 0.1
-#: Another number of threads is better if a step with it takes at most this share of the time that a step took before.
+#: A trial's number of threads is kept if its steps take at most this share of the time that steps took before the trial.
 BETTER = 0.9
-#: Between two trials, steps take at least AGAIN seconds, and at least SPARSE times the seconds of the last trial.
+#: Before the next trial, steps run for at least AGAIN seconds, and at least SPARSE times as long as the last trial.
 AGAIN, SPARSE = 1.0, 20
 
 
 class _TorchsOwn(threading.local):
-    """For each thread: torch's number of threads before calls changed it, and the number of calls that run in this thread."""
+    """Per calling thread: torch's number of threads before our calls changed it, and how many of our calls are running."""
 
     number, calls = 0, 0
 
@@ -40,13 +40,13 @@ _own = _TorchsOwn()
 
 
 def torchs_own() -> int:
-    """``torch.get_num_threads()`` in this thread, or what it was before the calls that now run in this thread changed it."""
+    """``torch.get_num_threads()`` in this thread. While our calls run here, the number from before the outermost call."""
     return _own.number if _own.calls else torch.get_num_threads()
 
 
 @contextmanager
 def own_number_afterwards() -> Iterator[None]:
-    """The context of a call whose steps may use fewer threads. Calls may be nested. The outermost call restores torch's number."""
+    """Context manager for a call that may change torch's number of threads. The outermost of nested calls restores the number."""
     if not _own.calls:
         _own.number = torch.get_num_threads()
     _own.calls += 1
@@ -109,7 +109,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """A `Threads` for a new model: begins with torch's number of threads, or with half of it if the machine is busy."""
+        """A `Threads` for a new model. It begins with torch's number of threads, or with half as many if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and busy_share():
             threads.count = threads.most // 2
@@ -119,7 +119,7 @@ class Threads:
         self.most = self.count = most
         self._steps, self._until_trial = _Steps(), 0.0
         self._before: tuple[int, float] | None = None  # in a trial, the former number and its mean seconds per step
-        self._upwards = False  # whether the next trial uses more threads, if both more and fewer are due
+        self._upwards = False  # whether the next trial uses more threads, if both more and fewer threads could be tried
 
     def use(self) -> None:
         """Sets the chosen number of threads."""
@@ -168,7 +168,7 @@ def release_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of PyTorch's libgomp; None without libgomp: other libraries may end the teams of all threads."""
+    """``omp_pause_resource_all`` of PyTorch's libgomp. None for other OpenMP libraries, which may end the teams of all threads."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if sys.platform != "linux" or not library.exists():
         return None

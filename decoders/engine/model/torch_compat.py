@@ -31,7 +31,7 @@ COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 def instructions() -> str:
-    """Names of the processor's instruction sets on which the choice of kernels depends: vectors, VNNI, bfloat16 and AMX."""
+    """Names of the processor's instruction sets that decide which kernels run: vectors, VNNI, bfloat16 and AMX."""
     special = {
         "VNNI": torch.cpu._is_vnni_supported,
         "BF16": torch.cpu._is_avx512_bf16_supported,
@@ -73,7 +73,7 @@ class EqualOnce(CustomGraphPass):
 
 
 class _Number(int):
-    """The number of the node whose result is an argument. Equal results have equal numbers."""
+    """Stands for an argument of a node: the number of the result that is passed. Equal results have equal numbers."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
@@ -91,7 +91,7 @@ def _is_function(node: torch.fx.Node) -> bool:
 
 
 def waiting_operators() -> tuple[Any, ...]:
-    """Operators that wait for the device: the operators behind ``item()`` and ``unique()``."""
+    """Operators that wait for the device: ``item()`` and ``unique()`` call them."""
     return torch.ops.aten._local_scalar_dense, torch.ops.aten._unique2
 
 
@@ -161,12 +161,12 @@ def mark_static(tensor: Tensor, dim: int) -> None:
 
 
 def floats_as_constants() -> AbstractContextManager:
-    """The context in which this thread compiles floats as constants. With dynamic sizes, a norm's epsilon would else be an input."""
+    """A context in which this thread compiles floats as constants. Otherwise, with dynamic sizes, an epsilon would be an input."""
     return torch._dynamo.config.patch(specialize_float=True)
 
 
 def sizes_of_their_own() -> AbstractContextManager:
-    """The context in which sizes that happen to be equal (four rows, four children) are compiled as different sizes."""
+    """A context in which sizes that happen to be equal (four rows, four children) are compiled as different sizes."""
     from torch.fx.experimental import _config
 
     return cast(Any, _config).patch(use_duck_shape=False)
@@ -178,14 +178,14 @@ def graphs_compiled() -> int:
 
 
 def compiled_region(function: Callable) -> Callable:
-    """`function` as a region: equal calls share a graph. Any number of graphs is allowed; by default torch raises at the ninth."""
+    """Returns `function` as a nested region, so that equal calls share a graph. By default torch would raise at the ninth graph."""
     region: Any = torch.compiler.nested_compile_region
     bound = "max_reuse_entries" in signature(region).parameters
     return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))
 
 
 def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any], **more: Any) -> Callable:
-    """`function` compiled without graph breaks and without guards on modules."""
+    """Returns `function` compiled without graph breaks and without guards on modules."""
     compile: Any = torch.compile  # Any, because torch.compile annotates options too narrowly
     given = {"guard_filter_fn": skip_module_guards, "cpp.dynamic_threads": True, **options}
     return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
@@ -193,9 +193,9 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
 
 @cache
 def spare_compiler_warnings() -> None:
-    """Silences warnings of torch's compiler about which users can do nothing. If warnings are errors, they would end a compilation.
+    """Silences warnings of torch's compiler that users can do nothing about. Where warnings are errors, they would end a compilation.
 
-    The compiler warns once per process of TensorFloat-32 settings. This function triggers the warnings now and ignores them. Without a
+    The compiler warns once per process about TensorFloat-32 settings. This function triggers the warnings and ignores them. Without a
     CUDA toolkit, ``TRITON_LIBDEVICE_PATH`` is set to Triton's own libdevice, which the compiler would use anyway. A warning filter
     during compilation would not help, because all threads share it and any thread may replace it.
     """

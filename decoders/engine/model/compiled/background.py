@@ -24,7 +24,7 @@ from ..torch_compat import device_waits_behind, spare_compiler_warnings, traced_
 _log = logging.getLogger("decoders")
 
 #: Switch interval of the interpreter during compilation, in seconds. Every operator of a decoding step releases the interpreter's lock
-#: and waits for it again: with Python's default of 0.005 s, a step of 300 operators would take 1.5 s.
+#: and waits for it again. With Python's default of 0.005 s, a step of 300 operators would take 1.5 s.
 SWITCH_INTERVAL = 2e-5
 
 #: Held by the thread that compiles. Dynamo and inductor keep process-wide state, so only one compilation runs at a time.

@@ -22,7 +22,7 @@ from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 
-#: Number of nodes that get logits in a compiled pass whose logits are not read: for a single node Dynamo would compile another graph.
+#: Number of nodes that get logits in a compiled pass if no logits are needed. A single node would need another graph.
 FEWEST_LOGITS = 2
 
 
@@ -63,7 +63,7 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
         recordings: Recordings | None = None,
     ) -> None:  # fmt: skip
-        """Runs :meth:`Target.prefill`, compiled or replayed if possible. recordings: those of the rows' session; None: no replay."""
+        """Runs :meth:`Target.prefill`, compiled or replayed if possible. recordings: the session's recordings; None for no replay."""
         if recordings is not None:
             # A recording fixes the number of slots that attention reads, so attention reads all slots.
             key = "prefill", buffers.place, len(view)
@@ -101,7 +101,7 @@ class ForwardPass:
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """Returns the result of ``function(*given)``, by a replay once it is recorded. `function` runs a pass.
+        """Returns ``function(*given)``, the result of a pass. Once the function is recorded, a replay computes the result.
 
         Args:
             key, given: see :meth:`~decoders.engine.model.recordings.Recordings.run`.
@@ -158,8 +158,8 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Adds the seconds of the uncompiled pass in this context to those of its kind; of a long pass only a share, because compiling
-        a long pass saves no more than compiling a short one.
+        """Adds the seconds of the uncompiled pass in this context to its kind. A long pass counts only in part, because compiling saves
+        no more time in a long pass than in a short one.
         """
         started = time.perf_counter()
         yield

@@ -39,8 +39,8 @@ def private(function: Callable) -> Callable:
 class CompiledFunction:
     """A tensor function, compiled with dynamic sizes. After a call that compiled code, `on_compile` is called with the call's seconds.
 
-    If the compiler fails, for instance after too many shapes, one warning is given. From then on, arguments with the failed shapes and
-    plain values run uncompiled; all arguments do, if compiling has never succeeded.
+    If the compiler fails, for instance after too many shapes, one warning is given. From then on, calls with the failed shapes and
+    plain values run uncompiled. If compiling has never succeeded, all calls run uncompiled.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -94,7 +94,7 @@ class CompiledFunction:
 
 
 def _kind(argument: Any) -> Any:
-    """The part of an argument that selects a graph: a tensor's shape, a plain value, or for other objects the type."""
+    """A key for the graph that an argument needs: a tensor's shape, a plain value, or the type of another object."""
     if isinstance(argument, Tensor):
         return argument.shape
     return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
@@ -102,7 +102,7 @@ def _kind(argument: Any) -> Any:
 
 #: Seconds that compiling a function is expected to take on two cores.
 FUNCTION_SECONDS = 5.0
-#: Greatest number of kinds of arguments that one function is compiled for. It is Dynamo's own limit.
+#: Greatest number of kinds of arguments (:func:`kind_of`) that one function is compiled for. It is Dynamo's own limit.
 MOST_KINDS = 8
 
 
@@ -112,7 +112,7 @@ class TieredFunction:
     Each kind of arguments (:func:`kind_of`) is compiled separately, so that a second row does not make a call wait for the compiler.
 
     Args:
-        due: returns whether to compile without waiting for that time, because the step that calls this function is compiled.
+        due: returns True if `function` is to be compiled earlier, because the step that calls it is compiled.
     """
 
     def __init__(self, function: Callable, compiled: CompiledFunction, due: Callable[[], bool] = lambda: False) -> None:
@@ -125,7 +125,7 @@ class TieredFunction:
         return self.compiled(*args) if self.is_ready(kind) else self.uncompiled(kind, *args)
 
     def uncompiled(self, kind: Hashable, *args: Any) -> Any:
-        """Runs the function uncompiled on arguments of `kind`, and begins to compile for this kind when that is due."""
+        """Runs the function uncompiled on arguments of `kind`, and begins to compile it for this kind when that is due."""
         started = time.perf_counter()
         result = self.function(*args)
         self._seconds += time.perf_counter() - started
@@ -135,7 +135,7 @@ class TieredFunction:
         return result
 
     def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
-        """Returns ``function(*args)``. First compiles for `kind`, unless that has begun already, and passes the seconds to `book`."""
+        """Returns ``function(*args)``. If no compilation for `kind` has begun, waits for one first; `book` gets the seconds."""
         if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not host_reads.recorded():
             started = time.perf_counter()
             self._begin(kind, args).wait()
@@ -164,7 +164,7 @@ class TieredFunction:
 
 
 def kind_of(value: Any) -> Hashable:
-    """The part of `value` that selects a graph with dynamic sizes: dtypes, which sizes are 0 or 1, and plain values except numbers."""
+    """A key for the graph that `value` needs if sizes are dynamic: dtypes, which sizes are 0 or 1, and plain values except numbers."""
     if isinstance(value, Tensor):
         return value.dtype, tuple([min(size, 2) for size in value.shape])
     if isinstance(value, bool | str | SamplingPlan | None):

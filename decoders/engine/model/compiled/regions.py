@@ -1,4 +1,4 @@
-"""A forward pass compiled by regions, the decoder layers. Equal layers share a graph, so many layers compile about as fast as few."""
+"""A forward pass that is compiled layer by layer. Equal layers share a graph, so many layers compile about as fast as few."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
 
 
 def _region(function: Callable) -> Callable:
-    return torch_compat.compiled_region(private(function))  # a copy, because marking a region writes to it
+    return torch_compat.compiled_region(private(function))  # a copy, because torch writes to the function
 
 
 class RegionalForward:
-    """`function`, a forward pass over `model`, compiled with dynamic sizes; weights are inputs of the graph.
+    """Compiles `function`, a forward pass over `model`, with dynamic sizes. Weights are inputs of the graph.
 
     Layers are regions. If compiling by regions fails, the pass is compiled as a whole, with the same inputs and results. Declare
     constant sizes with :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic,
@@ -118,7 +118,7 @@ def copied_whole(tensor: Tensor) -> Tensor:
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target` for compilation, on a copy of the modules, because the target goes on running its own modules."""
+    """The forward pass of `target`, to be compiled. It has a copy of the modules, because the target's modules also run uncompiled."""
     twin = target.sibling()
 
     def forward(
@@ -130,7 +130,7 @@ def regional_forward(target: Target) -> RegionalForward:
 
 
 def regional_mixed(target: Target) -> RegionalForward:
-    """:func:`regional_forward` for mixed passes (:mod:`~decoders.engine.model.mixed`)."""
+    """The mixed pass of `target` (:mod:`~decoders.engine.model.mixed`), to be compiled, on a copy of the modules."""
     twin = target.sibling()
 
     def forward(
@@ -148,8 +148,8 @@ def _tensors(result: ForwardResult) -> tuple[Tensor, ...]:
 def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
     """Arguments to compile a pass with. Sizes that may differ are pairwise different, because Dynamo treats equal sizes as one size.
 
-    The `count` nodes are the last of a larger tree, as in level-by-level drafting, and the first nodes get no logits. The graph then
-    also serves whole trees and text. If `count` is 1, the node is a whole tree. If sizes are static, the view covers all slots.
+    The `count` nodes are the last nodes of a larger tree, as in level-by-level drafting, and the first of them get no logits. The graph
+    then also serves whole trees and text. If `count` is 1, the node is a whole tree. If sizes are static, the view covers all slots.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.vocabulary.embeddings), (rows, count), device=device)
@@ -166,7 +166,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
 
 
 def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTensors, Tensor, PromptPiece, Tensor]:
-    """:func:`examples` for mixed passes with `count` nodes in each row."""
+    """Arguments to compile a mixed pass with, like :func:`examples`. count: number of nodes in each row."""
     rows = 3
     nodes, base, _, _, view, _ = examples(target, rows, count)
     buffers = target.buffers(rows + 1, EXAMPLE_SLOTS)

@@ -25,7 +25,7 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: If each layer is a single operator, compiling saves only a few percent, so it begins only after this many times as long.
+#: If each layer is a single operator, compiling saves only a few percent, so it begins after PATIENCE times as many seconds of passes.
 PATIENCE = 10.0
 
 
@@ -60,7 +60,7 @@ class _Tier:
     """The compilation of the passes of one kind.
 
     Attributes:
-        seconds: seconds so far of passes and steps that compiling this kind would make faster.
+        seconds: seconds spent so far in passes and steps that would be faster if this kind were compiled.
         job: the compilation, running or finished; None before it has begun.
         booked: whether the compilation's seconds are in a report.
     """
@@ -81,12 +81,12 @@ class Beside:
         return lambda rows, count: None
 
     def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
-        """Pairs of a sampling plan (or only `plan`) and a kind of arguments, for which drawing is compiled."""
+        """Pairs of a sampling plan and a kind of arguments, for which drawing is compiled. plan: leaves out all other plans."""
         return frozenset()
 
 
 class Tiers:
-    """Decides which passes of a model run compiled: at first none; a kind of pass once its uncompiled passes have taken long enough.
+    """Decides which passes of a model run compiled. A kind of pass is compiled once its uncompiled passes have taken long enough.
 
     Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and its tokens do not depend on
     when the compiler is ready.
@@ -94,8 +94,8 @@ class Tiers:
     Attributes:
         kinds: for each kind of pass, its compilation and the seconds spent without it.
         regional, regional_mixed: the compiled pass without and with a piece of a prompt; None before their compilation begins.
-        mode: the setting ``compile`` of the present call.
-        report: the present call's report.
+        mode: the setting ``compile`` of the current call.
+        report: the current call's report.
         beside: the functions that are compiled together with the pass.
     """
 
@@ -118,8 +118,8 @@ class Tiers:
         """Within this context, `mode` decides which passes are compiled, and their compilations are added to `report`.
 
         Args:
-            allowed: the result of :meth:`steady_tiers` at the beginning of the call. None: the result of an enclosing context with the
-                same mode, else the present result.
+            allowed: the result of :meth:`steady_tiers` at the beginning of the call. None for the result in an enclosing context of the
+                same mode, or else for the current result.
 
         Raises:
             UnsupportedError: `mode` is True, and the model cannot be compiled.
@@ -140,7 +140,7 @@ class Tiers:
     def steady_tiers(
         self, mode: Compile, plan: SamplingPlan | None = None, *, joined: bool = False
     ) -> set[Hashable] | None:
-        """What a call beginning now may run compiled: kinds of passes, and pairs as in :attr:`Tier.draws`. None: no limit.
+        """What a call that begins now may run compiled: kinds of passes, and pairs as in :attr:`Tier.draws`. None for everything.
 
         Args:
             mode: the call's setting ``compile``; only "auto" sets a limit.
@@ -226,7 +226,7 @@ class Tiers:
             self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def book_single(self, seconds: float, rows: int) -> None:
-        """Adds a step without a draft to the seconds of passes with single nodes. Begins to compile these passes when that is due."""
+        """Adds the seconds of a step without a draft to the passes with single nodes. Begins to compile these when that is due."""
         kind = PassKind(rows > 1, single_node=True)
         if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
@@ -235,7 +235,7 @@ class Tiers:
         self._spend(kind, seconds)
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
-        """Adds a prefill that a mixed pass could have done to the seconds of mixed passes. Begins to compile them when that is due."""
+        """Adds the seconds of a prefill that could have been part of a mixed pass. Begins to compile mixed passes when that is due."""
         if rows >= 2 and self._can_mix and self.compiles(several=True):
             self._spend(PassKind(True, single, mixed=True), seconds)
 
@@ -245,7 +245,7 @@ class Tiers:
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Adds `seconds`, of which compiled passes would save a part, to those of `kind`. Begins to compile `kind` when that is due."""
+        """Adds seconds of work that would be faster if `kind` were compiled. Begins to compile `kind` when that is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-#: A joint product, of one input by several matrices, has at most MOST_MATRICES. On CUDA, the number of outputs of each matrix is a
-#: multiple of LARGEST_BLOCK, so that a block of outputs belongs to one matrix.
+#: A joint product multiplies one input by up to MOST_MATRICES matrices. On CUDA, each matrix has a multiple of LARGEST_BLOCK outputs,
+#: so that a block of outputs belongs to one matrix.
 MOST_MATRICES, LARGEST_BLOCK = 3, 64
 
 
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     """The matrices of a product, or of whole decoder layers.
 
     Attributes:
-        matrices: ``[O, K]``, or their quantized levels; those of a product (up to :data:`MOST_MATRICES`) have the same input.
+        matrices: ``[O, K]`` each, or their quantized levels. A product has up to :data:`MOST_MATRICES` matrices with the same input.
         scales: the scales of quantized matrices; empty for other matrices.
         biases: a bias ``[O]`` for each matrix; or empty.
         digits: how many integers represent an activation in a quantized product (:mod:`~decoders.engine.model.weights.quantized`).
@@ -57,7 +57,7 @@ def runs_kernels(device: torch.device) -> bool:
     return _installed() and (device.type == "cuda" or interpreted())
 
 
-#: By name of an operator, the function that launches its kernels.
+#: Maps the name of an operator to the function that launches its kernels.
 LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 

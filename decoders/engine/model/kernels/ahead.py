@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels in parallel before a model's first pass. One after the other, they would take more than ten seconds.
 
-First, passes over fake tensors, which have no memory, note the operators that calls will use. Then each operator's launching code runs
+First, passes over fake tensors, which have no memory, record which operators calls will use. Then each operator's launching code runs
 with "meta" tensors: Triton compiles the kernels, but does not run them. It keeps compiled kernels on disk for later processes.
 """
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("decoders")
 
 
 class Noted(TorchDispatchMode):
-    """Notes calls of this package's operators, one call per combination of sizes, strides and dtypes of the arguments.
+    """Records calls of this package's operators, one call per combination of sizes, strides and dtypes of the arguments.
 
     Attributes:
         calls: by combination, the operator's name and its arguments, with tensors on the "meta" device.
@@ -71,7 +71,7 @@ def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
     ):
         try:
             passes()
-        except Exception as error:  # a module reads values, which fake tensors lack; the calls before are noted
+        except Exception as error:  # a module reads values, which fake tensors lack; the calls before are recorded
             _log.info("some kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
     return list(noted.calls.values())
 

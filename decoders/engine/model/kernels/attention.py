@@ -1,8 +1,8 @@
 """Kernels for attention of a block of nodes (a draft tree or a piece of text) to the slot cache. Their cost grows with a row's length,
-not with the cache's size, and they read no mask of all slots.
+not with the cache's size, and they need no mask over all slots.
 
-A small 4-D tensor takes the place of the mask and describes the block (:func:`pack_mask`); model code passes it on unchanged. The
-operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
+Instead of a mask, a small 4-D tensor describes the block (:func:`pack_mask`). Model code passes this tensor on unchanged. The operators
+are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
 
 On CUDA, the keys are split at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/). One program computes one split,
 and the splits' results are added in order. So a query's result depends neither on the number of queries or rows nor on the cache size.
@@ -32,7 +32,7 @@ Kernel = Literal["triton", "cpu"]
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """Describes a block as ``[B, 1, K, words + 2]`` int64: for each node, words with a bit per visible node, its offset, and the base.
+    """Describes a block as ``[B, 1, K, words + 2]`` int64. A node has words with a bit per visible node, then its offset and the base.
 
     Args:
         base: ``[B]`` int64, slot and position of each row's node 0; may be negative.
@@ -76,7 +76,7 @@ def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     kernel: Kernel = "triton", **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Computes :func:`decoders.engine.model.attention.tree_attention` by a kernel. attention_mask: from :func:`pack_mask`."""
+    """Like :func:`decoders.engine.model.attention.tree_attention`, but by a kernel. attention_mask: from :func:`pack_mask`."""
     if given.get("position_bias") is not None:
         refuse_position_bias(module)
     sinks, softcap, kind = given.get("s_aux"), given.get("softcap"), getattr(module, KIND_ATTRIBUTE, LayerKind())
@@ -102,7 +102,7 @@ def _on_cpu(
     )
 
 
-#: For each kernel, its name in transformers' registry and its function.
+#: Maps a kernel to its name in transformers' registry, and to its attention function.
 REGISTERED: dict[Kernel, tuple[str, Callable[..., tuple[Tensor, None]]]] = {
     "triton": (NAME, kernel_attention),
     "cpu": (CPU_NAME, functools.partial(kernel_attention, kernel="cpu")),

@@ -1,4 +1,4 @@
-"""Launches the attention kernels of :mod:`.attention_triton`, with a program per tile of queries and split of the keys."""
+"""Launches the attention kernels of :mod:`.attention_triton`: one program for each tile of queries in each split of the keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from . import operator
 
 #: Number of bits in a word of the mask. A bit says whether a node is visible.
 WORD = 64
-#: An octave is OCTAVE successive splits. The splits of the first two octaves have FIRST_SPLIT slots, and each later octave doubles the
-#: slots per split: the splits that end at slot 32,768 have 1,024 slots.
+#: Sizes of splits: the first 2 * OCTAVE splits have FIRST_SPLIT slots each, the next OCTAVE splits twice as many, the next OCTAVE
+#: splits four times as many, and so on. The splits up to slot 32,768 thus have at most 1,024 slots.
 FIRST_SPLIT, OCTAVE = 128, 16
 #: FIRST_SPLIT for text: with many queries, adding up the results of shorter splits would take longer than it saves.
 FIRST_TEXT_SPLIT = 1024
 #: Rows of a tile. A tensor-core instruction also has 16 rows, so a query's products use the same instructions in every block.
 ROWS = 16
-#: Greatest number of bytes for the results of a launch's splits; if the rows need more, there are several launches.
+#: Greatest number of bytes for the results of all splits in a launch. If the rows need more, there are several launches.
 MOST_SCRATCH = 256 << 20
 
 

@@ -1,7 +1,7 @@
-"""The Triton kernels of :mod:`.attention`: one with a program per tile of queries and split of the keys, one that adds up the splits.
+"""The Triton kernels of :mod:`.attention`. One computes a tile of queries over a split of the keys, the other adds up the splits.
 
 The queries of a GQA group (``G`` query heads per key head ``h``) are rows of a tile: row ``r`` is query ``r // G`` of head
-``h * G + r % G``. A tile of keys begins at a multiple of ``BN`` slots, and a split at a fixed slot, so that the order of a query's sums
+``h * G + r % G``. A tile of keys begins at a multiple of ``BN`` slots, and a split at a fixed slot. So the order of a query's sums
 depends neither on the block nor on the batch. Tiles that a query does not see change nothing, because their probabilities are zero.
 """
 
@@ -16,7 +16,7 @@ VARYING = ("window", "chunk", "view", "nodes", "queries", "splits", "smb", "smn"
 
 @triton.jit
 def split_start(split, FIRST: tl.constexpr, OCTAVE: tl.constexpr):
-    """The first slot of a split. The first ``2 * OCTAVE`` splits have ``FIRST`` slots; from then on, the size doubles every octave."""
+    """The first slot of a split. The first ``2 * OCTAVE`` splits have ``FIRST`` slots, then sizes double every ``OCTAVE`` splits."""
     octave = split // OCTAVE
     doubled = tl.maximum(octave - 1, 0)
     return tl.where(octave == 0, 0, (FIRST * OCTAVE) << doubled) + (split % OCTAVE) * (FIRST << doubled)

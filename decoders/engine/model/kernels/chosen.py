@@ -19,14 +19,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def preferred(device: torch.device) -> Kernel | None:
-    """The kernel that ``attention="auto"`` chooses on `device` if the kernel fits the model; None for PyTorch's attention."""
+    """The kernel that ``attention="auto"`` chooses on `device` if the kernel supports the model; None for PyTorch's attention."""
     if device.type == "cpu":
         return None if take_cpu_kernels() is None else "cpu"
     return "triton" if device.type == "cuda" else None
 
 
 def unfit(kernel: Kernel, layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
-    """Why a kernel cannot compute the attention of a model whose cache has this `layout`; None if it can.
+    """Why a kernel cannot compute the attention of a model with this cache `layout`; None if it can.
 
     own_layers: number of layers that call the attention function that their config names.
     """
@@ -50,7 +50,7 @@ def kernel_for(wanted: Attention, layout: Sequence[LayerSpec], own_layers: int, 
     """Our kernel that computes the attention of model `name`; None for PyTorch's attention. layout, own_layers: see :func:`unfit`.
 
     Raises:
-        UnsupportedError: the caller named the kernel for CUDA, and it does not fit.
+        UnsupportedError: the caller named the kernel for CUDA, and it does not support the model.
     """
     device = layout[0].device
     ours = preferred(device) if wanted == "auto" else None if wanted == "sdpa" else wanted

@@ -1,11 +1,11 @@
 """Epilogues of products on CUDA: activations, residuals, norms and rotary positions, in the kernel that adds up partial sums.
 
-The input `parts` is a product's partial sums over stretches of the terms (:mod:`.products_triton`), ``[stretches, rows, outputs]`` in
-float32; or the whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have about a hundred more
-launches, of two microseconds each. Sums are rounded where the model rounds them.
+The input `parts` holds a product's partial sums, ``[stretches, rows, outputs]`` in float32: each is the sum of a stretch of the terms
+(:mod:`.products_triton`). Or it is the whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have
+about a hundred more launches, of two microseconds each. Sums are rounded where the model rounds them.
 
-The number of rows decides how PyTorch's mean distributes a row to threads, and inductor chooses the loops of a sum by timing, so bits
-would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
+PyTorch's mean distributes a row to threads depending on the number of rows, and inductor chooses the loops of a sum by timing. With
+either, bits would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # its arg
 
 @triton.jit
 def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`values`, a row or a part of it, after RMSNorm and its weight. squares: the squares of all values of the row."""
+    """Applies RMSNorm and its weight to `values`, a row or a part of a row. squares: the squares of all values of the row."""
     values *= tl.rsqrt(tl.sum(squares) / width + epsilon)
     if ROUNDED:
         values = values.to(weight.dtype.element_ty).to(tl.float32)
@@ -46,7 +46,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of all parts' entries at `place`, in order. size: entries per part, passed as ``rows * outputs`` for wide loads."""
+    """Adds up the entries of all parts at `place`, in order. size: entries per part, passed as ``rows * outputs`` for wide loads."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)

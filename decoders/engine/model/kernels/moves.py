@@ -12,7 +12,7 @@ from . import operator
 
 
 def places_of(buffers: Sequence[Tensor]) -> Tensor:
-    """``[M, 3]`` int64, per buffer and head: the address of row 0's first slot, the bytes from row to row, and the bytes of a slot.
+    """A table ``[M, 3]`` int64. Per buffer and head: the address of row 0's first slot, the bytes from row to row, the bytes of a slot.
 
     buffers: ``[B, heads, L, dim]`` each, whole contiguous tensors or some rows of them.
     """

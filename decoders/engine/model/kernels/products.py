@@ -4,8 +4,8 @@ Up to three matrices with the same input (queries, keys and values; gate and up)
 same on both devices: C++ kernels on the CPU (:mod:`.cpu`), Triton kernels on CUDA (:mod:`.products_triton`).
 
 A product may have an epilogue: activations, residuals and norms, rotary positions. On CUDA, the kernel that adds up a product's partial
-sums also computes the epilogue, and writes to the cache (:mod:`.epilogues_triton`), which saves most of a step's launches. On the CPU,
-one call computes the product and the epilogue, which saves most of a step's time outside the products.
+sums also computes the epilogue and writes to the cache (:mod:`.epilogues_triton`). This saves most of a step's launches. On the CPU,
+one call computes the product and the epilogue. This saves most of a step's time outside the products.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from . import LARGEST_BLOCK, Norm, Operands, cpu, runs_kernels
 from .products_cuda import few_rows_on_cuda, gated, rms_norm_on_cuda, rotated, to_cache, to_residual
 
-#: By type of device, the operator that multiplies; :func:`take_cpu_kernels` sets the operator of the CPU.
+#: Maps the type of a device to the operator that multiplies there. :func:`take_cpu_kernels` sets the CPU's operator.
 _operators: dict[str, Callable[..., Tensor]] = dict.fromkeys(("cuda", "cpu"), few_rows_on_cuda)
 #: The CPU's operators by name. They are kept here, because compiled code must not call ``cpu.chosen``.
 on_cpu: dict[str, Callable[..., Any]] = {}
@@ -74,9 +74,10 @@ def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool
 def multiplies(weight: Tensor, exact: bool = True) -> bool:
     """Whether a kernel of this package multiplies by `weight` ``[out, in]``.
 
-    On CUDA, only by 16-bit weights, and only if a row's bits must not depend on the number of rows (`exact`): in float32 the order of a
-    sum hardly matters, and our kernels would be slow. On the CPU, by all weights that our kernels support, because they are faster than
-    torch's.
+    On the CPU, our kernels multiply by all weights that they support, because they are faster than torch's. On CUDA, they multiply only
+    by 16-bit weights, because in float32 they would be slow and the order of a sum hardly matters.
+
+    exact: whether a row's bits must not depend on the number of rows. On CUDA, our kernels are only used if so.
     """
     if weight.device.type == "cpu":
         return cpu.takes(weight) and take_cpu_kernels() is not None
@@ -134,9 +135,9 @@ def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor
 def linear_to_residual(
     x: Tensor, by: Operands, residual: Tensor, before: Norm = Norm(), after: Norm = Norm()
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual + before(x @ matrix.T + bias)``, and this sum after the norm `after` (empty without a norm), both ``[…, H]``.
+    """``residual + before(x @ matrix.T + bias)``, and this sum after the norm `after`, both ``[…, H]``.
 
-    None if no kernel computes them.
+    Without a norm `after`, the second tensor is empty. Returns None if no kernel computes them.
 
     Args:
         x: ``[…, K]``.
@@ -166,8 +167,8 @@ def linear_rotated(
         keys, values: the cache, ``[B, h, L, D]``. On CUDA, in uncompiled code, the operator writes new keys and values to their slots.
 
     Returns:
-        Queries ``[B, N, H, D]``, and new keys and values ``[B, h, N, D]``, which are None if the operator has written them to the cache
-        (compiled layers accept no operator that writes). None instead of all three if no kernel computes them.
+        Queries ``[B, N, H, D]``, and new keys and values ``[B, h, N, D]``. Keys and values are None if the operator has written them to
+        the cache. (Compiled layers accept no operator that writes.) None instead of all three if no kernel computes them.
     """
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     around = query_norm, key_norm, *formula, cos, sin
@@ -185,14 +186,14 @@ def linear_rotated(
 
 
 def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:
-    """Computes whole layers by the CPU's operator (``elementwise.cpp``), which also writes to the cache. Returns the layers' results
-    and the last result after the next layer's norm; None if the operator does not compute these layers.
+    """Computes whole layers with the CPU's operator (``elementwise.cpp``), which also writes to the cache. Returns the layers' results,
+    and the last result after the next layer's norm; None if the operator does not support these layers.
     """
     return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layers", x, *given)
 
 
 def _on_cpu(name: str, *given: Any) -> Any:
-    """The result of the CPU's operator `name`; None if the operator rejects its arguments. It checks them faster than Python does."""
+    """Calls the CPU's operator `name`. Returns None if it rejects its arguments: the operator checks them faster than Python does."""
     if torch.compiler.is_dynamo_compiling():
         return on_cpu[name](*given)
     try:

@@ -1,12 +1,12 @@
 """The kernels of :mod:`.products` on CUDA.
 
-cuBLAS chooses its kernel by the number of rows, and its kernels differ in the order of a sum's terms. Here the order depends only on
-the matrix: each sum is cut into stretches at fixed places (:func:`plan`), tensor cores add up each stretch from beginning to end, and
-the stretches are added in order.
+cuBLAS chooses its kernel by the number of rows, and its kernels add up the terms of a sum in different orders. Here the order depends
+only on the matrix. Each sum is cut into stretches at fixed places ("split-K", :func:`plan`). Tensor cores add up each stretch from
+beginning to end, and then the stretches are added in order.
 
-A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. The rows are read again for every
-block of outputs, mostly from the L2 cache, and 32 or 64 rows are as much data as the block's part of the matrix. So programs of 64 or
-128 rows have blocks twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
+A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. Every block of outputs reads the rows
+again, mostly from the L2 cache; 32 or 64 rows are as much data as the block's part of the matrix. So programs of 64 or 128 rows have
+blocks twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
 
 The kernel that adds up stretches also computes the epilogue (:mod:`.epilogues_triton`). If there is a single stretch, the kernel of the
 product computes activations itself.
@@ -39,7 +39,8 @@ PROGRAMS = 256
 LEAST_STRETCH = 256
 #: Bytes of a row that a program reads at once.
 STEP_BYTES = 128
-#: By a program's number of tiles of rows, how many steps it reads ahead. Two programs then fit into a multiprocessor's shared memory.
+#: Maps a program's number of row tiles to the number of steps that it reads ahead. With these numbers, two programs fit into the
+#: shared memory of a multiprocessor.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
 #: Greatest number of bytes that a program reads ahead; GPUs since Ampere have 99 KB of shared memory.
 MOST_AHEAD = 96 << 10
@@ -50,7 +51,7 @@ class LaunchPlan(NamedTuple):
 
     Attributes:
         outputs: number of outputs per program.
-        stretches: number of stretches of a sum.
+        stretches: number of stretches that a sum is cut into.
         stretch: number of terms of each stretch except the last.
         step: number of terms that are read at once.
     """
@@ -142,7 +143,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
 def parts_of(
     x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], kind: int = -1
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """The sums of a product's stretches, ``[stretches, rows, outputs]``, and the biases that are not added yet.
+    """A product's sums over each stretch, ``[stretches, rows, outputs]``, and the biases that are not added yet.
 
     kind: the activation. It is applied here if there is a single stretch; the result then has half as many outputs.
     """

@@ -23,7 +23,13 @@ from .noted_calls import Name
 
 
 class Step(NamedTuple):
-    """Half of a decoder layer: a module, the norm of its result (`before`), and the norm of the residual plus that result (`after`)."""
+    """Half of a decoder layer.
+
+    Attributes:
+        module: the attention or the feed-forward module.
+        before: the norm of the module's result, before this result is added to the residual.
+        after: the norm of the sum.
+    """
 
     module: nn.Module
     before: NormOf
@@ -31,14 +37,14 @@ class Step(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A decoder layer in the form that the CPU's operator takes: an attention module and the gated feed-forward layer behind it.
+    """A decoder layer in the form that the CPU's operator takes: an attention module, followed by a gated feed-forward module.
 
     Attributes:
         attention: the attention module; `plan` is its structure.
-        linear: the linear layers of queries, keys, values, the attention module's output, gate and up (in either order), and down.
-        norms: the norms of queries, of keys, of the attention module's result, of the first sum, of the feed-forward layer's result.
+        linear: the linear layers for queries, keys, values and the attention's output; then gate and up (in either order), and down.
+        norms: five norms: of queries, of keys, of the attention's result, of the sum with the residual, of the feed-forward's result.
         formula: the norms' formula; None without norms.
-        activation: kind and gate_first of :func:`products.gated_linear`.
+        activation: the arguments `kind` and `gate_first` of :func:`products.gated_linear`.
     """
 
     attention: nn.Module
@@ -69,7 +75,7 @@ class Whole(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """A key that is equal for layers that one call of the operator can compute; it holds the arguments that they share."""
+        """The arguments that must be equal for one call of the operator to compute several layers."""
         normed, plan = tuple(module is not None for module, _ in self.norms), self.plan
         return self.formula, self.activation, self.biased, normed, plan.scaling, plan.softcap, plan.sinks is None
 
@@ -78,14 +84,15 @@ def whole_layers(
     layers: Sequence[Whole], firsts: Sequence[NormOf], x: Tensor, reads: Tensor, turns: tuple[Tensor, Tensor],
     mask: Tensor, cache: Any,
 ) -> tuple[list[Tensor], Tensor] | None:  # fmt: skip
-    """The results of `layers`, and the last result after the last norm in `firsts`; None if the operator does not compute them.
-
-    The layers follow each other, and their :attr:`Whole.kind` is equal.
+    """Computes consecutive `layers` of the same :attr:`Whole.kind` with one call of the operator.
 
     Args:
-        firsts: for each layer, the first norm of the layer behind it; :data:`NO_NORM` for the last layer if that norm is not computed.
-        reads: `x` after the first layer's first norm.
-        turns: cos and sin.
+        firsts: for each layer, the first norm of the next layer; :data:`NO_NORM` for the last layer if that norm is not computed.
+        reads: `x`, normalized by the first norm of the first layer.
+        turns: cos and sin of the rotary positions.
+
+    Returns:
+        the layers' results, and the last result normalized by the last norm in `firsts`; None if the operator does not support them.
     """
     one = layers[0]
     formula = one.formula or firsts[0][1] or Formula(0.0, False, False)
@@ -136,7 +143,7 @@ def whole_layers(
 
 
 class Layer(NamedTuple):
-    """The structure of a decoder layer, for the fused form of the layer.
+    """The structure of a decoder layer, as the fused layer needs it.
 
     Attributes:
         first: the layer's first norm.
@@ -164,11 +171,11 @@ class Following(NamedTuple):
 
 
 class Ahead(threading.local):
-    """Results of layers that were not called yet: the operator has computed them in the call of an earlier layer.
+    """Results that the operator has computed ahead, in the call of an earlier layer, for layers that are called later.
 
     Attributes:
         source, rest: the input of the layer that is called next, and the other arguments, which are the same for all layers.
-        results: the layers with their results; the layer that is called next comes last.
+        results: pairs of a layer and its result; the layer that is called next comes last.
     """
 
     source: Tensor | None = None
@@ -190,13 +197,15 @@ class Ahead(threading.local):
 
 #: With more tokens than this, layers are computed one by one: each takes long anyway, and the results of all layers would need memory.
 MOST_AHEAD = 64
-#: The result of a layer's first norm, which the layer before it has computed.
+#: A layer's result after the first norm of the next layer. The operator that computes the layer also computes this norm.
 _normed = Latest()
 _ahead = Ahead()
 
 
 def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tuple[Tensor | None, Any]:
-    """The input of the last linear layer of an attention or feed-forward module (None without a kernel), and that linear layer."""
+    """Computes an attention or feed-forward module except its last linear layer. Returns the input of that layer (None if no kernel
+    computes it), and the layer.
+    """
     if (gated := vars(module).get("decoders_gated")) is not None:
         return type(module).inner(gated, x), gated[1]
     plan = module.decoders_block
@@ -208,8 +217,8 @@ def _block(layer: nn.Module) -> Layer:
 
 
 def _behind(layer: nn.Module, tokens: int) -> tuple[list[nn.Module], NormOf]:
-    """The layers behind `layer` that an operator computes together with it, and the first norm of the layer behind these layers. A hook
-    ends the list, because it may change a layer's result in place.
+    """The layers after `layer` that an operator computes together with it, and the first norm of the next layer after these. A layer
+    with a hook ends the list, because the hook may change the layer's result in place.
     """
     layers = [layer]
     while True:
@@ -230,7 +239,7 @@ def layer_class(plain: Any) -> type[nn.Module]:
 
         Args:
             rest: cos and sin, the mask and the cache.
-            own: the layer, if this call may also compute the layers behind it; None to compute only this layer.
+            own: the layer, if this call may also compute the layers after it; None to compute only this layer.
         """
         if x is None or rest[0] is None or rest[1] is None:
             return None

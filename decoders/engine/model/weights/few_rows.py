@@ -12,7 +12,7 @@ from ..kernels.products import are_one_product, multiplies
 from .fused import Group, join, plain_weight
 from .layers import FewRowsConv1D, FewRowsLinear
 
-#: By class of a layer, the class that replaces it.
+#: Maps the class of a layer to the class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
 
 
@@ -21,8 +21,8 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
     the number of layers that do.
 
     Args:
-        groups: paths of layers with the same input. Layers of a group whose weights are stored alike multiply in one product.
-        exact_products: whether a row must have the same bits for any number of rows. On CUDA, our kernels are only used if it must.
+        groups: paths of layers with the same input. Layers of a group multiply in one product if their weights are stored alike.
+        exact_products: whether a row must have the same bits for any number of rows. On CUDA, our kernels are only used if so.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     weights = {path: plain_weight(module) for path, module in modules.items()}
@@ -34,7 +34,7 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
 
 
 def _product_kind(layer: Any) -> Hashable:
-    """A key that is equal for layers that a kernel can multiply as one product; None for a layer that it can only multiply alone."""
+    """A key for a layer. Layers with equal keys can be multiplied as one product. None for a layer that is multiplied alone."""
     matrix: Tensor = KINDS[type(layer)].matrix(layer)  # type: ignore[attr-defined]
     alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
     return alike if are_one_product([matrix]) else None

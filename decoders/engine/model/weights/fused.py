@@ -23,7 +23,7 @@ Group = tuple[str, ...]
 
 
 class SharedInputs:
-    """A context in which linear layers return zeros without computing, and which notes their inputs. layers: the layers by path."""
+    """A context that records the inputs of linear layers, which return zeros without computing. layers: the layers by path."""
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
         self._layers = layers
@@ -75,7 +75,7 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
-    """Yields the parts of groups that can compute one product: layers whose `kind` is equal and not None.
+    """Yields the parts of groups that can compute one product: layers of the same `kind`, which is not None.
 
     Other layers may run between the layers of a part, for example the first layer of an adapter. Parts do not overlap.
     """

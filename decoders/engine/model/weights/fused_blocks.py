@@ -1,7 +1,7 @@
-"""Chooses the decoder layers that are fused: their products also compute residuals, norms and rotary positions.
+"""Chooses the decoder layers to fuse. The products of a fused layer also compute residuals, norms and rotary positions.
 
-A pass over a few tokens shows what a layer computes: which module reads another module's result, and that a residual is the sum of two
-results, bit for bit. Then the fused layer runs on trial. If its result differs from the layer's own result, the layer stays unfused.
+A pass over a few tokens shows what a layer computes: which module reads which result, and which results are added to the residual.
+Then the fused layer runs on trial. If its result differs from the layer's own result, the layer stays unfused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 def fuse_blocks(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable[[Callable[[SlotCache], None]], Any]
 ) -> int:
-    """Fuses the decoder `layers` whose structure is known, in our copy of a model. Returns the number of fused layers.
+    """Fuses those decoder `layers` in our copy of a model that have a known structure. Returns the number of fused layers.
 
     kernel: computes the model's attention; run: calls its argument with the cache, then runs the model on a few tokens.
     """
@@ -92,7 +92,7 @@ def is_whole(layer: nn.Module) -> bool:
 
 
 def _tried(function: Callable[..., Result], *given: Any) -> Result | None:
-    """``function(*given)``; None if that raises an error, because an unfused part of a layer is only slower."""
+    """Returns ``function(*given)``; None if it raises an error, because an unfused part of a layer is only slower."""
     try:
         return function(*given)
     except torch.OutOfMemoryError:

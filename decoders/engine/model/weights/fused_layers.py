@@ -1,4 +1,4 @@
-"""Fused gated feed-forward layers, and which layers of a model they replace.
+"""Fuses gated feed-forward layers, and finds out which layers of a model can be fused.
 
 In a small layer, the operators around the products cost as much as the products, mostly by call overhead. A layer is recognized by
 its results: the layer and the kernel run on random numbers. If their results differ by more than rounding, the layer stays unfused.
@@ -19,7 +19,7 @@ from ..modules_compat import hooks_of
 from .fused import outputs_of
 from .layers import Joint
 
-#: Trials are repeated with inputs larger by the first of these factors whose results are finite, to detect layers that clamp values.
+#: A trial also runs with large inputs, to detect layers that clamp values: with the first of these factors that gives finite results.
 LOUD = (64, 8, 1)
 #: The activations that the kernels compute. The index of an activation is the argument `kind` of the kernels.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
@@ -27,7 +27,7 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial
 
 @functools.cache
 def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
-    """The class that replaces the class `plain` of a gated feed-forward layer. kind, gate_first: see :func:`products.gated_linear`."""
+    """The class that replaces `plain`, a class of gated feed-forward layers. kind, gate_first: see :func:`products.gated_linear`."""
 
     def inner(parts: tuple, x: Tensor) -> Tensor | None:
         by = parts[0][0].operands(parts[0])
@@ -38,7 +38,7 @@ def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
         return None if middle is None else parts[1](middle)
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-        # This does not call the layer's parts, so their hooks do not run. A layer whose parts have hooks is therefore not fused.
+        # This does not call the layer's parts, so their hooks do not run. A layer with hooks on its parts is therefore not fused.
         out = None if more or options else compute(self.decoders_gated, x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
@@ -49,7 +49,7 @@ def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
 
 @torch.no_grad()
 def fuse_layers(model: nn.Module) -> None:
-    """Fuses the gated feed-forward layers of `model`, our copy of a model, whose linear layers multiply with kernels."""
+    """Fuses gated feed-forward layers of `model`, our copy of a model, if their linear layers multiply with kernels."""
     for module in model.modules():
         if "forward" not in vars(module) and (gated := _gated(module)) is not None:
             module.__class__, vars(module)["decoders_gated"] = gated
@@ -101,8 +101,8 @@ def _activation(module: nn.Module) -> int | None:
 
 
 def close(ours: Tensor | None, other: Tensor, by: nn.Module | None = None) -> bool:
-    """Whether `ours` and `other` differ only by rounding. by: the module that computes them; its quantized layers may round the last
-    digits of their inputs to other 16-bit numbers.
+    """Whether `ours` and `other` differ only by rounding. by: the module that computes them. If it has quantized layers, the tolerance
+    is larger, because these round their inputs to 16 bits.
     """
     if ours is None or ours.shape != other.shape:
         return False

@@ -36,7 +36,7 @@ class Latest(threading.local):
     result: Any = None
 
     def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
-        """``compute(x)``; or the last result, if it was stored for the same objects `x` and `by`, and `x` was not written since."""
+        """Returns the stored result if it belongs to the objects `x` and `by` and `x` was not written since; else ``compute(x)``."""
         if self.source is not x or self.by is not by or self.writes != writes_counted(x):
             self.keep(x, by, compute(x))
         return self.result
@@ -54,7 +54,7 @@ _products = Latest()
 
 
 class Joint:
-    """Base of linear layers that may compute their products jointly, as one product (layers with the same input).
+    """Base of linear layers. Several layers with the same input may compute one joint product.
 
     Attributes:
         group: the layers of the joint product, this layer included; None without a joint product.
@@ -70,7 +70,7 @@ class Joint:
         raise NotImplementedError
 
     def product(self, x: Tensor, multiply: Callable[[Tensor, tuple[Any, ...]], Product]) -> Product:
-        """This layer's columns of the product that `multiply` returns for `x` and the layers of the group."""
+        """Multiplies `x` by all layers of the group with `multiply`, and returns this layer's columns of the product."""
         group, (begin, end) = self.group, self.columns
         if group is None:
             return multiply(x, (self,))
@@ -138,7 +138,7 @@ class FewRowsLinear(FewRows, nn.Linear):
 
 
 class FewRowsConv1D(FewRows, Conv1D):
-    """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
+    """GPT-2's linear layer. Its weight is stored as ``[in, out]``."""
 
     def matrix(self) -> Tensor:
         return FewRows.matrix(self).t()  # not super(), which refuses plain layers
@@ -196,7 +196,7 @@ def as_norm(norm: NormOf) -> Norm:
 
 
 class Attention(NamedTuple):
-    """The structure of an attention module, for the fused form of the module.
+    """The structure of an attention module, as the fused module needs it.
 
     Attributes:
         group: the linear layers of queries, keys and values, which have a joint product.
@@ -224,7 +224,7 @@ def attend(
     module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any
 ) -> Tensor | None:
     """Writes keys and values to the cache. Returns the input of the module's last linear layer, ``[B, N, H D]``; None if no kernel
-    computes it. turns: cos and sin.
+    computes it. turns: cos and sin of the rotary positions.
     """
     if type(cache) is not SlotCache or not cache.is_read_as_stored:
         return None
@@ -247,7 +247,7 @@ def attend(
 
 
 def taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[Any]:
-    """A call's arguments with the names `names`; None for an absent argument."""
+    """Selects a call's arguments by their `names`; None for an absent argument."""
     return [
         options.get(name) if isinstance(name, str) else given[name] if name < len(given) else None
         for name in cast(Any, names)

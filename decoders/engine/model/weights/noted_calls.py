@@ -1,4 +1,4 @@
-"""Notes the calls of all modules in decoder layers during a pass, to find out which module reads another module's result."""
+"""Records the calls of all modules in decoder layers during a pass, to find out which module reads another module's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the matrices that run quantized: those that a library has quantized, and dense matrices if the setting `weights` says so."""
+"""Chooses the matrices that run quantized: matrices that a library has quantized, and dense ones if the setting `weights` says so."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("decoders")
 
 
 def scheme_of(weights: str) -> Scheme | None:
-    """The kind of copies that `weights`, a value of the setting ``weights``, requires; None if no copies are made."""
+    """The scheme for a value of the setting ``weights``; None if the value requires no copies of matrices."""
     return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 
@@ -82,7 +82,7 @@ class QuantizedWeight:
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized.
         made: attributes to set on the layer. Their tensors are only written in place, because graphs hold them.
-        of: the state of the sources (:func:`values_of`) when the copy was made.
+        of: identifies the values of the sources at the time of the copy (:func:`values_of`).
     """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Any]]) -> None:
@@ -108,7 +108,7 @@ _in_use: weakref.WeakValueDictionary[tuple, QuantizedWeight] = weakref.WeakValue
 
 @dataclass
 class Quantized:
-    """The result of :func:`take_packed` and :func:`quantize`. layers: by path, each layer that runs quantized, and its matrix."""
+    """The layers of a model that run quantized. layers: by path, each of these layers and its matrix."""
 
     layers: dict[str, tuple[nn.Module, QuantizedWeight]] = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class Quantized:
 @torch.no_grad()
 def take_packed(model: nn.Module) -> Quantized:
     """Makes layers of `model`, our copy of a model, multiply with the levels that a library has packed (:mod:`.packed`), if there is a
-    kernel; returns these layers. Call it before the first pass, in which a library may unpack its weights.
+    kernel. Returns these layers. Call it before the first pass, because a library may unpack its weights in that pass.
     """
     quantized = Quantized()
     for path, module, form, bits in packed_layers(model) if has_kernels() else ():
@@ -175,12 +175,12 @@ def quantize(
     """Makes layers of `model`, our copy of a model, multiply with quantized matrices. Returns these layers, and those in `given`.
 
     Layers that a library has quantized keep their values, and use a kernel if there is one. With a `scheme`, dense layers get copies of
-    their weights. For ``int4``, the output `head` and layers whose size the kernel does not support get ``int8`` copies. ``16bit``
-    copies only float32 weights whose numbers 16 bits can hold.
+    their weights. For ``int4``, the output `head` and layers of a size that the kernel does not support get ``int8`` copies. For
+    ``16bit``, only float32 weights get copies, and only if 16 bits can hold all their numbers.
 
     Args:
         smallest: matrices with fewer elements are not quantized to 8 or 4 bits; None for :data:`SMALLEST`.
-        groups: paths of layers with the same input. Layers of a group that are quantized alike multiply in one product.
+        groups: paths of layers with the same input. Layers of a group multiply in one product if they are quantized alike.
         given: the result of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest
@@ -221,7 +221,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]]) -> QuantizedWeight:
-    """The quantized copy of `sources` that is in use; a new copy by `make` if none is, or if it is outdated. key: the kind of copy."""
+    """The quantized copy of `sources` that is in use. If there is none, or if it is outdated: a new one. key: the kind of copy."""
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
     copy = _in_use.get(key)

@@ -75,7 +75,7 @@ def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor:
 
 
 def product_kind(layer: Any) -> Hashable:
-    """A key that is equal for layers that can share a product if they have the same input."""
+    """A key for a layer. Layers with equal keys and the same input can be multiplied as one product."""
     inputs, bias = layer.levels.shape[1], None if layer.bias is None else layer.bias.dtype
     scales = layer.scales.dtype, layer.scales.shape[1:]
     return type(layer), inputs, layer.levels.dtype, scales, layer.digits, layer.after is None, bias
@@ -89,7 +89,7 @@ class QuantizedConv1D(_Quantized, Conv1D):
     """GPT-2's linear layer with quantized weights."""
 
 
-#: By class of a layer, the class that replaces it.
+#: Maps the class of a layer to the class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: QuantizedLinear, Conv1D: QuantizedConv1D}
 
 

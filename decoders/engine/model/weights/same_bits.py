@@ -17,9 +17,9 @@ from ..kernels.products import rms_norm_for
 from .layers import Formula, norm_class
 from .twin import share_weights
 
-#: ATen assigns at least GRAIN elements to each thread, and runs only vector code if their number is a multiple of TWO_VECTORS.
+#: ATen assigns at least GRAIN elements to each thread. A thread runs only vector code if it has a multiple of TWO_VECTORS elements.
 GRAIN, TWO_VECTORS = 32768, 64
-#: torch's elementwise activations whose vector code and scalar code round differently.
+#: torch's elementwise activations in which vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
 #: Names of the attribute that holds epsilon, in norms of transformers and of torch.
 EPSILONS = ("variance_epsilon", "eps")
@@ -68,7 +68,7 @@ def replace_norms(model: nn.Module) -> None:
 
 
 def align_activations(model: nn.Module) -> None:
-    """Makes the activations in our copy of a model compute the same bits for a number at any index of the tensor."""
+    """Makes the activations in our copy of a model give a number the same bits at any index of the tensor."""
     for module in model.modules():
         plain = type(module)
         elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations

@@ -28,7 +28,7 @@ _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 #: Depth to which containers are searched, and greatest number of entries of a container that is searched.
 _DEPTH, _ENTRIES = 4, 1000
-#: Packages whose hooks do not read values that a user sets.
+#: Hooks of these packages do not read values that a user sets.
 _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
 #: Changes are detected by a sample of each tensor: on the CPU _STRETCHES stretches of _BYTES bytes (a cache line), including the first
 #: and last bytes; on other devices about _SAMPLED entries.
@@ -95,7 +95,7 @@ class WeightState:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor, on which compiled code depends; () for other tensors."""
+    """The strides of a dense tensor, on which compiled code depends; an empty tuple for other tensors."""
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
@@ -127,7 +127,7 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
 
 #: Devices whose memory the host reads directly.
 _READABLE = {"cpu"}
-#: By size of an entry, the integer dtype in which entries are compared, so that NaNs equal themselves and signed zeros differ.
+#: Maps the size of an entry to the integer dtype in which entries are compared: NaNs then equal themselves, and signed zeros differ.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

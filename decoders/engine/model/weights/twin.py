@@ -25,7 +25,7 @@ OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_confi
 OURS = "decoders_"
 #: Types of values that hold no other objects.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-#: How many levels of nested containers are searched, and how many levels of other objects that a closure holds.
+#: Depth to which nested containers are searched, and depth to which other objects in a closure are searched.
 DEPTH, HELPERS = 6, 3
 
 Tree = TypeVar("Tree", bound=nn.Module)

@@ -79,7 +79,7 @@ def _product(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in matrices)))
 
 
-#: For each operator, in the order of :class:`Kernels`, a function that returns empty tensors of the result's sizes, for tracing.
+#: Maps each operator, in the order of :class:`Kernels`, to its fake for tracing, which returns empty tensors of the result's sizes.
 _FAKES: dict[str, Callable[..., Any]] = {
     "few_rows_linear": lambda x, matrices, *_: _product(x, matrices),
     "rms_norm": lambda x, *_: x.new_empty(x.shape),
@@ -111,7 +111,7 @@ class Choice:
 
     Attributes:
         kernels: the kernels in use; None if torch's operators are used.
-        refused: the reason for each rejected variant, by variant; or the reason why no variant was tried.
+        refused: why variants were rejected, by variant; or why no variant was tried.
     """
 
     kernels: Kernels | None
@@ -178,7 +178,7 @@ def loaded(variant: str) -> Kernels:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares the kernels' results with float64 for several sizes. Returns what the first wrong result is; None if all are right."""
+    """Compares the kernels' results with float64 for several sizes. Describes the first wrong result; None if all are right."""
     found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
     return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 

@@ -10,7 +10,7 @@ Slots slots(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x
 }  // namespace
 
 // query: [B, heads, N, D], key and value: [B, kv_heads, view, D or Dv], mask: [B, 1, nodes, columns] int64, sinks: [heads],
-// scales: [B, kv_heads, view, 1] if keys and values are int8. Each is contiguous along the last dimension.
+// scales: [B, kv_heads, view, 1] if keys and values are int8. All are contiguous along the last dimension.
 template <class Tensor>
 Tensor DECODERS_NAMESPACE::slot_attention(
     Tensor query, Tensor key, Tensor value, Tensor mask, std::optional<Tensor> sinks, std::optional<Tensor> key_scales,

@@ -18,7 +18,7 @@ namespace {
 
 constexpr long STRETCH = 512;          // number of places of a stretch, a multiple of PLACES
 constexpr long MOST_QUERIES = 256;     // most queries (times heads of a group) that share one read of keys and values
-constexpr long TURNS = 8;              // number of turns of a thread: fewer begin less often where nothing is prefetched, more divide evenly
+constexpr long TURNS = 8;              // pieces of work per thread: with fewer, less is read without prefetching; with more, threads end together
 constexpr long LEAST_SHARED = 200000;  // least number of multiplications for which several threads are worth starting
 
 struct Attention {
@@ -42,7 +42,7 @@ struct Seen {
 
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
-// Returns what a query sees, and appends its gathered slots to `slots`. in_order: number of nodes in front whose depth is their index.
+// Returns what a query sees, and appends its gathered slots to `slots`. in_order: number of leading nodes with a depth equal to their index.
 inline Seen seen_by(const Attention& a, long row, long query, long in_order, std::vector<int>& slots) {
     const int64_t *nodes = a.mask + row * a.mask_of_row, *own = nodes + (a.nodes - a.queries + query) * a.mask_of_node;
     const long words = a.columns - 2, base = own[words + 1], depth = own[words], position = base + depth;
@@ -93,7 +93,7 @@ struct Queries {
     Mean stretch = mean(key_rows + LANES * length), all = mean(stretch.tops + count);
     Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), key_rows};
     const C* values = (const C*)a.value.data + a.value.at(row, head);
-    const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: found once, because dividing takes long
+    const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: looked up once, because a division takes long
     Ahead ahead_values = {}, ahead_keys = {};  // values of this block, and keys of the next one
 
     Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }
@@ -296,7 +296,7 @@ void attend_to_slots(const Attention& a, int threads) {
         return;
     }
     float* kept = space + threads * own;
-    const long turns = std::min(std::max(TURNS * threads / items, 1L), stretches);  // for each item, of about as many stretches
+    const long turns = std::min(std::max(TURNS * threads / items, 1L), stretches);  // pieces of an item, with about as many stretches each
     take_turns(items * turns, threads, [&](int thread, long turn) {
         const long item = turn / turns;
         auto queries = queries_of(thread, item);

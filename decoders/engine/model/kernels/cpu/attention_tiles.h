@@ -64,7 +64,7 @@ inline void in_vectors(long begin, long end, Body body) {
     for (; begin < end; begin++) body(std::integral_constant<int, 1>(), begin);
 }
 
-// Memory that is read soon, after what is computed now. Each step of the computation prefetches a few lines of it. If all were prefetched
+// Memory that is read after the current computation. Each step of the computation prefetches a few lines of it. If all lines were prefetched
 // at once, the processor would wait for them, and the computation would take half as long again on a Zen 5.
 struct Ahead {
     const char *line = nullptr, *end = nullptr;

@@ -132,16 +132,19 @@ void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, T
     }
 }
 
-// With at most this many rows, results within layers are `Lent`. Scratch memory for more rows would be large, and a tensor's cost is hidden.
+// With at most this many rows, results within layers are `Lent` tensors in scratch memory. For more rows this memory would be large, and
+// the cost of torch's own tensors does not matter.
 constexpr int64_t FEW = 64;
 
-// Computes decoder layers by the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer. x:
-// [B, N, H]; reads: x after the first layer's first norm. keys, values, windows, chunks and sinks have an entry per layer, and so have
-// the scales of int8 keys and values; sinks and scales may be empty. The other lists have the tensors of one layer after another.
-// matrices: seven per layer, of queries, keys, values, the attention's output, gate and up (as in gated_linear), and down. scales: one
-// per matrix, or none. Bit i of `biased`: matrix i of a layer has a bias. norms: up to six per layer, of queries, of keys, of the
-// attention's output, of the first sum, of the feed-forward layer's output, and of the second sum (the next layer's first norm; the last
-// layer may lack it). Bit i of `normed`: a layer has norm i.
+// Computes decoder layers with the operators above: attention over the first `view` slots of the cache, then a gated feed-forward layer.
+// The first sum of a layer adds the attention's output to the residual, the second sum adds the feed-forward layer's output.
+// x: [B, N, H]; reads: x after the first layer's first norm.
+// keys, values, windows, chunks: one entry per layer. sinks, key_scales, value_scales (for int8): one entry per layer, or empty.
+// The other lists have the tensors of one layer after another:
+// matrices: seven per layer: queries, keys, values, the attention's output, gate and up (as in gated_linear), and down.
+// scales: one per matrix, or empty. biases: matrix i of a layer has a bias if bit i of `biased` is set.
+// norms: up to six per layer: of queries, of keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of
+// the second sum (the next layer's first norm; the last layer may lack it). A layer has norm i if bit i of `normed` is set.
 // Returns the second sum of each layer, and the last layer's second sum after its norm.
 template <class Tensor, class Tensors = List<Tensor>>
 std::tuple<List<TorchTensor>, TorchTensor> decoder_layers(

@@ -180,7 +180,8 @@ void write_slots(const Heads& states, const int64_t* slots, const Heads& buffer,
     });
 }
 
-// The same in int8, with a scale per head and slot, [B, h, L, 1]. The scale is rounded to T before the division, as attention will read it.
+// Like write_slots, but in int8, with a scale per head and slot, [B, h, L, 1]. Attention reads the scale rounded to T, so it is rounded
+// before the division.
 template <class T>
 void quantize_slots(const Heads& states, const int64_t* slots, const Heads& levels, const Heads& scales, float least, int threads) {
     by_slots(states, slots, levels.nodes, threads, [&](long row, long head, long node, long slot) {

@@ -12,20 +12,21 @@ PANEL = 16
 
 
 def takes(outputs: int, group: int) -> bool:
-    """Whether the kernels support a matrix with this many outputs, and inputs in a group."""
+    """Whether the kernels support a matrix with `outputs` outputs and groups of `group` inputs."""
     return outputs % PANEL == 0 and group % 8 == 0 and group <= 512
 
 
 def packed(levels: Tensor) -> Tensor:
-    """Packs `levels` ``[out, in]`` uint8, 0 … 15, two per byte, in the order that the kernels read: ``[out, in / 2]`` uint8."""
+    """Packs levels from 0 to 15, ``[out, in]`` uint8, two per byte in the order that the kernels read. Returns ``[out, in / 2]``."""
     # Of eight inputs, the first byte holds 0 and 2, the next bytes 4 and 6, 1 and 3, 5 and 7.
     low, high = levels.view(-1, PANEL, levels.shape[1] // 8, 2, 2, 2).unbind(-2)
     return (low | high << 4).mT.transpose(1, 2).reshape(len(levels), -1)
 
 
 def with_offsets(steps: Tensor, middles: Tensor) -> Tensor:
-    """Scales: each group's step from level to level (`steps` ``[out, groups]``) and value of level 8 (`middles`), ``[out, 2, groups]``
-    in the order that the kernels read. They are float32, or bfloat16 if bfloat16 holds the same numbers.
+    """The scales ``[out, 2, groups]`` in the order that the kernels read, in bfloat16 if that holds the same numbers, else in float32.
+
+    steps: ``[out, groups]``, each group's step from level to level; middles: ``[out, groups]``, each group's value of level 8.
     """
     scales = torch.stack([steps, middles], 1).float()
     short = narrowed(scales, torch.bfloat16)

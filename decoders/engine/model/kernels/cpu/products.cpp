@@ -5,12 +5,13 @@
 namespace {
 
 constexpr auto FLOAT = torch::headeronly::ScalarType::Float;
-// From this many rows on, torch multiplies float32 rows where it is faster (`torch_is_faster`). A row's bits then differ from those in a
-// smaller product, so only chunks of prompts should have as many rows, not blocks of nodes. For 16-bit rows torch is slower.
+// From this many rows on, torch multiplies float32 rows where it is faster (`torch_is_faster`). A row's bits then differ from its bits in a
+// smaller product. So only chunks of prompts should have so many rows, not blocks of nodes. For 16-bit rows torch is slower.
 constexpr int64_t MANY_ROWS = 512;
 
-// Whether torch multiplies many float32 rows faster than the kernels: by a third on Intel's processors; on Arm, where nobody has measured it,
-// it is assumed. On AMD's, torch's library takes twice as long as the kernels with AVX-512, because it keeps to AVX2, and as long with AVX2.
+// Whether torch multiplies many float32 rows faster than the kernels. On Intel's processors it is faster by a third. On Arm this was not
+// measured, and is assumed. On AMD's processors, torch's library uses AVX2 only: it takes as long as the kernels with AVX2, and twice as
+// long as the kernels with AVX-512.
 bool torch_is_faster() {
 #if defined(__AVX2__)
     return __builtin_cpu_is("intel");

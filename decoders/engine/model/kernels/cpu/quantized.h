@@ -152,7 +152,8 @@ constexpr long OUTPUTS = 16, INPUTS = 8;
 // Most inputs in a group, so that the sum of a group's numbers of x is exact in float32.
 constexpr long MOST_IN_GROUP = 512;
 
-// For every group, a row of x has minus 8 times the sum of its integers, with which sums begin because level 8 stands for zero; and the sum.
+// Numbers for a row of x and a group of inputs. sum: the sum of the row's integers. first: -8 times this sum; products are added to it,
+// because level 8 stands for zero.
 struct OfGroup {
     int32_t first;
     float sum;

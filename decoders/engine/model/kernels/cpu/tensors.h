@@ -36,7 +36,7 @@ inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) { return
 namespace DECODERS_NAMESPACE {
 
 // Memory for the results within a layer, which the calling thread keeps for its next layers. Memory stays valid until `turn` was called twice.
-// Outside of the unnamed namespace, so that all files of a variant share it: `turn` in one of them frees what the others took.
+// The class is outside of the unnamed namespace, so that all files of a variant share it: `turn` in one file frees what others took.
 class Scratch {
     struct Block {
         std::unique_ptr<char[]> memory;
@@ -63,8 +63,8 @@ class Scratch {
     }
 };
 
-// A tensor over memory that it does not own, with those methods of torch's tensors that operators call. It is made without an allocation,
-// of which torch needs several per tensor: they would take a third of the time of a small model's layers.
+// A tensor over memory that it does not own, with the methods of torch's tensors that operators call. Making it allocates nothing. Torch
+// allocates several times per tensor, which would take a third of the time of a small model's layers.
 class Lent {
     static constexpr int MOST = 4;
     char* memory = nullptr;

@@ -7,7 +7,7 @@
 
 namespace {
 
-// Shuffles every four lanes of two vectors. Indices 0 to 3 are lanes of the first vector, 4 to 7 are lanes of the second vector.
+// Shuffles each group of four lanes of two vectors. Indices 0 to 3 are lanes of the first vector, 4 to 7 are lanes of the second vector.
 template <int A, int B, int C, int D, size_t... LANE>
 inline Vec mixed_lanes(Vec v, Vec w, std::index_sequence<LANE...>) {
     constexpr int FROM[] = {A, B, C, D};
@@ -31,7 +31,7 @@ inline Vec absolute(Vec v) { return (Vec)((Bits)v & 0x7fffffff); }
 inline Vec with_sign_of(Vec v, Vec sign) { return (Vec)((Bits)v | ((Bits)sign & 0x80000000)); }
 // v · 2^n, for the integer n in the last bits of `n`.
 inline Vec times_power(Vec v, Vec n) { return (Vec)((Bits)v + ((Bits)n << 23)); }
-inline Vec load(const int8_t* from) {  // compilers convert such vectors number by number
+inline Vec load(const int8_t* from) {  // with intrinsics, because compilers would convert such vectors number by number
 #if defined(__AVX512F__)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 #elif defined(__AVX2__)

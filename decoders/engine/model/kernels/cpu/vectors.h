@@ -21,7 +21,7 @@ struct float16 {
     uint16_t bits;
 };
 
-// This file uses the compiler's vector types, and intrinsics only where no operator becomes the wanted instruction.
+// This file uses the compiler's vector types, and intrinsics only where no operator is compiled to the wanted instruction.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 using Vec = __m512;
@@ -138,7 +138,7 @@ inline void narrow(float value, float16& to) {
         to.bits = sign | (size != size ? 0x7e00 : 0x7c00);
         return;
     }
-    // Adding a number whose last bit is worth as much as the result's last bit rounds the sum to that bit.
+    // The last bit of `unit` has the value of the result's last bit, so adding `unit` rounds the sum to that bit.
     uint32_t exponent = as_bits(size) >> 23;
     float unit = as_float(((exponent < 113 ? 113 : exponent) + 13) << 23);
     float rounded = (size + unit) - unit;
