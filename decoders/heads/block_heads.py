@@ -70,7 +70,7 @@ class DraftedBlock:
     Attributes:
         logits: ``[B, T, D]``, the logits of every place.
         states: ``[B, T, H]``, the hidden states from which the output head computed `logits`.
-        context: ``[B, H]``, the last token that the target has read: its hidden states in the target, fused by the network.
+        context: ``[B, H]``, the target's hidden states of the last token that it has read, fused to one vector by the network.
         has_context: ``[B]`` bool, false for rows whose `context` is undefined, because the target has not read a token of them yet.
         embed: returns the target's embeddings ``[…, H]`` of tokens.
     """

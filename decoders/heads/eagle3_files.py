@@ -1,4 +1,4 @@
-"""Reads and writes files of EAGLE heads: EAGLE to EAGLE-4 and P-EAGLE in the authors' formats, some also in that of `speculators`."""
+"""Reads and writes EAGLE heads (EAGLE to EAGLE-4, P-EAGLE) in the authors' formats, and some in the format of `speculators`."""
 
 from __future__ import annotations
 
