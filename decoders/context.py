@@ -81,8 +81,8 @@ class Context:
             first call with this `key`, this strategy class and these settings. The object must not change which tokens are written.
             If many objects are kept, the least recently used are dropped. :func:`decoders.forget` and :func:`decoders.release` drop
             all. With the setting ``memory=False``, and for strategies that draft for a draft model, every call gets a new object.
-        texts: the texts given to :func:`decoders.remember`, in a :class:`~decoders.text_memory.TextMemory` that all calls and
-            strategies share; None without texts, and for strategies that draft for a draft model.
+        texts: the texts given to :func:`decoders.remember`, in a :class:`~decoders.text_memory.TextMemory`. All calls and strategies
+            share it. None without texts, and for strategies that draft for a draft model.
         embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``. A factor that the model applies
             afterwards (as Gemma-2 does) is not included.
         head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32. A

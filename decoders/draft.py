@@ -25,9 +25,9 @@ class Draft:
         scores: ``[B, N-1, V]`` float32. A draft token was sampled from the ``softmax`` of its scores. Siblings were sampled without
             replacement, in node order. None if no token was sampled. The coupled verifier needs no scores.
         depth: for one tree per row, the greatest number of draft tokens on a path, or None if it is unknown; see :attr:`levels`.
-        grades: ``[B, N-1]`` int64, the strategy's confidence in each draft token, on a scale of few values that the strategy defines:
-            0 or more except at -1 tokens. Tokens of the same grade should be right about equally often. ``auto`` counts how often
-            they are.
+        grades: ``[B, N-1]`` int64, the strategy's confidence in each draft token, 0 or more (at -1 tokens, any value). The strategy
+            defines the scale, which should have few values. Tokens of the same grade should be right about equally often. ``auto``
+            counts how often they are.
         drafters: for reports, the name of the strategy that proposed each draft token of every row; None if one strategy drafted.
         on_host: whether the tensors are on the CPU (:meth:`listed`). The loop then checks and pads the draft on the CPU, and moves it
             to the device in one copy, with `scores` if the verifier uses them.

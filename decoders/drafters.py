@@ -1,6 +1,6 @@
-"""The interfaces with which strategies draft.
+"""The interfaces with which strategies draft: a draft model, a drafting network, and the text that a grammar forces.
 
-These are a draft model (``Context.draft``), a module (``Context.module``), and the text that a grammar forces (``Context.guide``).
+They are attributes of the call's context: ``Context.draft``, ``Context.module`` and ``Context.guide``.
 
 Letters: ``B`` rows, ``Q`` nodes to continue, ``C`` continuations per node, ``N`` nodes of a block, ``V`` vocabulary.
 """
@@ -124,8 +124,8 @@ class Drafter(ABC):
             step: the verified draft.
             own_nodes: number of nodes that this drafter proposed, root included. If ``step.own_nodes`` is not None, it is used
                 instead. In merged strategies the block also has nodes of other drafters, and the step may have accepted those nodes.
-            displaced: greatest number of accepted nodes whose keys and values are not in the slot of their position: 0 for a chain,
-                the depth for a tree.
+            displaced: greatest number of accepted nodes that are in another slot than that of their position: 0 for a chain, the
+                depth for a tree.
         """
 
 
@@ -317,9 +317,9 @@ class Forced(Protocol):
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """Returns tokens for the bytes that must come next, ``[B, K]`` int64, -1 after the last token; ``K`` is at most `limit`.
 
-        The bytes are split into tokens by the row's tokenization history: into tokens that earlier in the row followed the same
-        token, or began with the same byte. If there are none, the tokenizer splits the bytes. Last bytes that it may join with later
-        bytes are then omitted.
+        The row's tokenization history decides how the bytes are split into tokens: tokens are preferred that earlier in the row
+        followed the same token, or began with the same byte. If there are none, the tokenizer splits the bytes. Last bytes that it
+        may join with later bytes are then omitted.
 
         Args:
             sequences: the committed rows, the argument of :meth:`Strategy.propose`.

@@ -1,4 +1,4 @@
-"""The command line ``decoders``. Each group of commands has a file. Only commands that need torch import it."""
+"""The command line ``decoders``, with one file for each group of commands. Only commands that need torch import it."""
 
 from __future__ import annotations
 

@@ -116,10 +116,10 @@ class DFlashNetwork(nn.Module):
 def embedding_of(model: PreTrainedModel, usual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The function by which the network embeds tokens: the target's embedding, without the norm that some targets apply to it.
 
-    Published networks were trained without this norm, and transformers leaves it out, too.
+    Published networks were trained without this norm, and transformers also leaves it out.
 
     Args:
-        usual: the target's embedding function, which is returned if the target has no such norm.
+        usual: the target's embedding function. It is returned if the target has no such norm.
     """
     table: Any = model.get_input_embeddings()
     normed = isinstance(getattr(table, "embed_norm", None), nn.Module)

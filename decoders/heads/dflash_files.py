@@ -74,7 +74,7 @@ class _LayerConfig(WindowedLayerConfig):
 
 
 class _Config(FileConfig):
-    """The config's fields except those of the decoder layers, in any of the formats."""
+    """All fields of a config, in any of the formats, except the fields of the decoder layers."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole

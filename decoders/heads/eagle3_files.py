@@ -87,7 +87,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """The config's fields except those of the decoder layers, in any of the formats."""
+    """All fields of a config, in any of the formats, except the fields of the decoder layers."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []

@@ -19,7 +19,7 @@ CHEAP_WAIT, DEAREST_WAIT = 4, 256
 UNTAUGHT = 16
 #: When a draft token of a cheap drafter turns out right, the drafter is asked in each of the next PATIENCE steps.
 PATIENCE = 4
-#: Weight of the newest run in the means of a drafter.
+#: Weight of a drafter's newest run in its mean seconds.
 RUN_WEIGHT = 1 / 4
 #: Depth requested for the first draft of a limited drafter. A limited drafter drafts to a requested depth, with one pass per token.
 FIRST_DEPTH = 2
@@ -35,7 +35,7 @@ class Experience:
         learning: mean seconds of `observe` for a drafter that may miss steps, otherwise 0.
         lost: seconds lost in trials, over all calls. A trial is a run while the drafter brings no gain. Several calls together can
             afford a trial that is too dear for one call.
-        looks: decides how often the drafter is asked, by the gains of its drafts.
+        looks: decides from the gains of past drafts how often the drafter is asked.
     """
 
     runs: int = 0
@@ -159,7 +159,7 @@ class Candidate:
         """Updates the drafter's statistics with the gain of its run in this step.
 
         Args:
-            benefit: number of accepted tokens that this drafter was the first to propose, each times its row's weight.
+            benefit: number of accepted tokens that this drafter was the first to propose. Each counts with the weight of its row.
             verifying: seconds of verifying the nodes that this drafter was the first to propose.
             rate: present tokens per second, which converts seconds to tokens.
         """

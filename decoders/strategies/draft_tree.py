@@ -195,8 +195,8 @@ class DynamicTree(DraftTree):
     """The likeliest nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024, "EAGLE-2").
 
     Each pass expands a beam: the likeliest nodes of the deepest level. At the end the likeliest nodes of all levels are kept. Each
-    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)``. The noise is the
-    same with which the target will draw. The choice of nodes then depends on drawn tokens, which would bias rejection rules. So the
+    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)``. The target will
+    draw with the same noise. The choice of nodes then depends on drawn tokens, which would bias rejection rules. So the
     tree is exact with the coupled verifier only.
 
     Args:
@@ -277,7 +277,7 @@ def require_coupled(context: Context, strategy: str) -> None:
     """Checks that the call has the coupled verifier. Drafts whose shape depends on drawn tokens need it.
 
     Raises:
-        UnsupportedError: the call has another verifier, with which the drafts would not be exact.
+        UnsupportedError: the call has another verifier. The drafts would not be exact with it.
     """
     if not context.coupled:
         raise UnsupportedError(

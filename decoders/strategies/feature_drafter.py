@@ -2,8 +2,8 @@
 
 At slot ``j`` of a row the network reads the target's hidden state of token ``j``, and tokens after token ``j``. The target has not
 read the last committed token yet, so with ``length`` committed tokens the last slot is ``length - 2``. Before every draft the network
-reads a window of the last slots again, at little cost. Committed tokens then replace rejected draft tokens. If the network is not
-asked for a draft for some steps, it reads the window before tokens that it has not read leave the window.
+reads a window of the last slots again, at little cost. Committed tokens then replace rejected draft tokens. If steps pass without a
+draft, the network reads the window early enough that no unread token leaves it.
 
 Letters: ``B`` rows, ``N`` nodes or tokens of a pass, ``F`` width of the features that the network reads, ``W`` slots of the window,
 ``Q`` nodes that one pass expands, ``D`` tokens that can be drafted, ``T`` positions of a block.
@@ -45,7 +45,7 @@ class FeatureWindow(ABC):
     Attributes:
         plan, sampling: the call's sampling plan and values.
         children: ``C``, continuations per node: the requested number, or the size of `vocabulary` if that is smaller.
-        keep_scores: whether expansions have scores, which rejection rules need.
+        keep_scores: whether expansions have scores. Rejection rules need scores.
         most_id: greatest token id that the target embeds.
         width: ``W``, number of slots in the window.
         window: ``[B, W, F]``, the features of every row's last slots, in the target's dtype.
@@ -123,7 +123,7 @@ class FeatureWindow(ABC):
         """
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
         # If the host has not read the step, an upper bound of the number of committed tokens is used: `new` if the block holds only
-        # this network's draft, else the number of nodes. Padding makes a block at most twice as large as its draft.
+        # this network's draft, else the number of nodes. Padding makes a block at most about twice as large as its draft.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         most = self.new if own else nodes
@@ -214,7 +214,7 @@ def dtype_of(context: Context) -> torch.dtype:
 
 
 def embeddings_of(context: Context) -> int:
-    """Number of rows of the target's embedding, which may exceed its vocabulary ``V``."""
+    """Number of rows of the target's embedding. It may exceed the vocabulary size ``V``."""
     return getattr(context.model.get_input_embeddings(), "num_embeddings", context.vocab_size)
 
 

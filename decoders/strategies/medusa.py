@@ -57,7 +57,7 @@ class _State:
         ahead: ``[K]`` int64, 0 … K-1 for ``K`` heads.
         plan: the call's sampling plan.
         sampling: the call's sampling values; None outside a call.
-        keep_scores: whether drafts have scores, which rejection rules need.
+        keep_scores: whether drafts have scores. Rejection rules need scores.
         predict: :func:`draft_tokens`, compiled.
     """
 

@@ -213,7 +213,7 @@ def matrix_dtype(layers: MtpModel) -> torch.dtype:
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
-    """Sets the layers with which ``strategy="mtp"`` drafts for `model`, for layers that you have built or trained. None removes them.
+    """Lets ``strategy="mtp"`` draft for `model` with `layers` that you have built or trained. None removes them again.
 
     The layers use the model's embedding and output head. If their dtype or device differs from the model's, a copy is used. Without a
     call of this function, the layers are read once from the model's checkpoint.

@@ -190,8 +190,8 @@ class TextDrafter:
         starts = [max(len(row.ids) - width, 0) for row in rows]
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
-        # Only the logits after each row's last token are needed. If no row is shorter than the pass, the last node of the pass is the
-        # last token of every row.
+        # Only the logits after each row's last token are needed. If no row is shorter than the pass, these are at the pass's last
+        # node.
         even = all(len(row.ids) >= width for row in rows)
         best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)

@@ -23,7 +23,7 @@ from .draft_tree import DynamicTree, require_coupled
 #: Default maximum number of tokens of a draft. LENGTH if the costs of a step have not been measured. Otherwise the costs choose it,
 #: up to MOST_LENGTH.
 LENGTH, MOST_LENGTH = 16, 32
-#: On a device whose values the host has to wait for, the host reads once per draft, after one of these numbers of passes.
+#: On devices other than a CPU, the host reads values once per draft, after one of these numbers of passes, because it has to wait.
 BUCKETS = (2, 4, 8, 16, 32)
 
 

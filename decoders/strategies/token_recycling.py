@@ -78,8 +78,8 @@ class TokenRecycling(Strategy):
     """Stores a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
 
     A token's successors come from the target's logits at the latest node with this token, whether the node was accepted or not. All
-    rows, and later calls on the model, share one matrix. This package adds to the paper that draft tokens are graded: by the
-    difference between the logits of the best two successors.
+    rows, and later calls on the model, share one matrix. Unlike in the paper, draft tokens are graded: by the difference between the
+    logits of the best two successors.
     """
 
     name = "token_recycling"

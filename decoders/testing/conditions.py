@@ -33,7 +33,7 @@ class Conditions:
         models: names of tiny models, or models of your own.
         compile: whether the loop is compiled.
         thorough: whether to try every combination of model, number of rows and kind of call, on longer texts. Otherwise fewer
-            combinations are tried, in which every pair of values occurs.
+            combinations are tried, so that every pair of values occurs.
     """
 
     models: tuple[str | PreTrainedModel, ...] = ("llama", "gemma2")
@@ -48,7 +48,7 @@ class Conditions:
     def combinations(self, kinds: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
         """Yields combinations of model, number of rows and kind of call.
 
-        Yields all combinations if thorough or with a single model. Otherwise yields half of them, in which every pair of values
+        Yields all combinations if thorough or with a single model. Otherwise yields half of them, so that every pair of values
         occurs.
 
         Args:

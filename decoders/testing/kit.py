@@ -85,7 +85,7 @@ def check_strategy(
         models: models, or names in :data:`~decoders.testing.models.ARCHITECTURES`. Default: one with and one without sliding windows.
         compile: whether the loop is compiled. A compiled loop starts more slowly, but is closer to real use.
         thorough: whether to try every combination of model, number of rows and kind of call, on longer texts. Otherwise fewer
-            combinations are tried, in which every pair of values occurs.
+            combinations are tried, so that every pair of values occurs.
 
     Raises:
         AssertionError: a check failed. The message names the check and the reason.

@@ -390,8 +390,8 @@ class BlockLearner(FeatureLearner):
     def acceptance(self, texts: Texts) -> Acceptance:
         """The acceptance of chains of ``K`` tokens that begin at every ``K``-th position of `texts`.
 
-        In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
-        target's choices after the text's tokens, even if the target would not have written these tokens.
+        In text that the target wrote greedily, this is the acceptance of decoding. In other text, a draft token counts as accepted if
+        the target would choose it after the text so far, even if the text continues differently.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):

@@ -204,8 +204,8 @@ class HeadLearner(FeatureLearner):
     def acceptance(self, texts: Texts) -> Acceptance:
         """The acceptance of drafts that begin at every position of `texts`. A draft counts if all its positions count.
 
-        In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
-        target's choices after the text's tokens, even if the target would not have written these tokens.
+        In text that the target wrote greedily, this is the acceptance of decoding. In other text, a draft token counts as accepted if
+        the target would choose it after the text so far, even if the text continues differently.
         """
         head, depth, known = self.model, self.training.depth, self.ids
         sums = AcceptanceSums(depth)
